@@ -1,0 +1,141 @@
+"""Attention as the config asks for it: which kernel, on which devices.
+
+    out = attend(query, key, value, kernel, parallel, mesh)     # (batch, tokens, heads, head_dim)
+    out = attend_flat(query, key, value, head_dim, kernel, …)   # (batch, tokens, heads * head_dim)
+
+Both run inside `jax.jit`. A kernel sees only the tokens and heads of its own device and returns, beside
+its output, the log-sum-exp of every score row, which is all that is needed to merge two partial results.
+"""
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from omegaconf import OmegaConf
+
+import schema
+from kernels import parallel as schemes
+from kernels import splash
+
+CONF = Path(__file__).parent.parent / "conf" / "attention"
+MASKED = -1e30  # a finite stand-in for -inf: a row masked so far must not become inf - inf
+
+
+def attend(query, key, value, kernel, parallel=None, mesh=None, cross=False):
+    """Full attention on (batch, tokens, heads, head_dim); see `attend_flat`."""
+    flat = [x.reshape(*x.shape[:2], -1) for x in (query, key, value)]
+    return attend_flat(*flat, query.shape[-1], kernel, parallel, mesh, cross).reshape(query.shape)
+
+
+def attend_flat(query, key, value, head_dim, kernel, parallel=None, mesh=None, cross=False):
+    """softmax(query · keyᵀ / sqrt(head_dim)) · value per head, on (batch, tokens, heads * head_dim).
+
+    `cross` says that the keys are few and every device holds them all, so that no token has to travel.
+    """
+    if kernel.smooth_keys:  # here, where the mean is over all tokens, not one device's
+        key = key - jnp.mean(key, axis=1, keepdims=True, dtype=jnp.float32).astype(key.dtype)
+
+    def local(query, key, value):
+        return KERNELS[chosen(kernel, key.shape[1])](query, key, value, head_dim, kernel)
+
+    if mesh is None:
+        return local(query, key, value)[0]
+    return schemes.spread(local, query, key, value, head_dim, parallel or schema.Parallel(), mesh, cross)
+
+
+def chosen(kernel, keys):
+    """The kernel's name for this many keys on one device."""
+    return kernel.kernel if keys >= kernel.min_keys else "xla"
+
+
+def xla(query, key, value, head_dim, kernel):
+    """Blockwise attention with an online softmax in plain JAX: no platform holds the whole score matrix."""
+    batch, queries, width = query.shape
+    keys, heads = key.shape[1], width // head_dim
+    query_blocks = blocks(query, min(kernel.block_q, queries), heads)
+    key_blocks = blocks(key, min(kernel.block_kv, keys), heads)
+    value_blocks = blocks(value, min(kernel.block_kv, keys), heads)
+    block_q, block_kv = query_blocks.shape[2], key_blocks.shape[2]
+
+    def one_query_block(indexed):
+        index, query_block = indexed
+        rows = index * block_q + jnp.arange(block_q)
+
+        def step(carry, block):
+            number, key_block, value_block = block
+            columns = number * block_kv + jnp.arange(block_kv)
+            scores = jnp.einsum("bqhd,bkhd->bhqk", query_block, key_block, preferred_element_type=jnp.float32)
+            scores = jnp.where(visible(rows, columns, keys, kernel.window), scores * head_dim**-0.5, MASKED)
+            return online_step(carry, scores, value_block), None
+
+        shape = (batch, heads, block_q)
+        start = (jnp.zeros((*shape, head_dim), jnp.float32), jnp.full(shape, MASKED), jnp.zeros(shape))
+        (out, maximum, total), _ = lax.scan(step, start, (jnp.arange(len(key_blocks)), key_blocks, value_blocks))
+        return out / total[..., None], maximum + jnp.log(total)
+
+    out, log_sum = lax.map(one_query_block, (jnp.arange(len(query_blocks)), query_blocks))
+    out = out.transpose(1, 0, 3, 2, 4).reshape(batch, -1, width)[:, :queries]  # (blocks, batch, heads, block_q, dim)
+    log_sum = log_sum.transpose(1, 2, 0, 3).reshape(batch, heads, -1)[..., :queries]
+    return out.astype(query.dtype), log_sum
+
+
+def blocks(array, size, heads):
+    """(batch, tokens, width) -> (blocks, batch, size, heads, head_dim), the last block padded with zeros."""
+    batch, tokens, width = array.shape
+    padded = jnp.pad(array, ((0, 0), (0, -tokens % size), (0, 0)))
+    return padded.reshape(batch, -1, size, heads, width // heads).swapaxes(0, 1)
+
+
+def visible(rows, columns, keys, window):
+    """Which key each query may see: the real ones, and with a window only those at most that far away."""
+    seen = columns[None, :] < keys
+    return seen if window is None else seen & (abs(rows[:, None] - columns[None, :]) <= window)
+
+
+def online_step(carry, scores, value_block):
+    """Add one block of keys to (out, maximum, total), all still to be divided by total."""
+    out, maximum, total = carry
+    new_maximum = jnp.maximum(maximum, scores.max(axis=-1))
+    correction = jnp.exp(maximum - new_maximum)
+    weights = jnp.exp(scores - new_maximum[..., None])
+    product = jnp.einsum("bhqk,bkhd->bhqd", weights.astype(value_block.dtype), value_block, preferred_element_type=jnp.float32)
+    return out * correction[..., None] + product, new_maximum, total * correction + weights.sum(axis=-1)
+
+
+def cudnn(query, key, value, head_dim, kernel):
+    """cuDNN's fused attention (NVIDIA, bf16 or fp16)."""
+    # jax.nn.dot_product_attention rounds the log-sum-exp to bf16, too coarse to merge with; this is the function under it.
+    from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention
+
+    batch, queries, width = query.shape
+    split = [x.reshape(batch, x.shape[1], -1, head_dim) for x in (query, key, value)]
+    out, log_sum = dot_product_attention(*split, scale=head_dim**-0.5, return_residual=True)
+    return out.reshape(batch, queries, width), log_sum
+
+
+def tpu_splash(query, key, value, head_dim, kernel):
+    """The Pallas kernel, which takes values and gives outputs with tokens along the lanes."""
+    out, log_sum = splash.attention(query, key, value.swapaxes(1, 2), head_dim, kernel)
+    return out.swapaxes(1, 2), log_sum
+
+
+KERNELS = {"xla": xla, "cudnn": cudnn, "splash": tpu_splash}
+
+
+def resolve(attention, device, dtype):
+    """Replace every `kernel: auto` by what conf/attention/auto.yaml names for this device; read once, at build time.
+
+    A device kind ("TPU v6 lite") goes before its platform ("gpu"). cuDNN has no float32, where `xla` serves.
+    """
+    parts = {name: getattr(attention, name) for name in ("self", "cross")}
+    found = attention.devices.get(device.device_kind) or attention.devices.get(device.platform)
+    if found is None and any(part.kernel == "auto" for part in parts.values()):
+        raise ValueError(f"attention=auto: nothing in attention.devices for {device.device_kind!r}; has {', '.join(attention.devices)}")
+    if found == "cudnn" and jnp.dtype(dtype).itemsize != 2:
+        found = "xla"
+    for name, part in parts.items():
+        if part.kernel == "auto":
+            values = OmegaConf.to_container(OmegaConf.load(CONF / f"{found}.yaml"))[name]
+            parts[name] = replace(schema.Kernel(), **values, window=part.window, smooth_keys=part.smooth_keys)
+    return replace(attention, **parts)
