@@ -1,37 +1,428 @@
 """The config's dataclasses and `validate()`: pure, no JAX, no torch.
 
 Hydra composes the files under conf/ against these classes, so a misspelt key or a wrong type fails
-before anything heavy loads. `validate()` then checks what types cannot say.
+before anything heavy loads. `validate()` then checks what types cannot say and reports every
+problem at once: key, value, rule, nearest valid choice.
 """
 from __future__ import annotations
 
+import difflib
+import math
+import os
+import re
 from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from omegaconf import MISSING
+
+TASKS = ("generate",)
+STAGES = ("text", "denoise", "decode")
+COMPONENTS = {"text": "text_encoder", "denoise": "transformer", "decode": "vae"}
+DTYPES = ("float32", "bfloat16", "float16")
+GUIDANCE = ("batched", "sequential")
+PLATFORMS = ("cpu", "gpu", "tpu")
+
+
+class ConfigError(Exception):
+    """What the user can fix: shown as one paragraph, without a traceback."""
+
+
+# ---------------------------------------------------------------- groups
+
+
+@dataclass
+class Model:
+    name: str = MISSING
+    path: str = MISSING  # a folder in diffusers layout, or a Hub id
+    revision: Optional[str] = None
+    scan_blocks: bool = True
+    text_tokens: int = 512
+    dtype: dict[str, str] = field(default_factory=dict)  # by component
+    steps: int = 50
+    guidance_scale: float = 5.0
+    min_size: int = 256
+    max_size: int = 1280
+    max_frames: int = 121
+    architecture: dict[str, dict[str, Any]] = field(default_factory=dict)  # by component
+
+
+@dataclass
+class Chip:
+    kind: Optional[str] = None  # what JAX calls it
+    hbm_gib: Optional[float] = None
+    peak_tflops: Optional[float] = None  # dense bf16
+    topology: Optional[str] = None  # what the TPU compiler calls the slice
+
+
+@dataclass
+class Mesh:
+    name: str = MISSING
+    platform: Optional[str] = None  # cpu | gpu | tpu; null: whatever JAX finds
+    devices: Optional[int] = None  # null: all there are
+    axes: dict[str, int] = field(default_factory=dict)
+    chip: Chip = field(default_factory=Chip)
+
+
+@dataclass
+class Rule:
+    pattern: str = MISSING
+    spec: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class Table:
+    """Sharding of one component: weights by parameter name, activations by module name."""
+
+    weights: dict[str, Rule] = field(default_factory=dict)
+    activations: dict[str, Rule] = field(default_factory=dict)
+    unmatched: str = "error"  # replicate | error
+
+
+@dataclass
+class Sharding:
+    name: str = MISSING
+    text_encoder: Table = field(default_factory=Table)
+    transformer: Table = field(default_factory=Table)
+    vae: Table = field(default_factory=Table)
+    attention: Parallel = field(default_factory=lambda: Parallel())
+
+
+@dataclass
+class Resolution:
+    height: int = MISSING
+    width: int = MISSING
+    frames: int = MISSING
+    fps: int = 16
+    flow_shift: float = 3.0
+
+
+@dataclass
+class Op:
+    """One torchax override: the op, the function that takes its place, and why."""
+
+    op: str = MISSING
+    implementation: str = MISSING
+    why: str = MISSING
+
+
+@dataclass
+class Scheduler:
+    name: str = MISSING
+    target: str = MISSING  # a class in diffusers
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Prompt:
+    text: Optional[str] = None
+    negative: Optional[str] = ""
+    file: Optional[str] = None
+    negative_file: Optional[str] = None
+
+
+@dataclass
+class Compile:
+    cache_dir: Optional[str] = None
+    xla_flags: list[str] = field(default_factory=list)
+    libtpu_flags: list[str] = field(default_factory=list)
+    matmul_precision: Optional[str] = None
+
+
+@dataclass
+class Output:
+    quality: int = 18
+    save_stages: bool = True
+
 
 # ---------------------------------------------------------------- attention
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One attention kernel and its tunables. `attention.self` and `attention.cross` each hold one."""
+    """One attention kernel and its tunables; conf/attention/*.yaml says what each means and what was measured."""
 
     kernel: str = "auto"  # auto | splash | cudnn | xla
     block_q: int = 512
     block_kv: int = 512
+    sub_q: int = 512  # splash only, like chunk_kv and vmem_mib
+    chunk_kv: int = 256
+    vmem_mib: int = 64
     min_keys: int = 0  # shorter key sequences go to `xla`
-    interpret: bool = False
+    window: int | None = None  # a query sees keys at most this many tokens away
+    smooth_keys: bool = False  # subtract the mean key first: the same result in exact arithmetic
+    interpret: bool = False  # run the Pallas kernel on CPU, for tests
 
 
-@dataclass
+@dataclass(frozen=True)
 class Attention:
     self: Kernel = field(default_factory=Kernel)
     cross: Kernel = field(default_factory=Kernel)
+    devices: dict[str, str] = field(default_factory=dict)  # device kind or platform -> file that `kernel: auto` takes its values from
 
 
-@dataclass
+@dataclass(frozen=True)
 class Parallel:
     """Which mesh axes spread the batch, the heads and the tokens of attention (`sharding.attention`)."""
 
-    batch: str | None = None
-    heads: str | None = None
-    ulysses: str | None = None
-    ring: str | None = None
+    batch: Optional[str] = None
+    heads: Optional[str] = None
+    ulysses: Optional[str] = None
+    ring: Optional[str] = None
+
+
+KERNELS = ("auto", "splash", "cudnn", "xla")
+
+
+def attention_problems(attention, heads: int, head_dim: int, axes: dict[str, int], parallel) -> list[str]:
+    """What is wrong with the attention kernels and their spread over the mesh; an axis missing from `axes` counts as 1."""
+    problems = [f"attention.self.{problem}" for problem in kernel_problems(attention.self, head_dim)]
+    problems += [f"attention.cross.{problem}" for problem in kernel_problems(attention.cross, head_dim)]
+    if attention.cross.window is not None:
+        problems.append(f"attention.cross.window={attention.cross.window}: text and video have no common positions; set null")
+    if attention.self.window is not None and parallel.ring is not None:
+        problems.append(f"attention.self.window={attention.self.window}: a ring passes keys without their positions; "
+                        "set window=null, or sharding.attention.ring=null and use ulysses or heads")
+    return problems + list(spread_problems(heads, axes, parallel))
+
+
+def kernel_problems(kernel: Kernel, head_dim: int):
+    """Messages that start with the key, for one Kernel."""
+    yield from one_of("kernel", kernel.kernel, KERNELS)
+    for name in ("block_q", "block_kv", "sub_q", "chunk_kv", "vmem_mib"):
+        if getattr(kernel, name) < 1:
+            yield f"{name}={getattr(kernel, name)}: must be positive"
+            return
+    if kernel.window is not None and kernel.window < 0:
+        yield f"window={kernel.window}: how many tokens away a key may be; null for all"
+    if kernel.kernel == "cudnn" and kernel.window is not None:
+        yield f"window={kernel.window}: cuDNN has only causal windows; use kernel=xla or window=null"
+    if kernel.kernel == "cudnn" and (head_dim > 128 or head_dim % 8):
+        yield f"kernel=cudnn: serves head dims that are multiples of 8 up to 128, the model has {head_dim}; use kernel=xla"
+    if kernel.kernel == "splash":
+        yield from splash_problems(kernel, head_dim)
+
+
+def splash_problems(kernel: Kernel, head_dim: int):
+    if head_dim not in (64, 128):
+        yield f"kernel=splash: serves head dims 64 and 128, the model has {head_dim}; use kernel=xla"
+    for block, part in (("block_q", "sub_q"), ("block_kv", "chunk_kv")):
+        size, inner = getattr(kernel, block), getattr(kernel, part)
+        if inner % 128:
+            yield f"{part}={inner}: must be a multiple of 128; {nearest_multiple(inner, 128)}"
+        if size % 128:
+            yield f"{block}={size}: must be a multiple of 128; {nearest_multiple(size, 128)}"
+        elif size % inner:
+            yield f"{block}={size}: must be a multiple of {part}={inner}; {nearest_multiple(size, inner)}"
+    needed = splash_vmem_bytes(kernel, head_dim) / 2**20
+    if needed > kernel.vmem_mib:
+        yield (f"block_q={kernel.block_q}, block_kv={kernel.block_kv}: need {needed:.1f} MiB of VMEM, "
+               f"the limit is vmem_mib={kernel.vmem_mib}; make them smaller")
+
+
+def splash_vmem_bytes(kernel: Kernel, head_dim: int) -> int:
+    """VMEM the splash kernel takes: blocks twice (one is fetched while the other is used), state, two score chunks."""
+    blocks = 2 * 2 * head_dim * (2 * kernel.block_q + 2 * kernel.block_kv)  # query, out, key, value in bf16
+    state = kernel.block_q * (head_dim * (2 + 4) + 4 * 8 * 4)  # transposed query, sums; rows of 8 sublanes for two statistics and log_sum twice
+    return blocks + state + 2 * 4 * kernel.chunk_kv * kernel.sub_q
+
+
+def spread_problems(heads: int, axes: dict[str, int], parallel: Parallel):
+    names = [axis for axis in (parallel.batch, parallel.heads, parallel.ulysses, parallel.ring) if axis is not None]
+    for axis in sorted({axis for axis in names if names.count(axis) > 1}):
+        yield f"sharding.attention: axis {axis} is named twice; batch, heads, ulysses and ring each need their own"
+    split = {key: getattr(parallel, key) for key in ("heads", "ulysses") if getattr(parallel, key) is not None}
+    ways = math.prod(axes.get(axis, 1) for axis in split.values())
+    if heads % ways:
+        named = " x ".join(f"{key}={axis} (size {axes.get(axis, 1)})" for key, axis in split.items())
+        works = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+        best = math.gcd(heads, ways)
+        yield (f"sharding.attention.{named}: {heads} heads do not divide over {ways} devices; sizes that work: {works}; or ring, which "
+               f"takes any size, e.g. axes of {best} for {' and '.join(split)} and {ways // best} for ring")
+
+
+# ---------------------------------------------------------------- the whole
+
+
+@dataclass
+class Config:
+    """The root of the config; conf/config.yaml says what each key means."""
+
+    task: str = "generate"
+    stages: list[str] = field(default_factory=lambda: list(STAGES))
+    seed: int = 2025
+    steps: int = MISSING
+    guidance_scale: float = MISSING
+    guidance: str = "batched"
+    keep_resident: bool = False
+    resume: Optional[str] = None
+    allow_external_ops: bool = False
+    traceback: bool = False
+    model: Model = field(default_factory=Model)
+    mesh: Mesh = field(default_factory=Mesh)
+    sharding: Sharding = field(default_factory=Sharding)
+    resolution: Resolution = field(default_factory=Resolution)
+    attention: Attention = field(default_factory=lambda: Attention())
+    ops: dict[str, Op] = field(default_factory=dict)
+    scheduler: Scheduler = field(default_factory=Scheduler)
+    prompt: Prompt = field(default_factory=Prompt)
+    compile: Compile = field(default_factory=Compile)
+    output: Output = field(default_factory=Output)
+
+
+# ---------------------------------------------------------------- validation
+
+
+def nearest(value, choices) -> str:
+    """The choice most like a misspelt value, for error messages."""
+    close = difflib.get_close_matches(str(value), list(choices), n=1, cutoff=0.4)
+    return f"nearest: {close[0]}" if close else "one of: " + ", ".join(choices)
+
+
+def nearest_multiple(value: int, base: int, offset: int = 0) -> str:
+    """The two valid values around `value`, valid being base*n + offset."""
+    below = max((value - offset) // base * base + offset, offset or base)
+    return f"nearest {below} or {below + base}" if below != value else str(value)
+
+
+def validate(config: Config) -> None:
+    """Raises one ConfigError that lists everything wrong with a composed config; returns if nothing is."""
+    checks = (choice_problems, resolution_problems, sampling_problems, prompt_problems, mesh_problems, table_problems, op_problems)
+    problems = [problem for check in checks for problem in check(config)]
+    if not problems:  # the attention checks need sound axes and heads
+        transformer = config.model.architecture["transformer"]
+        axes = {} if -1 in config.mesh.axes.values() else dict(config.mesh.axes)
+        problems = attention_problems(
+            config.attention, transformer["num_attention_heads"], transformer["attention_head_dim"], axes, config.sharding.attention
+        )
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError(f"{count} in the configuration:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def choice_problems(config: Config):
+    yield from one_of("task", config.task, TASKS)
+    yield from one_of("guidance", config.guidance, GUIDANCE)
+    if not config.stages:
+        yield f"stages=[]: name at least one of {', '.join(STAGES)}"
+    for stage in config.stages:
+        yield from one_of("stages", stage, STAGES)
+    known = [stage for stage in STAGES if stage in config.stages]
+    if len(known) == len(config.stages) and list(config.stages) != known:
+        yield f"stages={list(config.stages)}: each once and in order; nearest [{','.join(known)}]"
+    for component, dtype in config.model.dtype.items():
+        yield from one_of(f"model.dtype.{component}", dtype, DTYPES)
+    for component in set(COMPONENTS.values()) - set(config.model.dtype):
+        yield f"model.dtype.{component}: missing; one of: {', '.join(DTYPES)}"
+    if config.compile.matmul_precision is not None:
+        yield from one_of("compile.matmul_precision", config.compile.matmul_precision, ("default", "high", "highest"))
+    if not 0 <= config.output.quality <= 51:
+        yield f"output.quality={config.output.quality}: an H.264 CRF from 0 (lossless) to 51; usual 18"
+
+
+def one_of(key: str, value, choices):
+    if value not in choices:
+        yield f"{key}={value}: unknown; {nearest(value, choices)}"
+
+
+def resolution_problems(config: Config):
+    model, resolution = config.model, config.resolution
+    for key in ("height", "width"):
+        size = resolution[key]
+        if size % 16:
+            yield f"resolution.{key}={size}: must be a multiple of 16; {nearest_multiple(size, 16)}"
+        elif not model.min_size <= size <= model.max_size:
+            closest = min(max(size, model.min_size), model.max_size)
+            yield f"resolution.{key}={size}: {model.name} takes {model.min_size} to {model.max_size}; nearest {closest}"
+    if resolution.frames < 1 or resolution.frames % 4 != 1:
+        yield f"resolution.frames={resolution.frames}: must be 4n+1; {nearest_multiple(resolution.frames, 4, 1)}"
+    elif resolution.frames > model.max_frames:
+        yield f"resolution.frames={resolution.frames}: {model.name} takes at most {model.max_frames}"
+    if not 1 <= resolution.fps <= 120:
+        yield f"resolution.fps={resolution.fps}: must be from 1 to 120; usual 16"
+    if not 0 < resolution.flow_shift <= 20:
+        yield f"resolution.flow_shift={resolution.flow_shift}: must be above 0 and at most 20; usual 3.0 (480p) or 5.0 (720p)"
+
+
+def sampling_problems(config: Config):
+    if not 1 <= config.steps <= 1000:
+        yield f"steps={config.steps}: must be from 1 to 1000; nearest {min(max(config.steps, 1), 1000)}"
+    if not 0 <= config.guidance_scale <= 20 or math.isnan(config.guidance_scale):
+        yield f"guidance_scale={config.guidance_scale}: must be from 0 to 20; usual {config.model.guidance_scale} (1 turns guidance off)"
+    if not 0 <= config.seed < 2**63:
+        yield f"seed={config.seed}: must be from 0 to 2**63 - 1; nearest {min(max(config.seed, 0), 2**63 - 1)}"
+
+
+def prompt_problems(config: Config):
+    prompt = config.prompt
+    for key in ("file", "negative_file"):
+        if prompt[key] is not None and not os.path.isfile(prompt[key]):
+            yield f"prompt.{key}={prompt[key]}: no such file"
+    if "text" in config.stages and prompt.file is None and not (prompt.text or "").strip():
+        yield 'prompt: missing; give prompt="a red ball bouncing" or prompt.file=prompt.txt'
+    if config.resume is not None and not os.path.isdir(config.resume):
+        yield f"resume={config.resume}: no such run folder; runs are under outputs/<date>/<time>"
+    if config.resume is None and config.stages and config.stages[0] in STAGES[1:]:
+        before = STAGES[STAGES.index(config.stages[0]) - 1]
+        yield f"stages={list(config.stages)}: starts after {before}; add resume=<run folder that holds the {before} stage> or stages=[{','.join(STAGES)}]"
+
+
+def mesh_problems(config: Config):
+    mesh = config.mesh
+    if mesh.platform is not None:
+        yield from one_of("mesh.platform", mesh.platform, PLATFORMS)
+    if not mesh.axes:
+        yield "mesh.axes={}: name at least one axis, e.g. mesh.axes.tp=1"
+    free = [axis for axis, size in mesh.axes.items() if size == -1]
+    for axis, size in mesh.axes.items():
+        if size < 1 and size != -1:
+            yield f"mesh.axes.{axis}={size}: must be at least 1, or -1 for whatever devices remain; nearest 1"
+    if len(free) > 1:
+        yield f"mesh.axes: only one axis may be -1, not {' and '.join(free)}"
+    product = math.prod(size for size in mesh.axes.values() if size > 0)
+    if mesh.devices is not None and not free and product != mesh.devices:
+        sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.axes.items())
+        yield f"mesh.axes: {sizes} needs {product} devices, {mesh.name} has {mesh.devices}; make the product {mesh.devices}"
+
+
+def spec_axes(spec) -> list[str]:
+    """The axis names a sharding spec mentions: [dp, null, [sp, tp]] -> dp, sp, tp."""
+    return [axis for entry in spec for axis in ([entry] if isinstance(entry, str) else entry or [])]
+
+
+def table_problems(config: Config):
+    for component in COMPONENTS.values():
+        table = config.sharding[component]
+        yield from one_of(f"sharding.{component}.unmatched", table.unmatched, ("replicate", "error"))
+        for kind in ("weights", "activations"):
+            for name, rule in table[kind].items():
+                yield from rule_problems(f"sharding.{component}.{kind}.{name}", rule, config.mesh.axes)
+    for key in ("batch", "heads", "ulysses", "ring"):
+        axis = config.sharding.attention[key]
+        if axis is not None and axis not in config.mesh.axes:
+            yield f"sharding.attention.{key}={axis}: the mesh has no such axis; {nearest(axis, config.mesh.axes)}"
+
+
+def rule_problems(key: str, rule: Rule, axes):
+    try:
+        re.compile(rule.pattern)
+    except re.error as error:
+        yield f"{key}.pattern={rule.pattern}: not a regular expression ({error}); escape literal dots and brackets"
+    try:
+        used = spec_axes(rule.spec)
+    except TypeError:
+        yield f"{key}.spec={list(rule.spec)}: each entry must be an axis name, a list of axis names, or null"
+        return
+    for axis in used:
+        if axis not in axes:
+            yield f"{key}.spec: the mesh has no axis {axis!r}; {nearest(axis, axes)}"
+    if len(set(used)) != len(used):
+        yield f"{key}.spec={list(rule.spec)}: an axis may shard one dimension only"
+
+
+def op_problems(config: Config):
+    for name, op in config.ops.items():
+        module = op.implementation.split(".")[0]
+        if module not in ("patches", "kernels") and not config.allow_external_ops:
+            yield f"ops.{name}.implementation={op.implementation}: not in patches or kernels; set allow_external_ops=true to trust it"
+        if not re.fullmatch(r"(torch|aten)(\.\w+)+", op.op):
+            yield f"ops.{name}.op={op.op}: write it as aten.<op>[.<overload>] or torch.<function>"
