@@ -1,0 +1,445 @@
+"""The demo model's world: coloured shapes that move over a coloured background, and English about them.
+
+A `Scene` says what is seen (one or two `Thing`s over a background). From it come
+  - `motion_numbers(scene, random)`: the numbers a clip is drawn from, positions and speeds varied,
+  - `render(things, backgrounds)`: the clips, drawn on whichever device the numbers are on,
+  - `caption(scene, random)`: one of very many ways to say it.
+
+    scene = sample_scene(random.Random(0))
+    things, background = motion_numbers(scene, random.Random(0))
+    video = render(things[None], background[None])      # [1, 3, 17, 128, 128] in -1..1
+
+Coordinates: x grows to the right and y downwards, the frame spans -1..1 in both, a radius of 1 is half a frame.
+"""
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from random import Random
+
+import torch
+
+# ---------------------------------------------------------------- what there is
+
+PALETTE = {
+    "red": (222, 38, 38),
+    "orange": (245, 135, 20),
+    "yellow": (250, 225, 50),
+    "green": (40, 160, 65),
+    "blue": (40, 85, 220),
+    "purple": (145, 55, 190),
+    "pink": (250, 135, 195),
+    "white": (245, 245, 245),
+    "black": (14, 14, 18),
+    "gray": (128, 128, 128),
+}
+COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "white")
+BACKGROUNDS = ("black", "white", "gray", "blue", "green", "yellow", "purple")
+SHAPES = ("circle", "square", "triangle", "star", "heart", "ring")
+MOTIONS = ("left", "right", "up", "down", "bouncing", "circling", "growing", "spinning", "still")
+SIZES = ("small", "big")
+ROUND = ("circle", "ring")  # a turn of these cannot be seen, so they never spin
+
+# Where a thing may be said to be, by its motion; a moving thing has a place only across its path.
+PLACES = {
+    "left": ("top", "middle", "bottom"),
+    "right": ("top", "middle", "bottom"),
+    "up": ("left", "middle", "right"),
+    "down": ("left", "middle", "right"),
+    "bouncing": ("left", "middle", "right"),
+    "circling": ("middle",),
+    "growing": ("left", "middle", "right", "top", "bottom"),
+    "spinning": ("left", "middle", "right", "top", "bottom"),
+    "still": ("left", "middle", "right", "top", "bottom"),
+}
+# Two things never cross: side by side they move up and down, stacked they move sideways.
+PAIR_MOTIONS = {
+    ("left", "right"): ("up", "down", "bouncing", "growing", "spinning", "still"),
+    ("top", "bottom"): ("left", "right", "growing", "spinning", "still"),
+}
+
+FRAMES, SIZE = 17, 128
+
+
+@dataclass(frozen=True)
+class Thing:
+    """One object. `size` and `place` of None mean: not said, so anything ordinary will do."""
+
+    colour: str
+    shape: str
+    motion: str = "still"
+    size: str | None = None
+    place: str | None = None
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One or two things over a background; two are in reading order (left, right or top, bottom)."""
+
+    things: tuple[Thing, ...]
+    background: str
+
+
+def is_held_out(colour: str, shape: str, motion: str) -> bool:
+    """Combinations kept from training: of every colour and shape, one motion; each pair is still seen."""
+    return (COLOURS.index(colour) + 2 * SHAPES.index(shape) + 4 * MOTIONS.index(motion)) % len(MOTIONS) == 0
+
+
+def can_be(shape: str, motion: str) -> bool:
+    return not (motion == "spinning" and shape in ROUND)
+
+
+COMBINATIONS = [(c, s, m) for c in COLOURS for s in SHAPES for m in MOTIONS if can_be(s, m)]
+HELD_OUT = [combination for combination in COMBINATIONS if is_held_out(*combination)]
+SEEN = [combination for combination in COMBINATIONS if not is_held_out(*combination)]
+
+
+# ---------------------------------------------------------------- drawing scenes by lot
+
+
+def sample_scene(random: Random, combinations=SEEN, pair_share: float = 0.4) -> Scene:
+    """A scene whose (colour, shape, motion) combinations all come from `combinations`."""
+    background = random.choice(BACKGROUNDS)
+    if random.random() < pair_share:
+        places = random.choice(list(PAIR_MOTIONS))
+        first = _sample_thing(random, combinations, {background}, PAIR_MOTIONS[places])
+        second = _sample_thing(random, combinations, {background, first.colour}, PAIR_MOTIONS[places])
+        return Scene((replace(first, place=places[0]), replace(second, place=places[1])), background)
+    return Scene((_sample_thing(random, combinations, {background}, MOTIONS),), background)
+
+
+def _sample_thing(random: Random, combinations, taken_colours, motions) -> Thing:
+    while True:
+        colour, shape, motion = random.choice(combinations)
+        if colour not in taken_colours and motion in motions:
+            return _dress(random, colour, shape, motion)
+
+
+def _dress(random: Random, colour: str, shape: str, motion: str) -> Thing:
+    """Add a size and a place, or leave them unsaid."""
+    size = random.choice((*SIZES, None)) if motion != "growing" else None
+    place = random.choice(PLACES[motion]) if random.random() < 0.5 else None
+    return Thing(colour, shape, motion, size, place)
+
+
+def fixed_prompts(seed: int, pairs: int) -> list[tuple[str, Scene]]:
+    """Every held-out combination once, then `pairs` scenes of two held-out things: always the same list."""
+    random = Random(seed)
+    scenes = []
+    for colour, shape, motion in HELD_OUT:
+        background = random.choice([name for name in BACKGROUNDS if name != colour])
+        scenes.append(Scene((_dress(random, colour, shape, motion),), background))
+    scenes += [sample_scene(random, HELD_OUT, pair_share=1.0) for _ in range(pairs)]
+    return [(caption(scene, random, complete=True), scene) for scene in scenes]
+
+
+def held_out_prompts() -> list[tuple[str, Scene]]:
+    """The list adherence is reported on."""
+    return fixed_prompts(seed=2025, pairs=26)
+
+
+def validation_prompts() -> list[tuple[str, Scene]]:
+    """Another wording and other backgrounds of the same combinations: the list checkpoints are chosen on."""
+    return fixed_prompts(seed=7, pairs=18)
+
+
+# ---------------------------------------------------------------- English
+
+SHAPE_WORDS = {
+    "circle": ("circle", "ball", "disc", "dot"),
+    "square": ("square", "box"),
+    "triangle": ("triangle",),
+    "star": ("star",),
+    "heart": ("heart",),
+    "ring": ("ring", "donut", "hoop"),
+}
+COLOUR_WORDS = {"purple": ("purple", "violet"), "gray": ("gray", "grey")}
+SIZE_WORDS = {"small": ("small", "little", "tiny"), "big": ("big", "large", "huge")}
+PLACE_WORDS = {
+    "left": ("on the left", "on the left side"),
+    "right": ("on the right", "on the right side"),
+    "top": ("at the top", "near the top"),
+    "bottom": ("at the bottom", "near the bottom"),
+    "middle": ("in the middle", "in the center", "in the centre"),
+}
+# Each verb as (participle, third person): "a ball moving", "a ball moves".
+TRAVEL = (
+    ("moving", "moves"), ("sliding", "slides"), ("gliding", "glides"), ("drifting", "drifts"),
+    ("flying", "flies"), ("going", "goes"), ("travelling", "travels"), ("floating", "floats"),
+)  # fmt: skip
+DIRECTION_WORDS = {
+    "left": ("left", "to the left", "leftwards", "from right to left", "towards the left"),
+    "right": ("right", "to the right", "rightwards", "from left to right", "towards the right"),
+    "up": ("up", "upwards", "from bottom to top", "towards the top"),
+    "down": ("down", "downwards", "from top to bottom", "towards the bottom"),
+}
+MOTION_WORDS = {
+    "up": (("rising", "rises"),),
+    "down": (("falling", "falls"), ("sinking", "sinks")),
+    "bouncing": (
+        ("bouncing", "bounces"), ("bouncing up and down", "bounces up and down"),
+        ("jumping up and down", "jumps up and down"), ("hopping", "hops"),
+    ),
+    "circling": (
+        ("circling", "circles"), ("moving in a circle", "moves in a circle"),
+        ("circling around", "circles around"), ("flying in circles", "flies in circles"),
+    ),
+    "growing": (("growing", "grows"), ("getting bigger", "gets bigger"), ("growing larger", "grows larger")),
+    "spinning": (("spinning", "spins"), ("rotating", "rotates"), ("spinning around", "spins around")),
+    "still": (("staying still", "stays still"), ("standing still", "stands still"), ("not moving", "does not move")),
+}  # fmt: skip
+OPENINGS = ("a video of", "an animation of", "a clip of", "an animation showing", "there is")
+BACKDROPS = ("on a {} background", "against a {} background", "over a {} background", "in front of a {} background")
+
+
+def caption(scene: Scene, random: Random, complete: bool = False) -> str:
+    """The scene in words. Unless `complete`, now and then only part of it is said."""
+    if not complete and random.random() < 0.08:
+        return _fragment(scene, random)
+    describe = _describe_pair if len(scene.things) == 2 else _describe_one
+    backdrop = "" if not complete and random.random() < 0.12 else scene.background
+    return _finish(describe(scene.things, random), backdrop, random)
+
+
+def _finish(sentence: str, background: str, random: Random) -> str:
+    """Put the background before or after the sentence; vary its case and full stop."""
+    if background:
+        colour = _word(COLOUR_WORDS, background, random)
+        backdrop = random.choice(BACKDROPS).format(colour)
+        sentence = random.choice((
+            f"{sentence} {backdrop}", f"{sentence} {backdrop}", f"{sentence}, {backdrop}", f"{backdrop}, {sentence}",
+            f"{sentence}, {colour} background", f"{sentence}. The background is {colour}",
+        ))  # fmt: skip
+    sentence = re.sub(r"\ba(?= orange)", "an", sentence)
+    if random.random() < 0.5:
+        sentence = sentence[0].upper() + sentence[1:]
+    return sentence + random.choice(("", "", "."))
+
+
+def _describe_one(things: tuple[Thing, ...], random: Random) -> str:
+    thing = things[0]
+    participle, verb = _motion(thing.motion, random)
+    place = _place(thing, random)
+    name = _name(thing, random)
+    some = _join(_opening(random), f"a {name}")
+    if thing.motion == "still" and random.random() < 0.5:
+        return _join(some, place)
+    return random.choice((
+        _join(some, participle, place), _join(some, place, participle), _join(f"a {name}", verb, place),
+        _join(f"the {name}", verb, place), _join(f"the {name}", place, "is", participle), _join(name, participle, place),
+    ))  # fmt: skip
+
+
+def _describe_pair(things: tuple[Thing, ...], random: Random) -> str:
+    first, second = things
+    names = [_name(thing, random) for thing in things]
+    places = [_place(thing, random) for thing in things]
+    (doing, does), (doing_too, does_too) = (_motion(thing.motion, random) for thing in things)
+    opening = _opening(random)
+    ways = [
+        _join(opening, f"a {names[0]} {doing} {places[0]} and a {names[1]} {doing_too} {places[1]}"),
+        _join(opening, f"a {names[1]} {doing_too} {places[1]} and a {names[0]} {doing} {places[0]}"),
+        f"{places[0]} a {names[0]} {does} and {places[1]} a {names[1]} {does_too}",
+        f"{places[0]} a {names[0]} {doing}, {places[1]} a {names[1]} {doing_too}",
+    ]
+    if first.place == "top":
+        ways.append(f"a {names[0]} {doing} above a {names[1]} {doing_too}")
+        ways.append(f"a {names[1]} {doing_too} below a {names[0]} {doing}")
+    if first.motion == second.motion:
+        ways.append(f"a {names[0]} {places[0]} and a {names[1]} {places[1]}, both {doing}")
+    return random.choice(ways)
+
+
+def _fragment(scene: Scene, random: Random) -> str:
+    """A few words about one side of the scene: what a negative prompt usually is."""
+    thing = random.choice(scene.things)
+    return random.choice((
+        f"{_word(COLOUR_WORDS, scene.background, random)} background", _name(thing, random),
+        _word(COLOUR_WORDS, thing.colour, random), _word(SHAPE_WORDS, thing.shape, random),
+        _motion(thing.motion, random)[0],
+    ))  # fmt: skip
+
+
+def _word(table, key: str, random: Random) -> str:
+    return random.choice(table.get(key, (key,)))
+
+
+def _name(thing: Thing, random: Random) -> str:
+    size = _word(SIZE_WORDS, thing.size, random) if thing.size else ""
+    return _join(size, _word(COLOUR_WORDS, thing.colour, random), _word(SHAPE_WORDS, thing.shape, random))
+
+
+def _opening(random: Random) -> str:
+    return random.choice(OPENINGS) if random.random() < 0.25 else ""
+
+
+def _place(thing: Thing, random: Random) -> str:
+    return _word(PLACE_WORDS, thing.place, random) if thing.place else ""
+
+
+def _motion(motion: str, random: Random) -> tuple[str, str]:
+    """(participle, third person) of one way to say the motion."""
+    ways = MOTION_WORDS.get(motion, ())
+    if motion in DIRECTION_WORDS and random.random() > 0.15 * len(ways):
+        direction = random.choice(DIRECTION_WORDS[motion])
+        participle, verb = random.choice(TRAVEL)
+        return f"{participle} {direction}", f"{verb} {direction}"
+    return random.choice(ways)
+
+
+def _join(*parts: str) -> str:
+    return " ".join(part for part in parts if part)
+
+
+def vocabulary() -> list[str]:
+    """Every word the captions are made of, sorted: what the tokenizer knows as whole words."""
+    tables = (SHAPE_WORDS, COLOUR_WORDS, SIZE_WORDS, PLACE_WORDS, DIRECTION_WORDS)
+    text = " ".join(phrase for table in tables for phrases in table.values() for phrase in phrases)
+    text += " " + " ".join(" ".join(pair) for pairs in (TRAVEL, *MOTION_WORDS.values()) for pair in pairs)
+    text += " " + " ".join((*OPENINGS, *BACKDROPS, *PALETTE)).replace("{}", "")
+    text += " a an the and is both above below , ."
+    words = set(text.split())
+    return sorted(words | {word.capitalize() for word in words})
+
+
+# ---------------------------------------------------------------- numbers
+
+# One row a thing: what `render` needs to draw it at any time from 0 to 1.
+FIELDS = ("shape", "red", "green", "blue", "x", "y", "travel_x", "travel_y", "bounce", "orbit", "phase",
+          "radius", "radius_end", "turn")  # fmt: skip
+RADIUS = {"small": (0.17, 0.20), None: (0.25, 0.30), "big": (0.36, 0.40)}
+OFF_CENTRE = {"left": (-1, 0), "right": (1, 0), "top": (0, -1), "bottom": (0, 1), "middle": (0, 0)}
+HEADING = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+
+
+def motion_numbers(scene: Scene, random: Random) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scene as numbers: things [2, fields] (the second is empty when there is one) and background [3]."""
+    rows = [_thing_numbers(thing, random, shrink=0.8 if len(scene.things) == 2 else 1.0) for thing in scene.things]
+    rows += [[0.0] * len(FIELDS)] * (2 - len(rows))
+    return torch.tensor(rows), torch.tensor(PALETTE[scene.background]) / 255
+
+
+def _thing_numbers(thing: Thing, random: Random, shrink: float) -> list[float]:
+    numbers = dict.fromkeys(FIELDS, 0.0)
+    numbers["shape"] = SHAPES.index(thing.shape)
+    numbers["red"], numbers["green"], numbers["blue"] = (channel / 255 for channel in PALETTE[thing.colour])
+    place = thing.place or random.choice(PLACES[thing.motion])
+    for axis, side in zip("xy", OFF_CENTRE[place]):
+        numbers[axis] = side * 0.47 + random.uniform(-0.05, 0.05)
+    radius = random.uniform(*RADIUS[thing.size]) * shrink
+    numbers |= {"radius": radius, "radius_end": radius}
+    return list((numbers | _moving(thing, numbers, random, shrink)).values())
+
+
+def _moving(thing: Thing, at: dict[str, float], random: Random, shrink: float) -> dict[str, float]:
+    """What the thing's motion changes in its numbers."""
+    if thing.motion in HEADING:
+        distance = random.uniform(0.9, 1.05)
+        x, y = HEADING[thing.motion]
+        return {"travel_x": x * distance, "travel_y": y * distance}
+    if thing.motion == "bouncing":
+        return {"y": 0.45 + random.uniform(-0.03, 0.03), "bounce": random.uniform(0.8, 0.9)}
+    if thing.motion == "circling":
+        return {"orbit": random.uniform(0.40, 0.46), "phase": random.uniform(0, math.tau)}
+    if thing.motion == "growing":
+        return {"radius": 0.15 * shrink, "radius_end": random.uniform(0.40, 0.46) * shrink}
+    if thing.motion == "spinning":
+        return {"turn": random.uniform(0.9, 1.1) * math.pi}
+    return {}
+
+
+# ---------------------------------------------------------------- pictures
+
+ANGLES = 720  # entries of a shape's outline
+
+
+def _polygon_outline(corners: list[tuple[float, float]]) -> torch.Tensor:
+    """Distance from the origin to the polygon's edge in every direction, [ANGLES]; the origin lies inside."""
+    angle = torch.arange(ANGLES) * (math.tau / ANGLES)
+    direction = torch.stack((angle.cos(), angle.sin()), -1)[:, None]
+    start = torch.tensor(corners)
+    edge = start.roll(-1, 0) - start
+    cross = direction[..., 0] * edge[:, 1] - direction[..., 1] * edge[:, 0]
+    distance = (start[:, 0] * edge[:, 1] - start[:, 1] * edge[:, 0]) / cross
+    along = (start[:, 0] * direction[..., 1] - start[:, 1] * direction[..., 0]) / cross
+    hit = (distance > 0) & (along >= -1e-4) & (along <= 1 + 1e-4)
+    return distance.where(hit, torch.tensor(math.inf)).amin(1)
+
+
+def _corners(count: int, *radii: float) -> list[tuple[float, float]]:
+    """`count` corners, the first straight up, at the given radii in turn."""
+    return [
+        (radii[k % len(radii)] * math.sin(math.tau * k / count), -radii[k % len(radii)] * math.cos(math.tau * k / count))
+        for k in range(count)
+    ]
+
+
+def _heart_corners(count: int = 180) -> list[tuple[float, float]]:
+    points = []
+    for k in range(count):
+        t = math.tau * k / count
+        height = 13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)
+        points.append((16 * math.sin(t) ** 3 / 15.5, -(height + 1.5) / 15.5))
+    return points
+
+
+def outlines() -> torch.Tensor:
+    """Outlines of all SHAPES at radius 1, [shapes, ANGLES], angle 0 to the right and growing clockwise."""
+    diagonal = 1.15
+    square = [(diagonal * math.sqrt(0.5) * x, diagonal * math.sqrt(0.5) * y) for x, y in ((-1, -1), (1, -1), (1, 1), (-1, 1))]
+    return torch.stack((
+        torch.full((ANGLES,), 0.95), _polygon_outline(square), _polygon_outline(_corners(3, 1.2)),
+        _polygon_outline(_corners(10, 1.2, 0.52)), _polygon_outline(_heart_corners()), torch.full((ANGLES,), 1.0),
+    ))  # fmt: skip
+
+
+HOLES = torch.tensor([0.55 if shape == "ring" else 0.0 for shape in SHAPES])
+OUTLINES = outlines()
+
+
+def cover(shape: torch.Tensor, x: torch.Tensor, y: torch.Tensor, radius: torch.Tensor, turn: torch.Tensor,
+          pixel: float) -> torch.Tensor:  # fmt: skip
+    """How much of each point a shape covers, 0..1. x and y are offsets from its centre; all broadcast together."""
+    distance = torch.hypot(x, y)
+    index = (torch.atan2(y, x) - turn).remainder(math.tau) * (ANGLES / math.tau)
+    below, part = index.long() % ANGLES, index.frac()
+    table = OUTLINES.to(x.device)
+    edge = table[shape, below] * (1 - part) + table[shape, (below + 1) % ANGLES] * part
+    inside = ((edge * radius - distance) / pixel + 0.5).clamp(0, 1)
+    hole = ((HOLES.to(x.device)[shape] * radius - distance) / pixel + 0.5).clamp(0, 1)
+    return inside * (1 - hole)
+
+
+def render(things: torch.Tensor, backgrounds: torch.Tensor, frames: int = FRAMES, size: int = SIZE) -> torch.Tensor:
+    """Draw clips: things [clips, 2, fields], backgrounds [clips, 3] -> [clips, 3, frames, size, size] in -1..1.
+
+    Drawn at twice the size and averaged down, which is what smooths the edges.
+    """
+    fine = 2 * size
+    line = (torch.arange(fine, device=things.device) + 0.5) * (2 / fine) - 1
+    y, x = line[:, None], line[None, :]
+    light = 1.06 - 0.12 * (y + 1) / 2  # a little brighter at the top
+    video = (backgrounds[:, :, None, None, None] * light).expand(-1, -1, frames, -1, fine)
+    time = torch.linspace(0, 1, frames, device=things.device)
+    for row in things.unbind(1):
+        video = _draw(video, dict(zip(FIELDS, row.unbind(-1))), x, y, time)
+    video = torch.nn.functional.avg_pool3d(video, (1, 2, 2))
+    return video.clamp(0, 1) * 2 - 1
+
+
+def _draw(video, thing, x, y, time):
+    """Lay one thing per clip over the video; a radius of 0 draws nothing."""
+    shaped = {name: value[:, None, None, None] for name, value in thing.items()}  # [clips, frames, y, x]
+    time = time[None, :, None, None]
+    angle = shaped["phase"] + math.tau * time
+    centre_x = shaped["x"] + shaped["travel_x"] * (time - 0.5) + shaped["orbit"] * angle.cos()
+    centre_y = shaped["y"] + shaped["travel_y"] * (time - 0.5) + shaped["orbit"] * angle.sin()
+    centre_y = centre_y - shaped["bounce"] * (math.tau * time).sin().abs()
+    radius = shaped["radius"] + (shaped["radius_end"] - shaped["radius"]) * time
+    offset_x, offset_y = x - centre_x, y - centre_y
+    covered = cover(shaped["shape"].long(), offset_x, offset_y, radius, shaped["turn"] * time, pixel=2 / x.shape[-1])
+    covered = (covered * (radius > 0))[:, None]
+    colour = torch.stack((thing["red"], thing["green"], thing["blue"]), 1)[:, :, None, None, None]
+    shade = (1 - 0.08 * offset_y / radius.clamp(min=1e-3)).clamp(0.9, 1.1)[:, None]
+    return torch.lerp(video, colour * shade, covered)

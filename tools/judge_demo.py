@@ -1,0 +1,350 @@
+"""What is to be seen in a clip of the demo world, measured from its frames alone; nothing here is learned.
+
+    from judge_demo import describe, judge
+    describe(frames)            # frames [time, height, width, 3], uint8: background and things, in words
+    judge(frames, scene)        # {"colour": True, "shape": True, "motion": True, ...} against a demo_world.Scene
+
+    python tools/judge_demo.py                          # the judge on ground truth: every combination once
+    python tools/judge_demo.py --model models/demo      # the model on the held-out prompts
+    python tools/judge_demo.py --video out.mp4          # say what a video shows
+
+How: the background is the median of each row's ends; what differs from it falls into connected pieces; pieces are
+followed from frame to frame; a piece's outline is compared with every shape at every angle; the path, area and angle
+over time give the motion.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import asdict, dataclass
+from functools import cache
+from random import Random
+
+import numpy as np
+import torch
+from scipy import ndimage
+
+import demo_world as world
+
+GRID = 32  # an outline is compared as a picture of GRID x GRID points
+DEGREES = 5  # between two angles an outline is compared at
+PERIOD = {"circle": DEGREES, "square": 90, "triangle": 120, "star": 72, "heart": 360, "ring": DEGREES}
+CONTRAST = 30  # of 255: a pixel farther than this from the background belongs to a thing
+SMALLEST = 1 / 650  # of the frame's area: smaller pieces are specks
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One thing as measured. Positions and radii are in the world's units (the frame spans -1..1)."""
+
+    colour: str
+    shape: str
+    motion: str
+    place: tuple[str, str]  # (left | middle | right, top | middle | bottom)
+    x: float
+    y: float
+    radius: float
+    present: float  # share of the frames it is in
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A connected piece of foreground in one frame."""
+
+    x: float
+    y: float
+    area: float
+    colour: np.ndarray
+    outline: np.ndarray  # [GRID * GRID], centred and scaled to unit area, zero mean, unit length
+
+
+# ---------------------------------------------------------------- from frames to words
+
+
+def describe(frames: np.ndarray) -> dict:
+    """{"background": colour, "things": [Seen, ...]}, the largest thing first. frames [time, height, width, 3] uint8."""
+    frames = np.asarray(frames)
+    background = backdrop(frames)
+    tracks = follow([pieces(frame, background) for frame in frames])
+    height, width = frames.shape[1:3]
+    lasting = [track for track in tracks if len(track) >= 0.6 * len(frames)]
+    things = [_measure(track, len(frames), height, width) for track in lasting]
+    name = nearest_colour(np.median(background, axis=0), world.BACKGROUNDS)
+    return {"background": name, "things": sorted(things, key=lambda thing: -thing.radius)}
+
+
+def backdrop(frames: np.ndarray) -> np.ndarray:
+    """The background's colour in every row, [height, 3]: the median of the row's ends over time."""
+    ends = np.concatenate((frames[:, :, :3], frames[:, :, -3:]), axis=2)
+    return np.median(ends, axis=(0, 2)).astype(np.float32)
+
+
+def pieces(frame: np.ndarray, background: np.ndarray) -> list[Piece]:
+    """The connected pieces of one frame that are not background and not specks."""
+    difference = frame.astype(np.float32) - background[:, None]
+    labels, count = ndimage.label(np.abs(difference).max(-1) > CONTRAST)
+    found = []
+    for label in range(1, count + 1):
+        core = labels == label
+        if core.sum() >= SMALLEST * core.size:
+            found.append(_piece(frame, difference, core))
+    return found
+
+
+def _piece(frame: np.ndarray, difference: np.ndarray, core: np.ndarray) -> Piece:
+    inner = ndimage.binary_erosion(core)
+    inner = inner if inner.any() else core
+    colour = np.median(frame[inner], axis=0)
+    contrast = np.median(difference[inner], axis=0)
+    covered = (difference @ contrast / max(contrast @ contrast, 1.0)).clip(0, 1)
+    covered *= ndimage.binary_dilation(core, iterations=2)
+    area = covered.sum()
+    rows, columns = np.indices(core.shape)
+    x, y = (covered * columns).sum() / area, (covered * rows).sum() / area
+    return Piece(x, y, area, colour, normalised_outline(covered, x, y, area))
+
+
+def normalised_outline(covered: np.ndarray, x: float, y: float, area: float) -> np.ndarray:
+    """The covered part around (x, y), scaled so that its area is always the same, as a unit vector [GRID * GRID]."""
+    line = np.linspace(-1.9, 1.9, GRID) * math.sqrt(area / math.pi)
+    points = np.meshgrid(y + line, x + line, indexing="ij")
+    sampled = ndimage.map_coordinates(covered, points, order=1, mode="constant").ravel()
+    sampled = sampled - sampled.mean()
+    return (sampled / max(np.linalg.norm(sampled), 1e-6)).astype(np.float32)
+
+
+@cache
+def templates() -> tuple[list[tuple[str, int]], np.ndarray]:
+    """Every shape at every angle it can be told apart at: names [n] as (shape, degrees) and outlines [n, GRID * GRID]."""
+    names = [(shape, angle) for shape in world.SHAPES for angle in range(0, PERIOD[shape], DEGREES)]
+    line = torch.linspace(-2, 2, 160)
+    shape = torch.tensor([world.SHAPES.index(shape) for shape, _ in names])[:, None, None]
+    turn = torch.tensor([math.radians(angle) for _, angle in names])[:, None, None]
+    pictures = world.cover(shape, line[None, None], line[None, :, None], torch.tensor(1.0), turn, pixel=0.025).numpy()
+    rows, columns = np.indices(pictures.shape[1:])
+    outlines = []
+    for picture in pictures:
+        area = picture.sum()
+        centre = (picture * columns).sum() / area, (picture * rows).sum() / area
+        outlines.append(normalised_outline(picture, *centre, area))
+    return names, np.stack(outlines)
+
+
+def follow(frames: list[list[Piece]]) -> list[list[tuple[int, Piece]]]:
+    """Join the pieces of successive frames into tracks of (frame, piece): each piece to the nearest track's end."""
+    tracks: list[list[tuple[int, Piece]]] = []
+    for time, found in enumerate(frames):
+        free = list(range(len(tracks)))
+        for piece in sorted(found, key=lambda piece: -piece.area):
+            best = min(free, key=lambda index: _step(tracks[index][-1][1], piece), default=None)
+            if best is not None and _step(tracks[best][-1][1], piece) < 200:
+                tracks[best].append((time, piece))
+                free.remove(best)
+            else:
+                tracks.append([(time, piece)])
+    return tracks
+
+
+def _step(before: Piece, after: Piece) -> float:
+    """How unlike two pieces are: pixels apart plus the change of colour."""
+    return math.hypot(before.x - after.x, before.y - after.y) + float(np.abs(before.colour - after.colour).max())
+
+
+def nearest_colour(colour: np.ndarray, names=world.COLOURS) -> str:
+    return min(names, key=lambda name: float(np.square(colour - np.array(world.PALETTE[name])).sum()))
+
+
+# ---------------------------------------------------------------- one thing
+
+
+def _measure(track: list[tuple[int, Piece]], frames: int, height: int, width: int) -> Seen:
+    times = np.array([time for time, _ in track]) / max(frames - 1, 1)
+    x = np.array([piece.x for _, piece in track]) / (width - 1) * 2 - 1
+    y = np.array([piece.y for _, piece in track]) / (height - 1) * 2 - 1
+    area = np.array([piece.area for _, piece in track]) * (4 / (width * height))
+    shape, angles = _shape([piece for _, piece in track])
+    colour = nearest_colour(np.median([piece.colour for _, piece in track], axis=0))
+    centre_x, centre_y = (x.max() + x.min()) / 2, (y.max() + y.min()) / 2
+    return Seen(
+        colour=colour,
+        shape=shape,
+        motion=name_motion(times, x, y, area, math.degrees(_turned(angles, PERIOD[shape]))),
+        place=(_third(centre_x, "left", "right"), _third(centre_y, "top", "bottom")),
+        x=round(float(centre_x), 3),
+        y=round(float(centre_y), 3),
+        radius=round(float(np.median(np.sqrt(area / math.pi))), 3),
+        present=len(track) / frames,
+    )
+
+
+def _shape(track: list[Piece]) -> tuple[str, list[float]]:
+    """The shape that fits best over all frames, larger pieces counting more, and its angle in each frame."""
+    names, outlines = templates()
+    likeness = np.stack([piece.outline for piece in track]) @ outlines.T
+    columns = {shape: [k for k, (name, _) in enumerate(names) if name == shape] for shape in world.SHAPES}
+    weight = np.sqrt([piece.area for piece in track])
+    shape = max(columns, key=lambda name: float((likeness[:, columns[name]].max(1) * weight).sum()))
+    angles = likeness[:, columns[shape]].argmax(1) * DEGREES
+    return shape, [math.radians(angle) for angle in angles]
+
+
+def _turned(angles: list[float], period: int) -> float:
+    """The whole turn of a track in radians; successive angles are taken to be as near as the shape's symmetry allows."""
+    if period <= DEGREES:
+        return 0.0
+    unwrapped = np.unwrap(angles, period=math.radians(period))
+    return float(unwrapped[-1] - unwrapped[0])
+
+
+def name_motion(times: np.ndarray, x: np.ndarray, y: np.ndarray, area: np.ndarray, turned: float) -> str:
+    """Which of the world's motions a path is. x, y and area over time, the turn in degrees."""
+    wide, high = np.ptp(x), np.ptp(y)
+    if _winding(x, y) > 0.7 and min(wide, high) > 0.3:
+        return "circling"
+    if high > 0.35 and high > 2 * wide and _reversals(y) >= 2:
+        return "bouncing"
+    if max(wide, high) > 0.35:
+        if wide > high:
+            return "right" if np.polyfit(times, x, 1)[0] > 0 else "left"
+        return "down" if np.polyfit(times, y, 1)[0] > 0 else "up"
+    if area[-3:].mean() > 2 * area[:3].mean():
+        return "growing"
+    return "spinning" if abs(turned) > 60 else "still"
+
+
+def _winding(x: np.ndarray, y: np.ndarray) -> float:
+    """Turns around the middle of the path, as a positive number."""
+    middle_x, middle_y = (x.max() + x.min()) / 2, (y.max() + y.min()) / 2
+    angle = np.unwrap(np.arctan2(y - middle_y, x - middle_x))
+    return abs(angle[-1] - angle[0]) / math.tau
+
+
+def _reversals(path: np.ndarray, least: float = 0.12) -> int:
+    """How often a path turns back by at least `least`."""
+    count, extreme, direction = 0, path[0], 0
+    for value in path[1:]:
+        if direction * (value - extreme) > 0 or (direction == 0 and abs(value - extreme) > least):
+            direction = direction or math.copysign(1, value - extreme)
+            extreme = value
+        elif direction and abs(value - extreme) > least:
+            count, extreme, direction = count + 1, value, -direction
+    return count
+
+
+def _third(position: float, low: str, high: str) -> str:
+    return low if position < -0.25 else high if position > 0.25 else "middle"
+
+
+# ---------------------------------------------------------------- against what was asked
+
+ASPECTS = ("count", "colour", "shape", "motion", "place", "size", "background")
+
+
+def judge(frames: np.ndarray, scene: world.Scene) -> dict[str, bool]:
+    """Whether each aspect of every thing in the scene is right in the frames."""
+    seen = describe(frames)
+    things = _matched(seen["things"], scene)
+    pairs = list(zip(things, scene.things))
+    all_there = len(pairs) == len(scene.things)
+    return {
+        "count": len(seen["things"]) == len(scene.things),
+        "colour": all_there and all(thing.colour == asked.colour for thing, asked in pairs),
+        "shape": all_there and all(thing.shape == asked.shape for thing, asked in pairs),
+        "motion": all_there and all(thing.motion == asked.motion for thing, asked in pairs),
+        "place": all_there and all(asked.place is None or asked.place in thing.place for thing, asked in pairs),
+        "size": all_there and all(_size_fits(thing, asked, len(pairs)) for thing, asked in pairs),
+        "background": seen["background"] == scene.background,
+    }
+
+
+def _matched(seen: list[Seen], scene: world.Scene) -> list[Seen]:
+    """The largest things, in the scene's reading order."""
+    largest = seen[: len(scene.things)]
+    if scene.things[0].place in ("top", "bottom"):
+        return sorted(largest, key=lambda thing: thing.y)
+    return sorted(largest, key=lambda thing: thing.x)
+
+
+def _size_fits(seen: Seen, asked: world.Thing, count: int) -> bool:
+    """Small and big are told apart at the size of an ordinary thing, reckoned as a disc of the same area."""
+    if asked.size is None:
+        return True
+    outline = world.OUTLINES[world.SHAPES.index(asked.shape)]
+    hole = world.HOLES[world.SHAPES.index(asked.shape)]
+    as_disc = math.sqrt(float((outline**2).mean() - hole**2))
+    ordinary = np.mean(world.RADIUS[None]) * (0.8 if count == 2 else 1.0) * as_disc
+    return seen.radius < ordinary if asked.size == "small" else seen.radius > ordinary
+
+
+def adherence(videos: list[np.ndarray], scenes: list[world.Scene]) -> tuple[dict[str, float], list[dict[str, bool]]]:
+    """Share of clips in which each aspect is right, and the verdict on each clip."""
+    verdicts = [judge(video, scene) for video, scene in zip(videos, scenes)]
+    return {aspect: float(np.mean([verdict[aspect] for verdict in verdicts])) for aspect in ASPECTS}, verdicts
+
+
+def to_frames(video: torch.Tensor) -> np.ndarray:
+    """A clip [3, time, height, width] in -1..1 as uint8 frames [time, height, width, 3]."""
+    return ((video.float().clamp(-1, 1) + 1) * 127.5).round().byte().permute(1, 2, 3, 0).cpu().numpy()
+
+
+def ground_truth(scenes: list[world.Scene], seed: int = 0) -> list[np.ndarray]:
+    """The scenes as the world itself draws them."""
+    random = Random(seed)
+    clips = []
+    for scene in scenes:
+        things, background = world.motion_numbers(scene, random)
+        clips.append(to_frames(world.render(things[None], background[None])[0]))
+    return clips
+
+
+# ---------------------------------------------------------------- command line
+
+
+def generate(model: str, prompts: list[str], seed: int, **settings) -> list[np.ndarray]:
+    """Clips through diffusers' own pipeline, prompt k with seed `seed + k`."""
+    from diffusers import WanPipeline
+
+    pipeline = WanPipeline.from_pretrained(model)
+    pipeline.set_progress_bar_config(disable=True)
+    clips = []
+    for k, prompt in enumerate(prompts):
+        noise = torch.Generator("cpu").manual_seed(seed + k)
+        clip = pipeline(prompt, generator=noise, height=world.SIZE, width=world.SIZE, num_frames=world.FRAMES,
+                        output_type="np", **settings).frames[0]  # fmt: skip
+        clips.append((clip * 255).round().astype(np.uint8))
+    return clips
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder of a pipeline to judge on the held-out prompts")
+    parser.add_argument("--video", help="a video file to describe")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--guidance", type=float, default=4.0)
+    arguments = parser.parse_args()
+    if arguments.video:
+        import imageio.v3 as imageio
+
+        seen = describe(imageio.imread(arguments.video))
+        print(json.dumps({**seen, "things": [asdict(thing) for thing in seen["things"]]}, indent=2))
+        return
+    if arguments.model:
+        prompts, scenes = zip(*world.held_out_prompts())
+        clips = generate(arguments.model, prompts, arguments.seed, num_inference_steps=arguments.steps,
+                         guidance_scale=arguments.guidance)  # fmt: skip
+    else:
+        random = Random(arguments.seed)
+        scenes = [world.sample_scene(random, [combination], 0.0) for combination in world.COMBINATIONS]
+        scenes += [world.sample_scene(random, world.COMBINATIONS, 1.0) for _ in range(100)]
+        clips = ground_truth(scenes, arguments.seed)
+    rates, verdicts = adherence(clips, scenes)
+    for scene, verdict in zip(scenes, verdicts):
+        if not all(verdict.values()):
+            print([aspect for aspect, right in verdict.items() if not right], scene)
+    print(json.dumps({"clips": len(scenes), **{aspect: round(rate, 4) for aspect, rate in rates.items()}}))
+
+
+if __name__ == "__main__":
+    main()

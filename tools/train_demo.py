@@ -1,0 +1,489 @@
+"""Train the demo model: a miniature of Wan 2.1 that draws the world of demo_world.py.
+
+    python tools/train_demo.py                        # everything, about twenty minutes on one H200
+    python tools/train_demo.py denoiser.minutes=30    # any key of tools/conf/train_demo.yaml
+    python tools/train_demo.py --smoke                # a few steps on the CPU
+    python tools/train_demo.py --init                 # only an untrained model, to build on
+
+First the VAE learns to rebuild clips; then text encoder and transformer learn together to take noise out of its
+latents (flow matching). Data is drawn as it is needed. A stopped run goes on where it was: run the same command again.
+The best checkpoint by judged adherence ends up in <output>/model, with metrics.json beside it.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import shlex
+import sys
+import time
+from copy import deepcopy
+from pathlib import Path
+from random import Random
+
+import diffusers
+import numpy as np
+import torch
+import transformers
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from torch.nn import functional
+from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+
+import demo_world as world
+import judge_demo
+
+CAPTION_TOKENS = 64  # longer than any caption of the world
+PROMPT_TOKENS = 512  # what the pipeline pads prompts to
+STORED = {"text_encoder": "model.safetensors", "transformer": "diffusion_pytorch_model.safetensors",
+          "vae": "diffusion_pytorch_model.safetensors"}  # fmt: skip
+
+
+# ---------------------------------------------------------------- models
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Whole words of the world, single ASCII characters for other words, bytes for everything else."""
+    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    vocabulary += [(f"<0x{byte:02X}>", -20.0) for byte in range(256)]
+    vocabulary += [("▁" + word, -1.0) for word in world.vocabulary() if word.isalpha()]
+    vocabulary += [("▁", -5.0)] + [(chr(code), -6.0) for code in range(33, 127)]
+    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=2, byte_fallback=True))
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always", split=True)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=PROMPT_TOKENS
+    )
+
+
+def build_models(cfg: DictConfig, device: torch.device) -> dict[str, torch.nn.Module]:
+    """The three networks, seeded, in float32."""
+    torch.manual_seed(cfg.seed)
+    text = UMT5Config(feed_forward_proj="gated-gelu", dropout_rate=0.0, is_encoder_decoder=False, use_cache=False,
+                      pad_token_id=0, eos_token_id=1, **cfg.model.text_encoder)  # fmt: skip
+    return {
+        "text_encoder": UMT5EncoderModel(text).float().to(device),
+        "transformer": WanTransformer3DModel(in_channels=16, out_channels=16, **cfg.model.transformer).to(device),
+        "vae": AutoencoderKLWan(**cfg.model.vae).to(device),
+    }
+
+
+def pipeline_of(cfg: DictConfig, networks: dict[str, torch.nn.Module]) -> WanPipeline:
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True,
+                                        num_train_timesteps=1000, **cfg.model.scheduler)  # fmt: skip
+    return WanPipeline(tokenizer=build_tokenizer(), scheduler=scheduler, **networks)
+
+
+def export(cfg: DictConfig, networks: dict[str, torch.nn.Module], folder: Path) -> None:
+    """Write the pipeline in diffusers' layout, weights as float16."""
+    pipeline_of(cfg, networks).save_pretrained(folder, safe_serialization=True)
+    for name, file in STORED.items():
+        weights = load_file(folder / name / file)
+        halves = {key: value.half().contiguous() for key, value in weights.items()}
+        save_file(halves, folder / name / file, metadata={"format": "pt"})
+    # The general class name is the one every release of transformers knows.
+    _edit_json(folder / "model_index.json", tokenizer=["transformers", "PreTrainedTokenizerFast"])
+    _edit_json(folder / "tokenizer/tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    # transformers loads in the dtype it finds here.
+    _edit_json(folder / "text_encoder/config.json", dtype="float32")
+
+
+def _edit_json(path: Path, **values) -> None:
+    content = json.loads(path.read_text()) | values
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+# ---------------------------------------------------------------- data
+
+
+class Scenes(torch.utils.data.IterableDataset):
+    """An endless stream of batches: things [batch, 2, fields], backgrounds [batch, 3], tokens [batch, CAPTION_TOKENS]."""
+
+    def __init__(self, batch: int, seed: int):
+        self.batch, self.seed = batch, seed
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        random = Random(f"{self.seed} {worker.id if worker else 0}")
+        tokenizer = build_tokenizer()
+        while True:
+            scenes = [world.sample_scene(random) for _ in range(self.batch)]
+            things, backgrounds = zip(*(world.motion_numbers(scene, random) for scene in scenes))
+            captions = [world.caption(scene, random) for scene in scenes]
+            yield torch.stack(things), torch.stack(backgrounds), tokenize(tokenizer, captions)
+
+
+def tokenize(tokenizer: PreTrainedTokenizerFast, captions: list[str]) -> torch.Tensor:
+    """Token ids [captions, CAPTION_TOKENS], padded with 0."""
+    return tokenizer(
+        captions, padding="max_length", max_length=CAPTION_TOKENS, truncation=True, return_tensors="pt"
+    ).input_ids
+
+
+def stream(cfg: DictConfig, batch: int, seed: int):
+    """Batches of scenes from the workers; another seed gives other scenes."""
+    loader = torch.utils.data.DataLoader(Scenes(batch, seed), batch_size=None, num_workers=cfg.workers)
+    return iter(loader)
+
+
+class Bank:
+    """A store of encoded clips and their captions on the device, from which batches are drawn at random.
+
+    Encoding a clip costs about as much as a training step on it, so each clip is used several times while new
+    ones keep replacing the oldest.
+    """
+
+    def __init__(self, cfg: DictConfig, vae: AutoencoderKLWan, device: torch.device):
+        self.vae, self.device, self.capacity = vae, device, cfg.denoiser.bank
+        self.latents: torch.Tensor | None = None  # [capacity, 16, 5, 16, 16]
+        self.tokens = torch.zeros(self.capacity, CAPTION_TOKENS, dtype=torch.int32, device=device)
+        self.added = 0
+
+    @torch.no_grad()
+    def add(self, things: torch.Tensor, backgrounds: torch.Tensor, tokens: torch.Tensor) -> None:
+        with autocast(self.device):
+            clips = world.render(things.to(self.device), backgrounds.to(self.device))
+            latents = self.vae.encode(clips).latent_dist.sample()
+        if self.latents is None:
+            dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+            self.latents = torch.zeros(self.capacity, *latents.shape[1:], dtype=dtype, device=self.device)
+        places = torch.arange(self.added, self.added + len(tokens), device=self.device) % self.capacity
+        self.latents[places] = latents.to(self.latents.dtype)
+        self.tokens[places] = tokens.to(self.device, torch.int32)
+        self.added += len(tokens)
+
+    def draw(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(normalised latents, token ids) of `batch` clips."""
+        chosen = torch.randint(min(self.added, self.capacity), (batch,), device=self.device)
+        mean, deviation = latent_statistics(self.vae, self.device)
+        return (self.latents[chosen].float() - mean) / deviation, self.tokens[chosen].long()
+
+
+def latent_statistics(vae: AutoencoderKLWan, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The latents' mean and deviation that the VAE's config states, each [1, channels, 1, 1, 1]."""
+    config = vae.config
+    return tuple(
+        torch.tensor(list(values), device=device)[None, :, None, None, None]
+        for values in (config.latents_mean, config.latents_std)
+    )
+
+
+# ---------------------------------------------------------------- pieces both stages share
+
+
+class Clock:
+    """How far a stage is: the larger share of its minutes or steps, counted over all resumed runs."""
+
+    def __init__(self, minutes: float, steps: int, elapsed: float = 0.0, step: int = 0):
+        self.minutes, self.steps, self.step = minutes, steps, step
+        self.start = time.perf_counter() - elapsed
+
+    @property
+    def elapsed(self) -> float:
+        return time.perf_counter() - self.start
+
+    @property
+    def progress(self) -> float:
+        return min(1.0, max(self.elapsed / (60 * self.minutes), self.step / self.steps))
+
+    def state(self) -> dict:
+        return {"elapsed": self.elapsed, "step": self.step}
+
+
+class Every:
+    """True once every so many minutes."""
+
+    def __init__(self, minutes: float):
+        self.seconds, self.last = 60 * minutes, time.perf_counter()
+
+    def __call__(self) -> bool:
+        if time.perf_counter() - self.last < self.seconds:
+            return False
+        self.last = time.perf_counter()
+        return True
+
+
+def autocast(device: torch.device):
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+def learning_rate(peak: float, clock: Clock, warmup_steps: int) -> float:
+    """A linear start, then half a cosine down to a hundredth."""
+    falling = 0.01 + 0.99 * (0.5 + 0.5 * math.cos(math.pi * clock.progress))
+    return peak * min(1.0, (clock.step + 1) / warmup_steps) * falling
+
+
+def apply_gradients(optimizer: torch.optim.Optimizer, rate: float, limit: float = 1.0) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+        torch.nn.utils.clip_grad_norm_(group["params"], limit)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def say(**values) -> None:
+    print(json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in values.items()}), flush=True)
+
+
+# ---------------------------------------------------------------- stage one: the VAE
+
+
+def train_vae(cfg: DictConfig, vae: AutoencoderKLWan, state: dict, device: torch.device) -> None:
+    """Teach the VAE to rebuild clips; at the end its config holds the latents' mean and deviation."""
+    saved = state.get("vae", {})
+    if saved:
+        vae.load_state_dict(saved["weights"])
+    clock = Clock(cfg.vae.minutes, cfg.vae.steps, **saved.get("clock", {}))
+    optimizer = torch.optim.AdamW(vae.parameters(), betas=(0.9, 0.98), weight_decay=0.0, fused=device.type == "cuda")
+    if saved:
+        optimizer.load_state_dict(saved["optimizer"])
+    batches, checkpoint_due = stream(cfg, cfg.vae.batch, cfg.seed + clock.step), Every(cfg.vae.checkpoint_minutes)
+    while clock.progress < 1:
+        frames = 9 if clock.progress < cfg.vae.short_clips_until else world.FRAMES
+        error, kl = vae_step(cfg, vae, next(batches), frames, device)
+        apply_gradients(optimizer, learning_rate(cfg.vae.learning_rate, clock, 100))
+        clock.step += 1
+        if clock.step % 50 == 1:
+            say(stage="vae", **clock.state(), frames=frames, error=error.item(), kl=kl.item())
+        if checkpoint_due() or clock.progress >= 1:
+            state["vae"] = {"weights": vae.state_dict(), "optimizer": optimizer.state_dict(), "clock": clock.state()}
+            save_state(cfg, state)
+    mean, deviation = measure_latents(cfg, vae, batches, device)
+    vae.register_to_config(latents_mean=mean, latents_std=deviation)
+    state["vae"] |= {"latents": (mean, deviation)}
+    save_state(cfg, state)
+
+
+def vae_step(cfg: DictConfig, vae: AutoencoderKLWan, batch, frames: int, device: torch.device):
+    """One forward and backward pass on `frames` successive frames of each clip; returns (error, kl)."""
+    things, backgrounds, _ = batch
+    start = int(torch.randint(world.FRAMES - frames + 1, ()))
+    clips = world.render(things.to(device), backgrounds.to(device))[:, :, start : start + frames]
+    with autocast(device):
+        posterior = vae.encode(clips).latent_dist
+        rebuilt = vae.decode(posterior.sample()).sample
+    difference = rebuilt.float() - clips
+    error = difference.abs().mean() + difference.square().mean()
+    kl = posterior.kl().float().mean() / posterior.mean[0].numel()
+    (error + cfg.vae.kl_weight * kl).backward()
+    return error.detach(), kl.detach()
+
+
+@torch.no_grad()
+def measure_latents(cfg: DictConfig, vae: AutoencoderKLWan, batches, device: torch.device):
+    """Mean and deviation of every latent channel over a few hundred clips, as two lists."""
+    latents = []
+    for _ in range(math.ceil(min(512, 4 * cfg.vae.batch) / cfg.vae.batch)):
+        things, backgrounds, _ = next(batches)
+        clips = world.render(things.to(device), backgrounds.to(device))
+        latents.append(vae.encode(clips).latent_dist.sample().transpose(0, 1).flatten(1))
+    latents = torch.cat(latents, 1)
+    return [round(v, 5) for v in latents.mean(1).tolist()], [round(v, 5) for v in latents.std(1).tolist()]
+
+
+@torch.no_grad()
+def rebuild_psnr(vae: AutoencoderKLWan, clips: int = 32, seed: int = 99) -> float:
+    """Mean peak signal-to-noise ratio in dB of rebuilt clips, encoded to the mean latent."""
+    random, device = Random(seed), vae.device
+    ratios = []
+    for _ in range(clips):
+        things, background = world.motion_numbers(world.sample_scene(random, world.COMBINATIONS), random)
+        clip = world.render(things[None].to(device), background[None].to(device))
+        rebuilt = vae.decode(vae.encode(clip).latent_dist.mode()).sample
+        ratios.append(10 * math.log10(4 / (rebuilt - clip).square().mean().item()))
+    return float(np.mean(ratios))
+
+
+# ---------------------------------------------------------------- stage two: text encoder and transformer
+
+
+class Denoiser(torch.nn.Module):
+    """Text encoder and transformer as one module, so that they share an optimizer and an average."""
+
+    def __init__(self, text_encoder: UMT5EncoderModel, transformer: WanTransformer3DModel):
+        super().__init__()
+        self.text_encoder, self.transformer = text_encoder, transformer
+
+    def forward(self, latents: torch.Tensor, timestep: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Velocity [batch, 16, time, height, width]; the text is padded with zeros as the pipeline does."""
+        mask = (tokens != 0).long()
+        text = self.text_encoder(tokens, mask).last_hidden_state * mask[..., None]
+        text = functional.pad(text, (0, 0, 0, PROMPT_TOKENS - text.shape[1]))
+        return self.transformer(latents, timestep, text, return_dict=False)[0]
+
+
+def flow_loss(cfg: DictConfig, denoiser: Denoiser, latents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean squared error of the velocity from clip to noise at random noise levels."""
+    level = torch.rand(len(latents), device=latents.device)
+    level = cfg.denoiser.shift * level / (1 + (cfg.denoiser.shift - 1) * level)
+    noise = torch.randn_like(latents)
+    mixed = torch.lerp(latents, noise, level[:, None, None, None, None])
+    # The empty caption is the end token alone.
+    empty = functional.pad(torch.ones_like(tokens[:, :1]), (0, tokens.shape[1] - 1))
+    dropped = torch.rand(len(tokens), 1, device=tokens.device) < cfg.denoiser.caption_dropout
+    with autocast(latents.device):
+        velocity = denoiser(mixed, level * 1000, torch.where(dropped, empty, tokens))
+    return functional.mse_loss(velocity.float(), noise - latents)
+
+
+@torch.no_grad()
+def update_average(average: Denoiser, denoiser: Denoiser, clock: Clock, decay: float) -> None:
+    """Move the running average of the weights; early on it follows faster."""
+    weight = 1 - min(decay, (1 + clock.step) / (10 + clock.step))
+    torch._foreach_lerp_(list(average.parameters()), list(denoiser.parameters()), weight)
+
+
+def train_denoiser(cfg: DictConfig, networks: dict[str, torch.nn.Module], state: dict, device: torch.device) -> None:
+    """Teach text encoder and transformer; the best average so far is kept in state["best"]."""
+    denoiser = Denoiser(networks["text_encoder"], networks["transformer"])
+    average = deepcopy(denoiser).requires_grad_(False)
+    optimizer = torch.optim.AdamW(denoiser.parameters(), betas=(0.9, 0.98), weight_decay=cfg.denoiser.weight_decay,
+                                  fused=device.type == "cuda")  # fmt: skip
+    saved = state.get("denoiser", {})
+    if saved:
+        for module, key in ((denoiser, "weights"), (average, "average"), (optimizer, "optimizer")):
+            module.load_state_dict(saved[key])
+    if cfg.compile:
+        denoiser.transformer.compile_repeated_blocks()
+    clock = Clock(cfg.denoiser.minutes, cfg.denoiser.steps, **saved.get("clock", {}))
+    batches = stream(cfg, cfg.denoiser.refresh, cfg.seed + 1 + clock.step)
+    bank = fill_bank(cfg, networks["vae"], batches, device)
+    evaluation_due, checkpoint_due = Every(cfg.evaluate.every_minutes), Every(cfg.denoiser.checkpoint_minutes)
+    while clock.progress < 1:
+        if clock.step % cfg.denoiser.refresh_every == 0:
+            bank.add(*next(batches))
+        loss = flow_loss(cfg, denoiser, *bank.draw(cfg.denoiser.batch))
+        loss.backward()
+        apply_gradients(optimizer, learning_rate(cfg.denoiser.learning_rate, clock, cfg.denoiser.warmup_steps))
+        update_average(average, denoiser, clock, cfg.denoiser.ema)
+        clock.step += 1
+        if clock.step % 100 == 1:
+            say(stage="denoiser", **clock.state(), loss=loss.item(), clips=bank.added)
+        finished = clock.progress >= 1
+        if clock.progress >= cfg.evaluate.from_progress and (evaluation_due() or finished):
+            keep_best(cfg, networks["vae"], average, clock, state)
+        if checkpoint_due() or finished:
+            state["denoiser"] = {"weights": denoiser.state_dict(), "average": average.state_dict(),
+                                 "optimizer": optimizer.state_dict(), "clock": clock.state()}  # fmt: skip
+            save_state(cfg, state)
+
+
+def fill_bank(cfg: DictConfig, vae: AutoencoderKLWan, batches, device: torch.device) -> Bank:
+    bank = Bank(cfg, vae, device)
+    while bank.added < cfg.denoiser.bank_start:
+        bank.add(*next(batches))
+    return bank
+
+
+# ---------------------------------------------------------------- judging
+
+
+@torch.no_grad()
+def draw_prompts(cfg: DictConfig, networks: dict[str, torch.nn.Module], prompts: list[str]) -> list[np.ndarray]:
+    """Clips [17, 128, 128, 3] through diffusers' own pipeline, prompt k with the configured seed + k."""
+    pipeline = pipeline_of(cfg, networks)
+    pipeline.set_progress_bar_config(disable=True)
+    noise = [torch.Generator("cpu").manual_seed(cfg.evaluate.seed + k) for k in range(len(prompts))]
+    clips = pipeline(list(prompts), generator=noise, height=world.SIZE, width=world.SIZE, num_frames=world.FRAMES,
+                     num_inference_steps=cfg.evaluate.steps, guidance_scale=cfg.evaluate.guidance,
+                     output_type="np").frames  # fmt: skip
+    return list((clips * 255).round().astype(np.uint8))
+
+
+def measure(cfg: DictConfig, vae: AutoencoderKLWan, denoiser: Denoiser, listed) -> dict[str, float]:
+    """Share of the listed (prompt, scene) pairs in which each aspect is drawn right."""
+    prompts, scenes = zip(*listed)
+    networks = {"vae": vae, "text_encoder": denoiser.text_encoder, "transformer": denoiser.transformer}
+    return judge_demo.adherence(draw_prompts(cfg, networks, prompts), scenes)[0]
+
+
+def keep_best(cfg: DictConfig, vae: AutoencoderKLWan, average: Denoiser, clock: Clock, state: dict) -> None:
+    """Judge the averaged weights on the validation prompts; keep and export them if they are the best so far."""
+    rates = measure(cfg, vae, average, world.validation_prompts())
+    score = np.mean([rates[aspect] for aspect in ("colour", "shape", "motion")]).item()
+    say(stage="validation", **clock.state(), score=score, **rates)
+    if score >= state.get("best", {"score": -1})["score"]:
+        state["best"] = {"score": score, "step": clock.step, "rates": rates,
+                         "weights": {key: value.cpu().clone() for key, value in average.state_dict().items()}}  # fmt: skip
+        networks = {"vae": vae, "text_encoder": average.text_encoder, "transformer": average.transformer}
+        export(cfg, networks, Path(cfg.output) / "model")
+
+
+def finish(cfg: DictConfig, networks: dict[str, torch.nn.Module], state: dict) -> None:
+    """Export the best checkpoint and write its metrics.json; a run that judged nothing exports its last average."""
+    denoiser = Denoiser(networks["text_encoder"], networks["transformer"])
+    denoiser.load_state_dict(state["best"]["weights"] if "best" in state else state["denoiser"]["average"])
+    folder = Path(cfg.output) / "model"
+    export(cfg, networks, folder)
+    metrics = {
+        "command": shlex.join(["python", "tools/train_demo.py", *sys.argv[1:]]),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__,
+                     "diffusers": diffusers.__version__, "transformers": transformers.__version__},
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "steps": {"vae": state["vae"]["clock"]["step"], "denoiser": state["denoiser"]["clock"]["step"]},
+        "minutes": {stage: round(state[stage]["clock"]["elapsed"] / 60, 2) for stage in ("vae", "denoiser")},
+        "settings": OmegaConf.to_container(cfg),
+    }  # fmt: skip
+    if "best" in state:
+        metrics["vae_psnr_db"] = round(rebuild_psnr(networks["vae"]), 2)
+        metrics["best_step"] = state["best"]["step"]
+        metrics["validation"] = state["best"]["rates"]
+        metrics["held_out"] = measure(cfg, networks["vae"], denoiser, world.held_out_prompts())
+        metrics["held_out_prompts"] = len(world.held_out_prompts())
+        say(stage="held_out", psnr=metrics["vae_psnr_db"], **metrics["held_out"])
+    (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+
+
+# ---------------------------------------------------------------- running
+
+
+def save_state(cfg: DictConfig, state: dict) -> None:
+    """Write state.pt whole or not at all."""
+    path = Path(cfg.output) / "state.pt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(state, path.with_suffix(".part"))
+    path.with_suffix(".part").replace(path)
+
+
+def train(cfg: DictConfig) -> None:
+    """Both stages, from wherever <output>/state.pt says the last run stopped."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else torch.device(cfg.device)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    path = Path(cfg.output) / "state.pt"
+    state = torch.load(path, map_location=device, weights_only=False) if path.exists() else {}
+    networks = build_models(cfg, device)
+    if "latents" not in state.get("vae", {}):
+        train_vae(cfg, networks["vae"], state, device)
+    networks["vae"].load_state_dict(state["vae"]["weights"])
+    mean, deviation = state["vae"]["latents"]
+    networks["vae"].register_to_config(latents_mean=mean, latents_std=deviation)
+    networks["vae"].requires_grad_(False)
+    say(stage="vae", done=True, psnr=rebuild_psnr(networks["vae"], clips=4))
+    train_denoiser(cfg, networks, state, device)
+    finish(cfg, networks, state)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="a few steps on the CPU")
+    parser.add_argument("--init", action="store_true", help="write an untrained model and stop")
+    parser.add_argument("overrides", nargs="*", help="key=value, as in tools/conf/train_demo.yaml")
+    arguments = parser.parse_args()
+    with initialize_config_dir(str(Path(__file__).parent.resolve() / "conf"), version_base="1.3"):
+        cfg = compose("train_demo_smoke" if arguments.smoke else "train_demo", arguments.overrides)
+    if arguments.init:
+        export(cfg, build_models(cfg, torch.device("cpu")), Path(cfg.output) / "model")
+    else:
+        train(cfg)
+
+
+if __name__ == "__main__":
+    main()
