@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from omegaconf import MISSING
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 TASKS = ("generate",)
 STAGES = ("text", "denoise", "decode")
@@ -75,6 +75,7 @@ class Table:
 
     weights: dict[str, Rule] = field(default_factory=dict)
     activations: dict[str, Rule] = field(default_factory=dict)
+    carry: list[Any] = field(default_factory=list)  # spec of what a stage hands from call to call (the VAE's caches)
     unmatched: str = "error"  # replicate | error
 
 
@@ -267,6 +268,14 @@ class Config:
     prompt: Prompt = field(default_factory=Prompt)
     compile: Compile = field(default_factory=Compile)
     output: Output = field(default_factory=Output)
+
+
+def root() -> DictConfig:
+    """The schema as a config. Frozen classes make read-only nodes; Hydra must be able to fill these."""
+    config = OmegaConf.structured(Config)
+    for node in (config.attention, config.attention.self, config.attention.cross, config.sharding.attention):
+        OmegaConf.set_readonly(node, False)
+    return config
 
 
 # ---------------------------------------------------------------- validation

@@ -1,0 +1,102 @@
+"""What happens to the command line before and after Hydra: free text in, clear errors out. No JAX, no torch."""
+import json
+import re
+from pathlib import Path
+
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import schema
+
+CONF = Path(__file__).parent / "conf"
+TEXT_KEYS = {"prompt": "prompt.text", "prompt.text": "prompt.text", "negative_prompt": "prompt.negative", "prompt.negative": "prompt.negative"}
+
+
+def rewrite(arguments: list[str]) -> list[str]:
+    """Turn what people type into what Hydra's grammar takes.
+
+    prompt="a cat, running = fun" becomes a quoted prompt.text; prompt=<name> still picks conf/prompt/<name>.yaml.
+    prompts=[…] (a JSON list) or prompts=file.txt (one a line) becomes a sweep over prompt.text.
+    resume=<folder> puts that run's overrides in front, so that they need not be typed again.
+    """
+    rewritten = []
+    for argument in arguments:
+        key, separator, value = argument.partition("=")
+        if separator and key in TEXT_KEYS and not (key == "prompt" and value in options("prompt")):
+            argument = f"{TEXT_KEYS[key]}={quote(value)}"
+        elif separator and key == "prompts":
+            argument = "prompt.text=" + ",".join(quote(prompt) for prompt in prompt_list(value, arguments))
+        elif separator and key == "resume" and Path(value).is_dir():
+            rewritten += earlier_overrides(Path(value), arguments)
+        rewritten.append(argument)
+    return rewritten
+
+
+def quote(text: str) -> str:
+    """A string literal of Hydra's grammar that means exactly this text (line breaks become spaces)."""
+    text = re.sub(r"(\\*)\$\{", lambda found: found.group(1) * 2 + r"\${", text.replace("\n", " "))
+    text = re.sub(r"(\\*)('|$)", lambda found: found.group(1) * 2 + (r"\'" if found.group(2) else ""), text)
+    return f"'{text}'"
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def prompt_list(value: str, arguments: list[str]) -> list[str]:
+    """The prompts to sweep over: a JSON list of strings, or a text file with one on each line."""
+    if not {"-m", "--multirun"} & set(arguments):
+        raise schema.ConfigError(f"prompts={value}: a list of prompts is a sweep; add -m, or give one prompt=…")
+    if value.startswith("["):
+        try:
+            prompts = json.loads(value)
+        except ValueError as error:
+            raise schema.ConfigError(f"""prompts={value}: not a JSON list ({error}); write prompts='["first", "second"]'""") from error
+    elif Path(value).is_file():
+        prompts = [line.strip() for line in Path(value).read_text().splitlines() if line.strip()]
+    else:
+        raise schema.ConfigError(f"prompts={value}: no such file; give a text file, or a list like prompts='[\"first\", \"second\"]'")
+    if not prompts or not all(isinstance(prompt, str) and prompt.strip() for prompt in prompts):
+        raise schema.ConfigError(f"prompts={value}: needs at least one prompt, each a non-empty text")
+    return prompts
+
+
+def earlier_overrides(folder: Path, arguments: list[str]) -> list[str]:
+    """The overrides another run was started with, less those given now and what belongs to that run alone."""
+    file = folder / ".hydra" / "overrides.yaml"
+    if not file.is_file():
+        raise schema.ConfigError(f"resume={folder}: not a run folder (it has no .hydra/overrides.yaml); runs are under outputs/<date>/<time>")
+    given = {TEXT_KEYS.get(key, key) for key in (argument.partition("=")[0] for argument in arguments)} | {"stages", "resume", "task"}
+    return [override for override in OmegaConf.load(file) if override.partition("=")[0] not in given]
+
+
+def explain(error: Exception) -> str:
+    """An error of Hydra's or OmegaConf's as one message: key, value and the nearest that exists."""
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
+        return f"{group}={name}: no such option; {schema.nearest(name, options(group))}"
+    found = re.search(r"Could not (?:override|append to config\.? .*?) '?([\w.@/]+)'?", str(error))
+    key = getattr(cause, "full_key", None) or (found.group(1) if found else None)
+    unknown = re.search(r"(?:Key '[^']+' (?:not in|is not in struct)|No match in the defaults list|not in struct)", f"{error} {cause}")
+    if key and unknown:
+        return f"{key}: no such key or group; {schema.nearest(key, known_keys())} (python run.py --cfg job shows them all)"
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip() and not line.strip().startswith(("full_key", "object_type", "reference_type"))]
+    reason = " ".join(lines[:2])
+    return f"{key}: {reason}" if key and key not in reason else reason
+
+
+def known_keys() -> list[str]:
+    """Every key that can be overridden, dotted, and every group."""
+    def walk(node, prefix):
+        for name in node:
+            yield prefix + name
+            child = OmegaConf.select(node, name, throw_on_missing=False) if OmegaConf.is_missing(node, name) else node._get_node(name)
+            if OmegaConf.is_dict(child):
+                yield from walk(child, f"{prefix}{name}.")
+
+    return [*walk(schema.root(), ""), "preset", "negative_prompt", "prompts"]
+
+
+USER_ERRORS = (HydraException, OmegaConfBaseException)

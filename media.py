@@ -1,0 +1,54 @@
+"""What people look at: the video, its poster, its contact sheet. Frames are uint8 arrays (frames, height, width, 3)."""
+import json
+import math
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import imageio_ffmpeg
+import numpy
+from PIL import Image
+
+SHEET_FRAMES = 9
+
+
+def write_video(path: Path, frames: numpy.ndarray, fps: int, quality: int, title: str, comment: dict) -> None:
+    """H.264 in yuv420p, the settings in its metadata. The file appears whole or not at all."""
+    partial = path.with_name(f".partial-{path.name}")
+    # ffmpeg reads a metadata value up to the end of its argument: no escaping is needed on a command line.
+    metadata = ["-metadata", f"title={title}", "-metadata", f"comment={json.dumps(comment, ensure_ascii=False)}"]
+    writer = imageio_ffmpeg.write_frames(
+        str(partial), (frames.shape[2], frames.shape[1]), fps=fps, codec="libx264", pix_fmt_out="yuv420p", macro_block_size=2,
+        output_params=["-crf", str(quality), "-movflags", "+faststart", *metadata], ffmpeg_log_level="error",
+    )
+    writer.send(None)
+    for frame in frames:
+        writer.send(numpy.ascontiguousarray(frame))
+    writer.close()
+    os.replace(partial, path)
+
+
+def read_metadata(path: Path) -> dict | None:
+    """The settings a video of ours carries; None for any other file."""
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", str(path), "-f", "ffmetadata", "-"]
+    text = subprocess.run(command, capture_output=True, check=False).stdout.decode()
+    found = re.search(r"^comment=((?:[^\\\n]|\\.|\\\n)*)", text, re.MULTILINE)
+    try:
+        return json.loads(re.sub(r"\\(.|\n)", r"\1", found.group(1))) if found else None
+    except ValueError:
+        return None
+
+
+def write_pictures(folder: Path, frames: numpy.ndarray) -> None:
+    """poster.png, the frame in the middle, and contact_sheet.png, frames spread over the whole length."""
+    Image.fromarray(frames[len(frames) // 2]).save(folder / "poster.png")
+    chosen = frames[numpy.unique(numpy.linspace(0, len(frames) - 1, SHEET_FRAMES).round().astype(int))]
+    columns = math.ceil(math.sqrt(len(chosen)))
+    rows = math.ceil(len(chosen) / columns)
+    height, width = frames.shape[1:3]
+    sheet = numpy.zeros((rows * height, columns * width, 3), numpy.uint8)
+    for index, frame in enumerate(chosen):
+        row, column = divmod(index, columns)
+        sheet[row * height : (row + 1) * height, column * width : (column + 1) * width] = frame
+    Image.fromarray(sheet).save(folder / "contact_sheet.png")

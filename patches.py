@@ -1,0 +1,272 @@
+"""What is changed in torchax and diffusers, each with its reason.
+
+Everything here acts inside `torchax_on()` or on one model instance; no class of diffusers is changed.
+"""
+import contextlib
+import functools
+import importlib
+import math
+import re
+from dataclasses import dataclass
+
+import jax
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
+
+# torchax turns off torch's transformer fast path for the whole process when it is imported; outside
+# `torchax_on()` torch must behave as if torchax were not there.
+_fast_path = torch.backends.mha.get_fastpath_enabled()
+import torchax  # noqa: E402
+from torchax import interop  # noqa: E402
+
+torch.backends.mha.set_fastpath_enabled(_fast_path)
+
+from kernels.attention import attend_flat  # noqa: E402
+from schema import Attention, ConfigError, Kernel, Parallel, nearest  # noqa: E402
+
+# ---------------------------------------------------------------- torchax's lifetime
+
+
+@contextlib.contextmanager
+def torchax_on(ops=None):
+    """torchax with our op overrides, and torch without gradients, for the length of a `with` block.
+
+    Safe to nest and to leave by an exception: torch's modes, torchax's table of ops and every
+    setting touched are afterwards what they were before. `ops` maps a torch op to its implementation.
+    """
+    environment = torchax.default_env()
+    saved = dict(environment._ops), environment.enabled, torchax.tensor.Tensor.type_as
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    try:
+        for op, implementation in (ops or {}).items():
+            environment.override_op_definition(op, implementation)
+        torchax.tensor.Tensor.type_as = type_as
+        torch.backends.mha.set_fastpath_enabled(False)
+        with environment, torch.no_grad():
+            yield environment
+    finally:
+        environment._ops, environment.enabled, torchax.tensor.Tensor.type_as = saved
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+def type_as(tensor, other):
+    """torchax 0.0.13 casts in place and leaves the old dtype in torch's metadata: bf16 convolutions then refuse their input."""
+    return tensor.to(other.dtype)
+
+
+def call_module(module, parameters, *arguments, **keywords):
+    """Run a torch module on JAX arrays, inside `torchax_on()`; gives JAX arrays back."""
+    arguments, keywords = interop.torch_view((arguments, keywords))
+    output = torch.func.functional_call(module, interop.torch_view(parameters), arguments, keywords)
+    return interop.jax_view(output)
+
+
+# ---------------------------------------------------------------- op overrides, named in conf/ops
+
+
+def load_ops(table, allow_external) -> dict:
+    """The config's op table as {torch op: implementation}."""
+    return {find_op(name, row.op): find_function(f"ops.{name}.implementation", row.implementation, allow_external) for name, row in table.items()}
+
+
+def find_op(name, path):
+    """`aten.native_layer_norm` -> torch.ops.aten.native_layer_norm; `torch.…` as it stands."""
+    parent = torch.ops if path.startswith("aten.") else torch
+    for part in path.removeprefix("torch.").split("."):
+        if not hasattr(parent, part):
+            raise ConfigError(f"ops.{name}.op={path}: torch has no such op; {nearest(part, [choice for choice in dir(parent) if choice[0] != '_'])}")
+        parent = getattr(parent, part)
+    return parent
+
+
+def find_function(key, path, allow_external):
+    """A function by dotted path, from this project's own modules unless the user allows others."""
+    module, _, name = path.rpartition(".")
+    if not allow_external and module.split(".")[0] not in ("patches", "kernels"):
+        raise ConfigError(f"{key}={path}: not in patches or kernels; set allow_external_ops=true to trust it")
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{key}={path}: {error}") from error
+    if not callable(getattr(found, name, None)):
+        choices = [choice for choice in dir(found) if callable(getattr(found, choice)) and choice[0] != "_"]
+        raise ConfigError(f"{key}={path}: no such function; {nearest(name, choices)}")
+    return getattr(found, name)
+
+
+def upsample_nearest_exact2d(image, output_size, scales_h=None, scales_w=None):
+    """Nearest upsampling by whole factors: (batch, channels, height, width), repeated along both sides."""
+    height, width = image.shape[-2:]
+    if output_size[0] % height or output_size[1] % width:
+        raise NotImplementedError(f"nearest-exact upsampling from {height}x{width} to {tuple(output_size)}: only whole factors")
+
+    def repeat(array):
+        return array.repeat(output_size[0] // height, axis=-2).repeat(output_size[1] // width, axis=-1)
+
+    return interop.call_jax(repeat, image)
+
+
+def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """Attention for models that call torch's, (batch, heads, tokens, head_dim): blockwise, so that no score matrix is held.
+
+    A mask or bias (the text encoder's, 512 tokens) has the size of the score matrix itself: JAX's own attention serves.
+    """
+    if dropout_p or is_causal or enable_gqa:
+        raise NotImplementedError("scaled_dot_product_attention: dropout, causal masks and grouped heads are not needed by Wan")
+    head_dim = query.shape[-1]
+    scale = head_dim**-0.5 if scale is None else scale
+
+    def masked(query, key, value, mask):
+        keyword = "mask" if mask.dtype == bool else "bias"
+        out = jax.nn.dot_product_attention(*(x.swapaxes(1, 2) for x in (query, key, value)), scale=scale, **{keyword: mask})
+        return out.swapaxes(1, 2)
+
+    def blockwise(*tensors):
+        flat = [x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1) for x in tensors]
+        out = attend_flat(flat[0] * (scale * head_dim**0.5), *flat[1:], head_dim, Kernel(kernel="xla"))
+        return out.reshape(*out.shape[:2], -1, head_dim).swapaxes(1, 2)
+
+    if attn_mask is not None:
+        return interop.call_jax(masked, query, key, value, attn_mask)
+    return interop.call_jax(blockwise, query, key, value)
+
+
+# ---------------------------------------------------------------- transformer
+
+
+@dataclass
+class AttentionProcessor:
+    """Projections, norms, RoPE and the configured kernel, in place of diffusers' WanAttnProcessor.
+
+    diffusers writes RoPE's halves into a new tensor with stride 2, which XLA can only turn into scatters, and
+    calls attention through a dispatcher that knows no JAX kernel.
+    """
+
+    attention: Attention  # kernels already resolved for the platform
+    parallel: Parallel
+    mesh: object
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
+        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        query, key, value = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(context)), attn.to_v(context)
+        if rotary_emb is not None:
+            query, key = rotate(query, *rotary_emb, attn.heads), rotate(key, *rotary_emb, attn.heads)
+        kernel = self.attention.self if encoder_hidden_states is None else self.attention.cross
+        attend = functools.partial(
+            attend_flat, head_dim=query.shape[-1] // attn.heads, kernel=kernel, parallel=self.parallel, mesh=self.mesh,
+            cross=encoder_hidden_states is not None,
+        )
+        return attn.to_out[0](interop.call_jax(attend, query, key, value))
+
+
+def rotate(tensor, cosine, sine, heads):
+    """RoPE on interleaved pairs without strided writes: (batch, tokens, heads * head_dim), computed in float32."""
+    pairs = tensor.float().unflatten(2, (heads, -1, 2))
+    real, imaginary = pairs[..., 0], pairs[..., 1]
+    cosine, sine = cosine[..., 0::2], sine[..., 1::2]
+    turned = torch.stack((real * cosine - imaginary * sine, real * sine + imaginary * cosine), dim=-1)
+    return turned.flatten(2).to(tensor.dtype)
+
+
+class ScannedBlocks(torch.nn.Module):
+    """All transformer blocks as one `lax.scan` over stacked weights, so that the program does not grow with depth.
+
+    It stands in the model's `blocks` list as its only element: diffusers' own loop over the blocks runs it once.
+    Its parameters carry a leading dimension, the layer.
+    """
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, hidden_states, *rest):
+        stacked = interop.jax_view(dict(self.block.named_parameters()))
+        rest = interop.jax_view(rest)
+
+        def one_block(hidden, weights):
+            return call_module(self.block, weights, hidden, *rest), None
+
+        hidden, _ = jax.lax.scan(one_block, interop.jax_view(hidden_states), stacked)
+        return interop.torch_view(hidden)
+
+
+def scan_blocks(transformer):
+    """Put the blocks of a transformer (on the meta device) under one scan."""
+    transformer.blocks = torch.nn.ModuleList([ScannedBlocks(transformer.blocks[0])])
+
+
+# ---------------------------------------------------------------- VAE
+
+
+def decode_chunk(vae, latent, caches):
+    """One latent frame to its pixels, the causal convolutions' last two inputs carried in `caches`.
+
+    latent (1, channels, 1, height/8, width/8); caches None for a video's first latent frame, which gives one frame of
+    pixels, then what the call before returned, which gives four. The program is the same for every later frame, so a
+    video of any length compiles once. Returns pixels (1, 3, frames, height, width) in -1..1 and the caches.
+
+    diffusers marks a cache that does not exist yet by None or "Rep" and pads one that is too short with zeros inside the
+    convolution; here every cache is two frames from the start, zeros in front, which gives the same sums.
+    """
+    first = caches is None
+    count = sum(isinstance(module, WanCausalConv3d) for module in vae.decoder.modules())
+    features = [None] * count if first else [caches.get(str(index)) for index in range(count)]
+    upsampled = []
+    hooks = [
+        module.register_forward_pre_hook(lambda _, inputs: upsampled.append(inputs[0]))
+        for module in vae.decoder.modules()
+        if getattr(module, "mode", None) == "upsample3d"
+    ]
+    pixels = vae.decoder(vae.post_quant_conv(latent), feat_cache=features, feat_idx=[0], first_chunk=first)
+    for hook in hooks:
+        hook.remove()
+    waiting = iter(upsampled)  # inputs of the layers that double the frame rate: they left "Rep" in the first call
+    features = [next(waiting)[:, :, -1:] * 0 if isinstance(feature, str) else feature for feature in features]
+    return pixels.clamp(-1, 1), {str(index): two_frames(feature) for index, feature in enumerate(features) if feature is not None}
+
+
+def two_frames(cache):
+    """A cache of one frame, with a frame of zeros in front."""
+    return cache if cache.shape[2] == 2 else torch.cat([torch.zeros_like(cache), cache], dim=2)
+
+
+# ---------------------------------------------------------------- activation sharding
+
+
+def constrain_activations(module, rules, mesh, key):
+    """Sharding constraints on the inputs and outputs of every submodule whose name a rule matches."""
+    names = [name for name, _ in module.named_modules()]
+    for rule_name, rule in rules.items():
+        matches = [name for name in names if re.fullmatch(rule.pattern, name)]
+        if not matches:
+            raise ConfigError(f"{key}.{rule_name}.pattern={rule.pattern}: matches no module; {nearest(rule.pattern, names)}")
+        sharding = jax.sharding.NamedSharding(mesh, partition_spec(rule.spec))
+        constrain = functools.partial(constrain_tensor, sharding=sharding, key=f"{key}.{rule_name}")
+        for name in matches:
+            module.get_submodule(name).register_forward_pre_hook(lambda _, inputs, constrain=constrain: (constrain(inputs[0]), *inputs[1:]))
+            module.get_submodule(name).register_forward_hook(lambda _, inputs, output, constrain=constrain: constrain(output))
+
+
+def constrain_tensor(tensor, sharding, key):
+    problem = spec_problem(sharding.spec, tensor.shape, sharding.mesh)
+    if problem:
+        raise ConfigError(f"{key}.spec: an activation of shape {tuple(tensor.shape)} {problem}")
+    return interop.call_jax(jax.lax.with_sharding_constraint, tensor, sharding)
+
+
+def partition_spec(spec):
+    """A config's spec as JAX's: lists become tuples."""
+    return jax.sharding.PartitionSpec(*(entry if entry is None or isinstance(entry, str) else tuple(entry) for entry in spec))
+
+
+def spec_problem(spec, shape, mesh) -> str | None:
+    """Why a tensor of this shape cannot be sharded so, and the way out; None if it can."""
+    if len(spec) > len(shape):
+        return f"has {len(shape)} dimensions, the spec {tuple(spec)} has {len(spec)}; shorten the spec"
+    for dimension, entry in enumerate(spec):
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        size = math.prod(mesh.shape[axis] for axis in axes)
+        if shape[dimension] % size:
+            names = " x ".join(axes)
+            return f"has {shape[dimension]} in dimension {dimension}, not divisible by {names} = {size}; use a mesh where {names} divides it, or null"
+    return None

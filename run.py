@@ -1,0 +1,246 @@
+"""Generate video with Wan 2.1 from Hydra configs, on TPU, GPU or CPU.
+
+    python run.py                                             # the embedded demo model, on whatever this machine has
+    python run.py prompt="a blue star moving left" seed=7
+    python run.py model=wan21_t2v_14b mesh=v6e_8 resolution=720p prompt="a cat on the grass"
+
+compose → validate → mesh → build → compile (in a thread) → load → encode text → denoise → decode → write
+"""
+import logging
+import math
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+import commandline
+import schema
+
+log = logging.getLogger("wan")
+ConfigStore.instance().store("schema", schema.root())
+
+failures: list[str] = []  # one line for each job of this process that failed
+
+
+def main() -> None:
+    """The command line: compose the config, run the task, leave with 0, 1 (an error) or 130 (Ctrl-C)."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and `explain` says it better
+    try:
+        sys.argv[1:] = commandline.rewrite(sys.argv[1:])
+        job()
+    except schema.ConfigError as error:
+        failures.append(str(error))
+        print(f"error: {error}", file=sys.stderr)
+    except commandline.USER_ERRORS as error:
+        failures.append(str(error))
+        print(f"error: {commandline.explain(error)}", file=sys.stderr)
+        if "traceback=true" in sys.argv:
+            traceback.print_exc()
+    except KeyboardInterrupt:
+        print("interrupted: finished stages are in the run folder; go on with resume=<run folder>", file=sys.stderr)
+        sys.exit(130)
+    sys.exit(1 if failures else 0)
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def job(config) -> float | None:
+    """One job: one composed config. Returns the seconds it took, for sweepers that minimise."""
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    try:
+        schema.validate(config)
+        began = time.perf_counter()
+        TASKS[config.task](config, folder)
+        return time.perf_counter() - began
+    except Exception as error:
+        failures.append(str(error))
+        expected = isinstance(error, (schema.ConfigError, OSError)) or type(error).__name__ == "NotFinite"
+        log.error("error: %s", error if expected else f"{type(error).__name__}: {error} (traceback=true shows where)")
+        if config.traceback:
+            log.error(traceback.format_exc())
+
+
+def generate(config, folder: Path) -> Path:
+    """The whole pipeline: prompt in; video, stage results and metrics out."""
+    import records
+
+    clock = records.Clock()
+    prompts = read_prompts(config)
+    with clock("start"):
+        mesh = start_jax(config)
+        import stages  # brings in torch and diffusers: after the flags are set, and never for --help
+    log.info("%s on %s", config.model.name, describe(mesh))
+    results = records.finished(config, prompts)
+    wanted = [stage for stage in config.stages if stage not in results]
+    with clock("build"):
+        checkpoints = {name: checkpoint(config, name) for name in wanted}
+        built = {name: stages.BUILDERS[name](config, mesh) for name in wanted}
+    with stages.compiling(built, clock.compiled):
+        for name in wanted:
+            results[name] = run_stage(name, built[name], config, checkpoints[name], prompts, results, clock)
+            if config.output.save_stages:
+                records.save(config, folder, name, results[name], prompts)
+    with clock("write"):
+        made = records.write_outputs(config, folder, prompts, results)
+    records.write_metrics(config, folder, mesh, clock)
+    print(made)
+    return made
+
+
+TASKS = {"generate": generate}
+
+
+# ---------------------------------------------------------------- stages, with progress
+
+
+def run_stage(name, stage, config, folder: Path, prompts, results, clock):
+    """Load one stage's weights, run it, free them. Its programs are being compiled meanwhile."""
+    import stages
+
+    load(name, stage, folder, clock)
+    wait_for_programs(name, stage)
+    with clock(name), stages.no_compilation():
+        result = RUNNERS[name](stage, config, prompts, results, clock)
+    if not config.keep_resident:
+        stage.arrays = None
+    return result
+
+
+def checkpoint(config, name: str) -> Path:
+    """The folder of a stage's weights. Its config.json may add to the config's architecture, not contradict it."""
+    import weights
+
+    component = schema.COMPONENTS[name]
+    folder = weights.find_component(config.model, component)
+    config.model.architecture[component] = weights.read_architecture(folder, config.model.architecture[component], component)
+    return folder
+
+
+def load(name: str, stage, folder: Path, clock) -> None:
+    """Weights to the devices, with a bar in bytes and a summary of what lies where."""
+    import stages
+    import weights
+
+    total = sum(tensor.bytes for tensor in stage.tensors.values())
+    with clock(f"load_{name}"), bar(total, f"loading {stage.component}", unit="B", unit_scale=True) as progress:
+        stage.arrays = weights.load(stage.tensors, folder, progress.update, stages.IGNORED[stage.component])
+    log.info("%s: %.3f GiB loaded in %.1f s", stage.component, weights.gib(total), clock.seconds[f"load_{name}"])
+    for line in weights.summary(stage.tensors):
+        log.info(line)
+
+
+def wait_for_programs(name: str, stage) -> None:
+    """Show that compilation is still going on, if it is."""
+    from concurrent.futures import wait
+
+    waiting = list(stage.compiled.values())
+    with bar(None, f"compiling {name}", bar_format="{desc}: {elapsed}") as progress:
+        while wait(waiting, timeout=0.2).not_done:
+            progress.update(0)
+            progress.refresh()
+
+
+def run_text(stage, config, prompts, results, clock):
+    import stages
+
+    return stages.run_text(stage, config, *prompts, log.warning)
+
+
+def run_denoise(stage, config, prompts, results, clock):
+    import stages
+
+    with bar(config.steps, "denoising", unit="step") as progress:
+        def on_step(index, seconds):
+            clock.steps.append(seconds)
+            progress.update(1)
+
+        return stages.run_denoise(stage, config, results["text"], on_step)
+
+
+def run_decode(stage, config, prompts, results, clock):
+    import stages
+
+    with bar(config.resolution.frames, "decoding", unit="frame") as progress:
+        return stages.run_decode(stage, config, results["denoise"], progress.update)
+
+
+RUNNERS = {"text": run_text, "denoise": run_denoise, "decode": run_decode}
+
+
+def bar(total, description, **options):
+    """A progress bar on a terminal; nothing elsewhere."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=description, disable=not sys.stderr.isatty(), leave=False, **options)
+
+
+# ---------------------------------------------------------------- before JAX starts
+
+
+def read_prompts(config) -> tuple[str, str]:
+    """The prompt and the negative prompt, from the config or from files."""
+    prompt, negative = config.prompt.text, config.prompt.negative or ""
+    if config.prompt.file is not None:
+        prompt = Path(config.prompt.file).read_text()
+    if config.prompt.negative_file is not None:
+        negative = Path(config.prompt.negative_file).read_text()
+    return prompt.strip(), negative.strip()
+
+
+def start_jax(config):
+    """Set the flags that must stand before JAX starts, then arrange its devices as the config's mesh."""
+    append_flags("XLA_FLAGS", config.compile.xla_flags)
+    append_flags("LIBTPU_INIT_ARGS", config.compile.libtpu_flags)
+    import jax
+
+    if config.mesh.platform == "cpu" and config.mesh.devices and not jax._src.xla_bridge.backends_are_initialized():
+        jax.config.update("jax_num_cpu_devices", config.mesh.devices)
+    if config.compile.cache_dir is not None:
+        jax.config.update("jax_compilation_cache_dir", config.compile.cache_dir)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_default_matmul_precision", config.compile.matmul_precision)
+    return make_mesh(config)
+
+
+def append_flags(variable: str, flags) -> None:
+    present = os.environ.get(variable, "").split()
+    os.environ[variable] = " ".join(present + [flag for flag in flags if flag not in present])
+
+
+def make_mesh(config):
+    """The config's axes over this machine's devices; an axis of -1 takes whatever remains."""
+    import jax
+
+    mesh = config.mesh
+    try:
+        devices = jax.devices(mesh.platform)
+    except RuntimeError as error:
+        raise schema.ConfigError(f"mesh={mesh.name}: no {mesh.platform or 'device'} to be had here ({error}); use mesh=auto for what this machine has") from error
+    if mesh.platform is None and devices[0].platform == "cpu":
+        devices = devices[:1]  # fake CPU devices are for meshes that ask for them
+    needed = mesh.devices or len(devices)
+    fixed = [size for size in mesh.axes.values() if size != -1]
+    rest, left = divmod(needed, math.prod(fixed))
+    if needed > len(devices) or left or (rest != 1 and -1 not in mesh.axes.values()):
+        sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.axes.items())
+        raise schema.ConfigError(f"mesh={mesh.name}: axes {sizes} over {needed} devices, and this machine has {len(devices)} ({devices[0].device_kind}); change mesh.axes or use mesh=auto")
+    config.mesh.axes = {axis: rest if size == -1 else size for axis, size in mesh.axes.items()}
+    config.mesh.devices = needed
+    schema.validate(config)  # again, now that every axis has a size
+    types = (jax.sharding.AxisType.Auto,) * len(mesh.axes)
+    return jax.make_mesh(tuple(mesh.axes.values()), tuple(mesh.axes), axis_types=types, devices=devices[:needed])
+
+
+def describe(mesh) -> str:
+    axes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    return f"{mesh.devices.size} {mesh.devices.flat[0].device_kind} ({axes})"
+
+
+if __name__ == "__main__":
+    main()

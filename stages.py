@@ -1,0 +1,445 @@
+"""The three stages: text to embeddings, noise to latents, latents to frames.
+
+A stage is built from the config alone (`build_text`, `build_denoise`, `build_decode`): a module on the meta device, a
+plan of its arrays, and programs that are compiled from shapes while the weights load. What goes in and comes out of
+the `run_…` functions is numpy; between them JAX arrays stay on the devices.
+"""
+import contextlib
+import functools
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+import diffusers
+import jax
+import jax.numpy as jnp
+import numpy
+import torch
+import transformers
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+from omegaconf import OmegaConf
+
+import patches
+import weights
+from kernels.attention import resolve
+from schema import ConfigError
+
+# Tensors that checkpoints hold and a stage has no use for.
+IGNORED = {"text_encoder": (), "transformer": (r".*norm_added_q",), "vae": (r"encoder\.", r"quant_conv\.")}
+
+
+@dataclass
+class Program:
+    """A function of (arrays, *arguments) to compile ahead of time."""
+
+    function: object
+    arguments: object  # structs; or a function of the programs lowered before, which returns them
+    outputs: object = None  # shardings
+    donated: tuple = ()  # positions in (arrays, *arguments)
+
+
+@dataclass
+class Stage:
+    """One component of the model and the programs that run on it."""
+
+    component: str
+    module: torch.nn.Module
+    tensors: dict
+    programs: dict  # name -> Program
+    compiled: dict = field(default_factory=dict)  # name -> Future of a compiled program
+    arrays: dict | None = None
+
+    def __call__(self, program, *arguments):
+        return self.compiled[program].result()(self.arrays, *arguments)
+
+
+def replicated(mesh):
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+def struct(mesh, shape, dtype, spec=()):
+    sharding = jax.sharding.NamedSharding(mesh, patches.partition_spec(spec))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def make_stage(config, mesh, component, module, programs, layers=1) -> Stage:
+    """Plan a module's arrays, put its activation constraints in place and wrap its programs for tracing."""
+    key, table = f"sharding.{component}", config.sharding[component]
+    ops = patches.load_ops(config.ops, config.allow_external_ops)
+    patches.constrain_activations(module, table.activations, mesh, f"{key}.activations")
+    tensors = weights.plan(module, table, mesh, config.model.dtype[component], key, layers)
+
+    def traced(function):
+        @functools.wraps(function)
+        def program(*arguments):
+            with patches.torchax_on(ops):
+                return function(*arguments)
+
+        return program
+
+    programs = {name: replace(program, function=traced(program.function)) for name, program in programs.items()}
+    return Stage(component, module, tensors, programs)
+
+
+# ---------------------------------------------------------------- text
+
+
+def build_text(config, mesh) -> Stage:
+    """Token ids and mask (prompts, tokens) to embeddings (prompts, tokens, width), zero where there is padding."""
+    with torch.device("meta"):
+        module = transformers.UMT5EncoderModel(transformers.UMT5Config(**config.model.architecture.text_encoder)).eval()
+    if module.encoder.embed_tokens.weight is not module.shared.weight:
+        raise RuntimeError("transformers left the encoder's embedding untied from the shared table: it would stay uninitialised and give noise")
+
+    def encode(arrays, tokens, mask):
+        hidden = patches.call_module(module, arrays, tokens, attention_mask=mask, return_dict=False)[0]
+        return jnp.where(mask[..., None] > 0, hidden, 0).astype(config.model.dtype.transformer)
+
+    shape = (2 if guided(config) else 1, config.model.text_tokens)
+    arguments = [struct(mesh, shape, "int32")] * 2
+    return make_stage(config, mesh, "text_encoder", module, {"encode": Program(encode, arguments, replicated(mesh))})
+
+
+def guided(config) -> bool:
+    return config.guidance_scale != 1
+
+
+def tokenize(config, prompts, warn):
+    """Token ids and mask as int32 arrays; a prompt that is too long is cut, and `warn` is told where."""
+    folder = weights.find_component(config.model, "tokenizer")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    prompts, limit = [prompt_clean(prompt) for prompt in prompts], config.model.text_tokens
+    for prompt in prompts:
+        tokens = tokenizer(prompt, truncation=False, verbose=False).input_ids
+        if len(tokens) > limit:
+            lost = tokenizer.decode(tokens[limit - 1 :], skip_special_tokens=True)
+            warn(f"the prompt has {len(tokens)} tokens and is cut after {limit}; this is lost: {lost[:200]!r}")
+    batch = tokenizer(prompts, padding="max_length", max_length=limit, truncation=True, return_tensors="np")
+    return batch.input_ids.astype("int32"), batch.attention_mask.astype("int32")
+
+
+def run_text(stage, config, prompt, negative, warn) -> numpy.ndarray:
+    tokens = tokenize(config, [prompt, negative] if guided(config) else [prompt], warn)
+    return numpy.asarray(stage("encode", *put(stage, "encode", tokens))).astype(numpy.float32)
+
+
+def put(stage, program, values):
+    """Send numpy values to the devices the way the program was compiled to take them."""
+    return [jax.device_put(numpy.asarray(value, wanted.dtype), wanted.sharding) for value, wanted in zip(values, stage.programs[program].arguments, strict=True)]
+
+
+# ---------------------------------------------------------------- denoise
+
+
+def latent_shape(config) -> tuple:
+    size = config.resolution
+    return (1, config.model.architecture.transformer.in_channels, (size.frames - 1) // 4 + 1, size.height // 8, size.width // 8)
+
+
+def build_denoise(config, mesh) -> Stage:
+    """One denoising step, guidance and scheduler included: the state goes in, the next state comes out."""
+    architecture = config.model.architecture.transformer
+    with torch.device("meta"):
+        module = diffusers.WanTransformer3DModel(**architecture).eval()
+    # RoPE's tables are computed when the module is made, which the meta device does not do.
+    module.rope = type(module.rope)(architecture.attention_head_dim, architecture.patch_size, architecture.rope_max_seq_len)
+    dtype = config.model.dtype.transformer
+    attention = resolve(OmegaConf.to_object(config.attention), mesh_device(mesh), dtype)
+    processor = patches.AttentionProcessor(attention, OmegaConf.to_object(config.sharding.attention), mesh)
+    module.set_attn_processor(processor)
+    if config.model.scan_blocks:
+        patches.scan_blocks(module)
+    scale, batched = config.guidance_scale, config.guidance == "batched"
+
+    def forward(arrays, latents, timestep, embeddings):
+        """Latents (1, …) repeated for each of the embeddings (batch, tokens, width)."""
+        batch = embeddings.shape[0]
+        hidden = jnp.broadcast_to(latents.astype(dtype), (batch, *latents.shape[1:]))
+        times = jnp.broadcast_to(timestep, (batch,))
+        return patches.call_module(module, arrays, hidden, times, embeddings, return_dict=False)[0].astype(jnp.float32)
+
+    def predict(arrays, latents, timestep, embeddings):
+        if not guided(config):
+            return forward(arrays, latents, timestep, embeddings)
+        if batched:
+            prompt, negative = jnp.split(forward(arrays, latents, timestep, embeddings), 2)
+        else:
+            prompt, negative = jax.lax.map(lambda one: forward(arrays, latents, timestep, one[None]), embeddings)
+        return negative + scale * (prompt - negative)
+
+    def step(arrays, state, timestep, coefficients, embeddings):
+        velocity = predict(arrays, state[0], timestep, embeddings)
+        state = advance(state, velocity, coefficients)
+        return state, jnp.isfinite(state[0]).all()
+
+    slots = scheduler_table(config)[1].shape[1]
+    width = architecture.text_dim
+    embeddings = (2 if guided(config) else 1, config.model.text_tokens, width)
+    arguments = [
+        struct(mesh, (slots, *latent_shape(config)), "float32"),
+        struct(mesh, (), "float32"),
+        struct(mesh, (slots, slots + 1), "float32"),
+        struct(mesh, embeddings, dtype),
+    ]
+    layers = architecture.num_layers
+    return make_stage(config, mesh, "transformer", module, {"step": Program(step, arguments, replicated(mesh), donated=(1,))}, layers)
+
+
+def mesh_device(mesh):
+    """A device of the mesh, real or abstract, to ask for its platform and kind."""
+    return mesh.devices.flat[0] if isinstance(mesh, jax.sharding.Mesh) else mesh.abstract_device
+
+
+def advance(state, velocity, coefficients):
+    """new slot = Σ coefficient · (old slots and the model's output), elementwise: (slots, 1, channels, frames, height, width).
+
+    Written as sums of scaled arrays, not as a matrix product, which a TPU would round to bfloat16.
+    """
+    terms = [*state, velocity]
+    return jnp.stack([sum(row[index] * term for index, term in enumerate(terms)) for row in coefficients])
+
+
+def scheduler_table(config):
+    """What diffusers' scheduler does in each step, as numbers: timesteps (steps,) and coefficients (steps, slots, slots + 1).
+
+    A deterministic scheduler's step is linear in the latents, the model's output and what it remembers of earlier
+    steps. So each of those is given to it as a unit vector, and what comes back are the coefficients. The step then
+    runs inside the compiled program, for any scheduler, with no tensor leaving the device. Slot 0 is the latents.
+    """
+    scheduler = make_scheduler(config)
+    slots = [None, *memory_slots(scheduler, config.steps)]
+    scheduler = make_scheduler(config)
+    size, rows = len(slots), []
+    sample = unit_vector(0, size)
+    for timestep in scheduler.timesteps:
+        for number, slot in enumerate(slots[1:], start=1):
+            if slot.get(scheduler) is not None:
+                slot.set(scheduler, unit_vector(number, size))
+        sample = scheduler.step(unit_vector(size, size), timestep, sample, return_dict=False)[0]
+        after = [sample] + [slot.get(scheduler) for slot in slots[1:]]
+        rows.append([numpy.zeros(size + 1) if vector is None else vector.flatten().numpy() for vector in after])
+        sample = unit_vector(0, size)
+    coefficients = numpy.asarray(rows, dtype=numpy.float32)
+    if not numpy.isfinite(coefficients).all():
+        raise ConfigError(f"scheduler={config.scheduler.name}: not finite at steps={config.steps}, flow_shift={config.resolution.flow_shift}; use more steps or scheduler=unipc")
+    return scheduler.timesteps.numpy().astype(numpy.float32), coefficients
+
+
+def make_scheduler(config):
+    wanted = getattr(diffusers, config.scheduler.target, None)
+    if not (isinstance(wanted, type) and issubclass(wanted, diffusers.SchedulerMixin)):
+        raise ConfigError(f"scheduler.target={config.scheduler.target}: not a scheduler in diffusers; use scheduler=unipc, euler or dpm")
+    scheduler = wanted(**config.scheduler.arguments)
+    scheduler.set_timesteps(config.steps)
+    scheduler.set_begin_index(0)
+    return scheduler
+
+
+def unit_vector(index, size):
+    """A video of one pixel whose channels are the basis: (1, size + 1, 1, 1, 1)."""
+    return torch.nn.functional.one_hot(torch.tensor(index), size + 1).float().reshape(1, -1, 1, 1, 1)
+
+
+@dataclass
+class Slot:
+    """A place where a scheduler remembers a tensor: an attribute, or an element of a list in one."""
+
+    name: str
+    index: int | None = None
+
+    def get(self, scheduler):
+        value = getattr(scheduler, self.name)
+        return value if self.index is None else value[self.index]
+
+    def set(self, scheduler, value):
+        if self.index is None:
+            setattr(scheduler, self.name, value)
+        else:
+            getattr(scheduler, self.name)[self.index] = value
+
+
+def memory_slots(scheduler, steps) -> list[Slot]:
+    """Where a scheduler keeps tensors between steps, found by a rehearsal on a marked shape."""
+    marked = torch.zeros(1, 3, 1, 1, 7)
+    for timestep in scheduler.timesteps:
+        scheduler.step(marked, timestep, marked)
+    slots = []
+    for name, value in vars(scheduler).items():
+        if isinstance(value, torch.Tensor) and value.shape == marked.shape:
+            slots.append(Slot(name))
+        elif isinstance(value, list):
+            slots += [Slot(name, index) for index, item in enumerate(value) if isinstance(item, torch.Tensor) and item.shape == marked.shape]
+    return slots
+
+
+def noise(config) -> numpy.ndarray:
+    """The first latents, from a CPU generator: the same on every backend and mesh, and in diffusers."""
+    generator = torch.Generator("cpu").manual_seed(config.seed)
+    return torch.randn(latent_shape(config), generator=generator, dtype=torch.float32).numpy()
+
+
+def run_denoise(stage, config, embeddings, on_step) -> numpy.ndarray:
+    """The whole loop; `on_step(index, seconds)` is called after each step, with the device in step with the clock."""
+    timesteps, coefficients = scheduler_table(config)
+    state = numpy.zeros((coefficients.shape[1], *latent_shape(config)), numpy.float32)
+    state[0] = noise(config)
+    state, timestep, row, embeddings = put(stage, "step", [state, timesteps[0], coefficients[0], embeddings])
+    for index in range(config.steps):
+        began = time.perf_counter()
+        timestep, row = jax.device_put((timesteps[index], coefficients[index]), (timestep.sharding, row.sharding))
+        state, finite = stage("step", state, timestep, row, embeddings)
+        if not bool(finite):
+            raise NotFinite(f"the latents are not finite after step {index + 1} of {config.steps}", config)
+        on_step(index, time.perf_counter() - began)
+    return numpy.asarray(state)[0]
+
+
+class NotFinite(RuntimeError):
+    """Numbers overflowed; nothing is written."""
+
+    def __init__(self, what, config, component="transformer"):
+        dtype = config.model.dtype[component]
+        cause = "the checkpoint may be damaged" if dtype == "float32" else f"{dtype} may overflow: try model.dtype.{component}=float32"
+        super().__init__(f"{what}: {cause}; a guidance_scale that is too high (now {config.guidance_scale}) can do it too")
+
+
+# ---------------------------------------------------------------- decode
+
+
+def build_decode(config, mesh) -> Stage:
+    """Latent frames to pixels one by one: `first` gives one frame, `later` four, each with the caches for the next."""
+    architecture = config.model.architecture.vae
+    with torch.device("meta"):
+        module = diffusers.AutoencoderKLWan(**architecture).eval()
+    module.encoder = module.quant_conv = None
+    module.forward = functools.partial(patches.decode_chunk, module)
+    dtype = config.model.dtype.vae
+    mean, deviation = (numpy.float32(architecture[key]).reshape(1, -1, 1, 1, 1) for key in ("latents_mean", "latents_std"))
+
+    def decode(arrays, latent, caches=None):
+        pixels, caches = patches.call_module(module, arrays, (latent * deviation + mean).astype(dtype), caches)
+        pixels = pixels.astype(jnp.float32)
+        frames = jnp.round((pixels[0] + 1) * 127.5).astype(jnp.uint8).transpose(1, 2, 3, 0)
+        return frames, jnp.isfinite(pixels).all(), caches
+
+    batch, channels, _, height, width = latent_shape(config)
+    latent = struct(mesh, (batch, channels, 1, height, width), "float32")
+    carry = jax.sharding.NamedSharding(mesh, patches.partition_spec(config.sharding.vae.carry))
+    outputs = (replicated(mesh), replicated(mesh), carry)
+
+    def later_arguments(lowered):
+        caches = lowered["first"].out_info[2]
+        return [latent, jax.tree.map(lambda cache: jax.ShapeDtypeStruct(cache.shape, cache.dtype, sharding=carry), caches)]
+
+    programs = {"first": Program(decode, [latent], outputs), "later": Program(decode, later_arguments, outputs, donated=(2,))}
+    return make_stage(config, mesh, "vae", module, programs)
+
+
+def run_decode(stage, config, latents, on_frame) -> numpy.ndarray:
+    """Latents (1, channels, frames, height, width) to uint8 frames (frames, height, width, 3), chunk by chunk to the host."""
+    chunks, caches = [], None
+    for index in range(latents.shape[2]):
+        latent = put(stage, "first", [latents[:, :, index : index + 1]])
+        frames, finite, caches = stage("first", *latent) if index == 0 else stage("later", *latent, caches)
+        chunks.append((frames, finite))
+        if index:  # the chunk before is copied out while the device works on this one
+            chunks[-2] = fetch_chunk(chunks[-2], index - 1, config)
+            on_frame(chunks[-2].shape[0])
+    chunks[-1] = fetch_chunk(chunks[-1], len(chunks) - 1, config)
+    on_frame(chunks[-1].shape[0])
+    return numpy.concatenate(chunks)
+
+
+def fetch_chunk(chunk, index, config):
+    frames, finite = chunk
+    if not bool(finite):
+        raise NotFinite(f"the decoded frames are not finite at latent frame {index}", config, "vae")
+    return numpy.asarray(frames)
+
+
+# ---------------------------------------------------------------- compilation
+
+
+BUILDERS = {"text": build_text, "denoise": build_denoise, "decode": build_decode}
+
+
+def lower(stage, stop=None) -> dict:
+    """Trace every program of a stage from shapes alone: {name: jax.stages.Lowered}. `stop` (an Event) ends it early."""
+    arrays = {name: tensor.struct for name, tensor in stage.tensors.items()}
+    lowered = {}
+    for name, program in stage.programs.items():
+        if stop is not None and stop.is_set():
+            break
+        arguments = program.arguments(lowered) if callable(program.arguments) else program.arguments
+        jitted = jax.jit(program.function, donate_argnums=program.donated, out_shardings=program.outputs)
+        lowered[name] = jitted.lower(arrays, *arguments)
+    return lowered
+
+
+compilations = {"cache_hits": 0, "cache_misses": 0, "outside": 0}  # counted by JAX's own events
+
+
+def count_event(event, **_):
+    name = event.rpartition("/")[2]
+    if event.startswith("/jax/compilation_cache/") and name in compilations and threading.current_thread().name == "compile":
+        compilations[name] += 1
+
+
+def count_duration(event, seconds, **_):
+    if event.endswith("backend_compile_duration") and threading.current_thread().name != "compile":
+        compilations["outside"] += 1
+
+
+jax.monitoring.register_event_listener(count_event)
+jax.monitoring.register_event_duration_secs_listener(count_duration)
+
+
+@contextlib.contextmanager
+def no_compilation():
+    """Everything was compiled ahead: a compilation in here is a bug that would cost minutes on a TPU."""
+    before = compilations["outside"]
+    yield
+    if compilations["outside"] != before:
+        raise RuntimeError(f"{compilations['outside'] - before} programs were compiled during a stage")
+
+
+@contextlib.contextmanager
+def compiling(stages: dict[str, Stage], report):
+    """Compile every stage's programs in a thread, in order, while the `with` block loads weights and runs what is ready.
+
+    `report(program, seconds, from_cache, memory)` is called after each. An error reaches whoever asks for the program.
+    Leaving the block early waits for the program in the compiler's hands, which cannot be stopped, and for no other.
+    """
+    stop = threading.Event()
+    for stage in stages.values():
+        stage.compiled = {name: Future() for name in stage.programs}
+
+    def work():
+        for stage_name, stage in stages.items():
+            try:
+                compile_stage(stage_name, stage, report, stop)
+            except BaseException as error:  # noqa: BLE001 - it belongs to the thread that waits for the program
+                for future in stage.compiled.values():
+                    if not future.done():
+                        future.set_exception(error)
+
+    thread = threading.Thread(target=work, name="compile")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def compile_stage(stage_name, stage, report, stop):
+    began = time.perf_counter()
+    for name, lowered in lower(stage, stop).items():
+        if stop.is_set():
+            return
+        hits = compilations["cache_hits"]
+        compiled = lowered.compile()
+        report(f"{stage_name}.{name}", time.perf_counter() - began, compilations["cache_hits"] > hits, compiled.memory_analysis())
+        stage.compiled[name].set_result(compiled)
+        began = time.perf_counter()

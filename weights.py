@@ -1,0 +1,278 @@
+"""From safetensors on disk to sharded arrays on the devices, one tensor at a time.
+
+    tensors = plan(module, table, mesh, "bfloat16", key)    # what goes where: pure, from shapes alone
+    arrays = load(tensors, folder, progress)                # {name: jax.Array}
+
+Host memory never holds more than one tensor: each file is opened for one tensor, read, cast, sent to its devices
+and closed again (a mapped file counts as resident for as long as it stays open).
+"""
+import json
+import os
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy
+import torch
+from safetensors import safe_open
+
+from patches import ScannedBlocks, partition_spec, spec_problem
+from schema import ConfigError, nearest
+
+REPLICATED = "(replicated)"
+
+
+@dataclass
+class Tensor:
+    """One array on the devices, and the checkpoint tensors it is made of (several where blocks are stacked)."""
+
+    shape: tuple
+    dtype: str
+    sharding: jax.sharding.NamedSharding
+    rule: str
+    sources: list = field(default_factory=list)  # checkpoint names, by layer; empty for tables that no checkpoint has
+    value: object = None  # a numpy array for those
+    stacked: bool = False  # a leading dimension for the layer, under a scan
+
+    @property
+    def struct(self):
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
+
+    @property
+    def bytes(self):
+        return int(numpy.prod(self.shape)) * numpy.dtype(self.dtype).itemsize
+
+    @property
+    def bytes_per_device(self):
+        return int(numpy.prod(self.sharding.shard_shape(self.shape))) * numpy.dtype(self.dtype).itemsize
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def plan(module, table, mesh, dtype, key, layers=1) -> dict[str, Tensor]:
+    """Shape, dtype and sharding of every array a module (on the meta device) needs.
+
+    The table's rules are full matches on checkpoint names and must be disjoint and all used. `layers` is the depth of
+    the blocks under a scan, whose arrays get a leading dimension that is never sharded.
+    """
+    used, tensors, problems = set(), {}, []
+    for name, parameter in module.named_parameters():
+        stacked = scanned_prefix(module, name)
+        sources = [name.replace(stacked, f"blocks.{layer}.") for layer in range(layers)] if stacked else [name]
+        rules = {rule_for(source, table.weights, problems, key) for source in sources}
+        if len(rules) > 1:
+            problems.append(f"{key}.weights: {sources[0]} and its siblings in other layers match different rules {sorted(map(str, rules))}; with model.scan_blocks=true all layers share one")
+        rule = rules.pop()
+        if rule is None and table.unmatched == "error":
+            problems.append(f"{key}.weights: no rule matches {sources[0]}; add one, or set {key}.unmatched=replicate")
+        used.add(rule)
+        spec = partition_spec(table.weights[rule].spec if rule else ())
+        problem = spec_problem(spec, parameter.shape, mesh)
+        if problem:
+            problems.append(f"{key}.weights.{rule}: {sources[0]} {problem}")
+            continue
+        shape = ((layers,) if stacked else ()) + tuple(parameter.shape)
+        spec = jax.sharding.PartitionSpec(None, *spec) if stacked and len(spec) else spec
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        tensors[name] = Tensor(shape, kept_dtype(module, name, dtype), sharding, rule or REPLICATED, sources, stacked=bool(stacked))
+    for rule in table.weights.keys() - used:
+        problems.append(f"{key}.weights.{rule}: pattern {table.weights[rule].pattern!r} matches nothing; {nearest(table.weights[rule].pattern, tensors)}")
+    if problems:
+        raise ConfigError("the sharding table does not fit the model:\n" + "\n".join(f"  - {problem}" for problem in problems))
+    return tensors | tables(module, mesh)
+
+
+def rule_for(name, rules, problems, key):
+    """The one rule that matches a name; None if none does."""
+    matches = [rule for rule in rules if re.fullmatch(rules[rule].pattern, name)]
+    if len(matches) > 1:
+        problems.append(f"{key}.weights: {name} matches {' and '.join(matches)}; make their patterns disjoint")
+    return matches[0] if matches else None
+
+
+def scanned_prefix(module, name) -> str | None:
+    """The part of a parameter's name that stands for `blocks.<layer>.`, if a scan holds it."""
+    head = "blocks.0.block."
+    return head if name.startswith(head) and isinstance(module.blocks[0], ScannedBlocks) else None
+
+
+def kept_dtype(module, name, dtype) -> str:
+    """The configured dtype, or float32 where the model's authors keep it."""
+    kept = getattr(module, "_keep_in_fp32_modules", None) or ()
+    return "float32" if any(part in kept for part in name.split(".")) else dtype
+
+
+def tables(module, mesh) -> dict[str, Tensor]:
+    """Buffers that are computed, not stored in checkpoints (RoPE's cosines and sines)."""
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return {
+        name: Tensor(tuple(buffer.shape), "float32", replicated, REPLICATED, value=buffer.float().numpy())
+        for name, buffer in module.named_buffers()
+    }
+
+
+def summary(tensors: dict[str, Tensor]) -> list[str]:
+    """The plan as lines: by rule the tensors, their size and spec; then totals."""
+    groups = defaultdict(list)
+    for tensor in tensors.values():
+        groups[tensor.rule].append(tensor)
+    lines = []
+    for rule, group in sorted(groups.items()):
+        count = sum(max(len(tensor.sources), 1) for tensor in group)
+        specs = ", ".join(sorted({str(tuple(tensor.sharding.spec)) for tensor in group}))
+        lines.append(f"  {rule:20} {count:5} tensors {gib(sum(t.bytes for t in group)):9.3f} GiB  {specs}")
+    total, replicated = sum(t.bytes for t in tensors.values()), sum(t.bytes for t in groups[REPLICATED])
+    per_device = sum(tensor.bytes_per_device for tensor in tensors.values())
+    lines.append(f"  sharded {gib(total - replicated):.3f} GiB, replicated {gib(replicated):.3f} GiB; {gib(per_device):.3f} GiB on each device")
+    return lines
+
+
+def gib(count: float) -> float:
+    return count / 2**30
+
+
+# ---------------------------------------------------------------- where a checkpoint is
+
+
+def find_component(model, component) -> Path:
+    """The folder of one component of a checkpoint: local, or downloaded from the Hub."""
+    local = Path(os.path.expanduser(model.path))
+    if not local.is_absolute() and not local.exists():
+        local = Path(__file__).parent / model.path
+    if local.is_dir():
+        folder = local / component
+    else:
+        folder = download(model, component) / component
+    if not folder.is_dir():
+        raise ConfigError(f"model.path={model.path}: no folder {component}/; a checkpoint in diffusers layout has text_encoder, tokenizer, transformer and vae")
+    return folder
+
+
+def download(model, component) -> Path:
+    """Fetch one component's safetensors and configs from the Hub; only those, so no remote code can come along."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    patterns = [f"{component}/*.safetensors", f"{component}/*.json", f"{component}/*.model"]
+    try:
+        return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise ConfigError(f"model.path={model.path}: gated; accept its licence on the Hub, then `hf auth login`") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ConfigError(f"model.path={model.path}: neither a local folder nor a repository on the Hub that you can read") from error
+    except (LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"model.path={model.path}: the Hub cannot be reached and {component} is not in the local cache; "
+            f"connect once, or download elsewhere with `hf download {model.path}` and set model.path to the folder"
+        ) from error
+
+
+def read_architecture(folder: Path, expected, component: str) -> dict:
+    """What config.json says of a component, refused where it contradicts conf/model."""
+    try:
+        found = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: no readable config.json ({error})") from error
+    about_files = ("architectures", "dtype", "torch_dtype", "transformers_version", "model_type")
+    found = {name: value for name, value in found.items() if not name.startswith("_") and name not in about_files}
+    differences = [f"{name}: {found[name]} in the checkpoint, {value} in the config" for name, value in expected.items() if found.get(name, value) != value]
+    if differences:
+        raise ConfigError(f"{folder} is another model than model.architecture.{component} describes:\n" + "\n".join(f"  - {line}" for line in differences))
+    return found | dict(expected)
+
+
+def index(folder: Path) -> dict[str, Path]:
+    """Which safetensors file holds each tensor of a component."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        others = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt*"))
+        hint = f" ({', '.join(others)} can run code when opened and is not read; convert it to safetensors)" if others else ""
+        raise ConfigError(f"{folder}: no .safetensors files{hint}")
+    found = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as handle:
+                found.update(dict.fromkeys(handle.keys(), file))
+        except Exception as error:
+            raise ConfigError(f"{file}: not a readable safetensors file ({error}); download it again") from error
+    return found
+
+
+# ---------------------------------------------------------------- loading
+
+
+def load(tensors: dict[str, Tensor], folder: Path, progress, ignored=()) -> dict[str, jax.Array]:
+    """Read every planned tensor from a component's folder to its devices. `progress` is told the bytes as they arrive."""
+    files = index(folder)
+    check_names(tensors, files, folder, ignored)
+    arrays = {}
+    for name, tensor in tensors.items():
+        if not tensor.sources:
+            arrays[name] = jax.device_put(tensor.value, tensor.sharding)
+        elif tensor.stacked:
+            arrays[name] = read_stack(files, tensor)
+        else:
+            arrays[name] = read(files, tensor.sources[0], tensor.dtype, tensor.sharding)
+        jax.block_until_ready(arrays[name])
+        progress(tensor.bytes)
+    return arrays
+
+
+def check_names(tensors, files, folder, ignored):
+    """One error that lists every missing, unexpected and mis-shaped tensor."""
+    wanted = {}
+    for tensor in tensors.values():
+        shape = tensor.shape[1:] if tensor.stacked else tensor.shape
+        wanted.update(dict.fromkeys(tensor.sources, shape))
+    unexpected = [name for name in files if name not in wanted and not any(re.match(pattern, name) for pattern in ignored)]
+    missing = [name for name in wanted if name not in files]
+    problems = [f"missing: {name}" for name in missing] + [f"unexpected: {name}" for name in unexpected]
+    for name in wanted.keys() & files.keys():
+        shape = shape_of(files, name)
+        if shape != wanted[name]:
+            problems.append(f"{name}: shape {shape} in the checkpoint, {wanted[name]} in the model")
+    if problems:
+        shown = problems[:20] + ([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])
+        raise ConfigError(f"{folder} does not hold this model's weights:\n" + "\n".join(f"  - {line}" for line in shown))
+
+
+def shape_of(files, name) -> tuple:
+    with safe_open(files[name], framework="pt") as handle:
+        return tuple(handle.get_slice(name).get_shape())
+
+
+def read(files, name, dtype, sharding) -> jax.Array:
+    """One tensor, each device's part read for that device alone."""
+    with safe_open(files[name], framework="pt") as handle:
+        stored = handle.get_slice(name)
+        return jax.make_array_from_callback(tuple(stored.get_shape()), sharding, lambda part: to_numpy(stored[part], dtype))
+
+
+def read_stack(files, tensor: Tensor) -> jax.Array:
+    """The same tensor of every layer into one array, written layer by layer into memory that is already on the devices."""
+    layer_sharding = jax.sharding.NamedSharding(tensor.sharding.mesh, jax.sharding.PartitionSpec(*tensor.sharding.spec[1:]))
+    stack = empty(tensor.shape, tensor.dtype, tensor.sharding)
+    for layer, source in enumerate(tensor.sources):
+        stack = write_layer(stack, read(files, source, tensor.dtype, layer_sharding), layer)
+    return stack
+
+
+def empty(shape, dtype, sharding):
+    return jax.jit(lambda: jax.numpy.zeros(shape, dtype), out_shardings=sharding)()
+
+
+@jax.jit(donate_argnums=0)
+def write_layer(stack, value, layer):
+    return jax.lax.dynamic_update_index_in_dim(stack, value, layer, 0)
+
+
+def to_numpy(tensor: torch.Tensor, dtype: str) -> numpy.ndarray:
+    """A torch tensor in the wanted dtype as numpy; numpy knows bfloat16 only through ml_dtypes."""
+    tensor = tensor.to(getattr(torch, dtype)).contiguous()
+    if dtype == "bfloat16":
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
