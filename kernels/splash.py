@@ -7,10 +7,9 @@
     log_sum  (batch, heads, queries) float32: log of the sum of exp(score), for merging with other keys
 
 Scores are kept transposed, (keys, queries): softmax reductions then run over sublanes, a query's statistics
-lie along the lanes, and both matrix products fill the MXU without a transpose inside the loop.
+lie along the lanes, and both matrix products reach the MXU without a transpose inside the loop.
 """
 from functools import partial
-from math import ceil
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LOG2_E = 1.4426950408889634
-LOWEST = float(np.finfo(np.float32).min)  # masks a score; finite, so that a row masked so far is not inf - inf
-TRUSTED_SUM = 2.0**100  # of the fast path's row sums; above it, 1 / sum nears the denormals that the TPU flushes to zero
+LOWEST = float(np.finfo(np.float32).min)  # masks a score; finite, because a row that is all masked so far must not give inf - inf
+TRUSTED_SUM = 2.0**100  # the fast path's largest row sum: well below overflow, and 1 / sum well above the denormals a TPU flushes
 
 
 def reference(query, key, value, head_dim, window=None):
@@ -35,11 +34,10 @@ def reference(query, key, value, head_dim, window=None):
 
 
 def attention(query, key, value_t, head_dim, kernel):
-    """The fast kernel, and behind it the exact one where the fast one says it lost a row."""
+    """The fast kernel, and behind it the exact one for inputs on which the fast one reports a lost row."""
     batch, queries, width = query.shape
     heads = width // head_dim
-    query = (query.astype(jnp.float32) * (head_dim**-0.5 * LOG2_E)).astype(query.dtype)  # exp2 is the cheaper exponential
-    if head_dim % 128:  # a block's last dimension is whole lanes or the whole array: fold the heads into the batch
+    if head_dim % 128:  # a block's last dimension must be whole lanes or the whole array: fold the heads into the batch
         query, key = (x.reshape(batch, -1, heads, head_dim).swapaxes(1, 2).reshape(batch * heads, -1, head_dim) for x in (query, key))
         value_t = value_t.reshape(batch * heads, head_dim, -1)
     exact = partial(call, exact_kernel, query, key, value_t, head_dim, kernel)
@@ -54,14 +52,13 @@ def attention(query, key, value_t, head_dim, kernel):
 
 
 def call(body, query, key, value_t, head_dim, kernel):
-    """One Pallas call: a grid over batch, heads, query blocks and, innermost, key blocks."""
+    """One Pallas call: a grid over batch, heads, query blocks and, innermost, key blocks. Edge blocks overhang the arrays."""
     batch, queries, width = query.shape
     keys, heads = key.shape[1], width // head_dim
-    block_q, block_kv = min(kernel.block_q, lanes(queries)), min(kernel.block_kv, lanes(keys))
-    grid = (batch, heads, pl.cdiv(queries, block_q), pl.cdiv(keys, block_kv))
+    block_q, block_kv = fitting(kernel.block_q, kernel.sub_q, queries), fitting(kernel.block_kv, kernel.chunk_kv, keys)
     return pl.pallas_call(
         partial(body, keys=keys, kernel=kernel),
-        grid=grid,
+        grid=(batch, heads, pl.cdiv(queries, block_q), pl.cdiv(keys, block_kv)),
         in_specs=[
             pl.BlockSpec((None, block_q, head_dim), lambda b, h, i, j: (b, i, h)),
             pl.BlockSpec((None, block_kv, head_dim), lambda b, h, i, j: (b, j, h)),
@@ -76,7 +73,7 @@ def call(body, query, key, value_t, head_dim, kernel):
             jax.ShapeDtypeStruct((batch, heads, 1, queries), jnp.float32),
         ],
         scratch_shapes=[
-            pltpu.VMEM((head_dim, block_q), query.dtype),
+            pltpu.VMEM((head_dim * (2 if kernel.fold_scale else 1), block_q), query.dtype),
             pltpu.VMEM((head_dim, block_q), jnp.float32),
             pltpu.VMEM((1, block_q), jnp.float32),
             pltpu.VMEM((1, block_q), jnp.float32),
@@ -88,68 +85,33 @@ def call(body, query, key, value_t, head_dim, kernel):
     )(query, key, value_t)
 
 
-def lanes(tokens):
-    """The smallest whole number of 128 lanes that holds this many tokens."""
-    return 128 * ceil(tokens / 128)
+def fitting(block, part, tokens):
+    """The block, or as many of its parts as hold all tokens where these are fewer."""
+    return min(block, pl.cdiv(tokens, part) * part)
 
 
 def fast_kernel(query, key, value_t, out_t, log_sum, query_t, sums, reference, total, *, keys, kernel):
-    """One tile, the softmax taken against a reference that is only corrected between tiles.
+    """One tile, its softmax taken against a reference that is corrected only between tiles.
 
-    query (block_q, head_dim)   key (block_kv, head_dim)   value_t, out_t (head_dim, block_kv / block_q)
-    query_t (head_dim, block_q), sums (head_dim, block_q) float32, reference, total (1, block_q) float32: kept from tile to tile
+    query (block_q, head_dim)   key (block_kv, head_dim)   value_t (head_dim, block_kv)   out_t (head_dim, block_q)
+    Kept from tile to tile: query_t (head_dim or twice that, block_q), and in float32 sums (head_dim, block_q),
+    reference and total (1, block_q). So far, the output is sums / total and the log2 of the softmax's denominator
+    reference + log2(total).
     """
-    block_kv, block_q = key.shape[0], query.shape[0]
-    number, last = pl.program_id(3), pl.num_programs(3) - 1
-    chunk, part = min(kernel.chunk_kv, block_kv), min(kernel.sub_q, block_q)
-    parts = [pl.ds(start, part) for start in range(0, block_q, part)]
+    block_kv, number, last = key.shape[0], pl.program_id(3), pl.num_programs(3) - 1
 
     @pl.when(number == 0)
     def start():
-        query_t[...] = query[...].T
+        keep_query(query, query_t, kernel)
         sums[...] = jnp.zeros_like(sums)
-        total[...] = jnp.ones_like(total)
-        for columns in parts:
-            scores = dot(key[:chunk, :], query_t[:, columns])
-            reference[:, columns] = jnp.max(hide_tail(scores, keys, 0), axis=0, keepdims=True)
+        total[...] = jnp.ones_like(total)  # of nothing: the first tile does not count it
+        for columns in parts_of(query.shape[0], kernel.sub_q):
+            scores = scores_of(key[:kernel.chunk_kv, :], query_t[:, columns], kernel)
+            reference[:, columns] = jnp.max(hide_tail(scores, keys), axis=0, keepdims=True)
 
-    def tile(real):
-        before, factor, row_sum = [], [], []
-        for columns in parts:
-            known = total[:, columns]
-            factor.append(1 / known)
-            before.append(jnp.where(known < TRUSTED_SUM, reference[:, columns] + jnp.log2(known), jnp.inf))
-            reference[:, columns] = before[-1]
-            row_sum.append(jnp.where(number == 0, 0.0, 1.0) * jnp.ones_like(known))
-        steps = [(begin, index) for begin in range(0, real, chunk) for index in range(len(parts))]
-
-        def scores_of(begin, index):
-            scores = dot(key[begin:begin + chunk, :], query_t[:, parts[index]])
-            return hide_tail(scores, real, begin)
-
-        def accumulate(begin, index, weights):
-            values = value_t[:, begin:begin + chunk]
-            if begin + chunk > real:
-                values = jnp.where(lax.broadcasted_iota(jnp.int32, (1, chunk), 1) < real - begin, values, 0)
-            held = sums[:, parts[index]]
-            held = held * factor[index] if begin == 0 else held
-            sums[:, parts[index]] = held + dot(values, weights)
-
-        scores, waiting = scores_of(*steps[0]), None
-        for step, (begin, index) in enumerate(steps):
-            following = scores_of(*steps[step + 1]) if step + 1 < len(steps) else None
-            weights = jnp.exp2(scores - before[index])
-            row_sum[index] = row_sum[index] + jnp.sum(weights, axis=0, keepdims=True)
-            if waiting:
-                accumulate(*waiting)
-            waiting = (begin, index, weights.astype(value_t.dtype))
-            scores = following
-        accumulate(*waiting)
-        for index, columns in enumerate(parts):
-            total[:, columns] = row_sum[index]
-
+    tile = partial(fast_tile, number > 0, key, value_t, query_t, sums, reference, total, kernel)
     tail = keys % block_kv
-    if tail:
+    if tail:  # a copy of the code for the last block, so that the others need no mask
         pl.when(number < last)(lambda: tile(block_kv))
         pl.when(number == last)(lambda: tile(tail))
     else:
@@ -158,62 +120,133 @@ def fast_kernel(query, key, value_t, out_t, log_sum, query_t, sums, reference, t
     @pl.when(number == last)
     def finish():
         result = sums[...] / total[...]
-        fine = jnp.all(jnp.isfinite(result), axis=0, keepdims=True) & (total[...] < TRUSTED_SUM)
+        sound = jnp.all(jnp.isfinite(result), axis=0, keepdims=True) & (total[...] < TRUSTED_SUM)
         out_t[...] = result.astype(out_t.dtype)
-        log_sum[...] = jnp.where(fine, (reference[...] + jnp.log2(total[...])) / LOG2_E, jnp.nan)
+        log_sum[...] = jnp.where(sound, (reference[...] + jnp.log2(total[...])) / LOG2_E, jnp.nan)
 
 
-def hide_tail(scores, real, begin):
-    """Scores (chunk, columns) of keys from `begin` on, lowest where the key is not among the `real` ones."""
-    if begin + scores.shape[0] <= real:
+def fast_tile(continued, key, value_t, query_t, sums, reference, total, kernel, real):
+    """Add the block's first `real` keys to the state, in steps of chunk_kv keys by sub_q queries.
+
+    Source order is the schedule: a step's score product stands before the previous step's softmax and its value product
+    after the next step's, so that the MXU works while the exponentials of its neighbours are taken.
+    """
+    parts = parts_of(query_t.shape[1], kernel.sub_q)
+    bases, factors, row_sums = [], [], []
+    for columns in parts:  # make the log-sum-exp so far the new reference: sums are divided by, and the total becomes, one
+        known = total[:, columns]
+        bases.append(jnp.where(known < TRUSTED_SUM, reference[:, columns] + jnp.log2(known), jnp.inf))
+        factors.append(1 / known)
+        row_sums.append(jnp.where(continued, jnp.ones_like(known), 0))
+        reference[:, columns] = bases[-1]
+
+    def scores_at(begin, part):
+        scores = scores_of(key[begin:begin + kernel.chunk_kv, :], query_t[:, parts[part]], kernel)
+        return hide_tail(scores, real - begin)
+
+    def accumulate(begin, part, weights):
+        values = value_t[:, begin:begin + kernel.chunk_kv]
+        if begin + kernel.chunk_kv > real:  # what overhangs may be NaN, which a weight of zero would not silence
+            values = jnp.where(lax.broadcasted_iota(jnp.int32, (1, kernel.chunk_kv), 1) < real - begin, values, 0)
+        held = sums[:, parts[part]]
+        held = held * factors[part] if begin == 0 else held
+        sums[:, parts[part]] = held + dot(values, weights)
+
+    steps = [(begin, part) for begin in range(0, real, kernel.chunk_kv) for part in range(len(parts))]
+    scores, waiting = scores_at(*steps[0]), None
+    for (begin, part), following in zip(steps, steps[1:] + [None]):
+        next_scores = scores_at(*following) if following else None
+        weights = jnp.exp2(scores - bases[part])
+        row_sums[part] += jnp.sum(weights, axis=0, keepdims=True)
+        if waiting:
+            accumulate(*waiting)
+        scores, waiting = next_scores, (begin, part, weights.astype(value_t.dtype))
+    accumulate(*waiting)
+    for columns, row_sum in zip(parts, row_sums):
+        total[:, columns] = row_sum
+
+
+def parts_of(block_q, sub_q):
+    return [pl.ds(start, sub_q) for start in range(0, block_q, sub_q)]
+
+
+def keep_query(query, query_t, kernel):
+    """Transpose a query block, once. With fold_scale it is also scaled, and kept as two bf16 terms: scaled and rounded to one,
+    it would lose a bit, and an MXU 256 deep takes both terms of head dim 128 in the time of one."""
+    if not kernel.fold_scale:
+        query_t[...] = query[...].T
+        return
+    head_dim = query.shape[1]
+    scaled = query[...].astype(jnp.float32).T * (head_dim**-0.5 * LOG2_E)
+    high = scaled.astype(query_t.dtype)
+    query_t[:head_dim, :] = high
+    query_t[head_dim:, :] = (scaled - high.astype(jnp.float32)).astype(query_t.dtype)
+
+
+def scores_of(key, query_t, kernel):
+    """Scores times log2 e, for exp2, the exponential that the hardware has: (keys, queries) float32."""
+    if kernel.fold_scale:
+        return dot(jnp.concatenate([key, key], axis=1), query_t)
+    return dot(key, query_t) * (key.shape[1]**-0.5 * LOG2_E)
+
+
+def hide_tail(scores, real):
+    """Scores (keys, queries), lowest where a key is not among the first `real` ones."""
+    if scores.shape[0] <= real:
         return scores
-    return jnp.where(lax.broadcasted_iota(jnp.int32, scores.shape, 0) < real - begin, scores, LOWEST)
+    return jnp.where(lax.broadcasted_iota(jnp.int32, scores.shape, 0) < real, scores, LOWEST)
 
 
 def dot(left, right):
     return jnp.dot(left, right, preferred_element_type=jnp.float32)
 
 
-def exact_kernel(query, key, value_t, out_t, log_sum, query_t, sums, maximum, total, *, keys, kernel):
-    """One tile with a running maximum, always normalised: right for any finite scores and values, but slower.
+def exact_kernel(query, key, value_t, out_t, log_sum, query_t, means, maximum, total, *, keys, kernel):
+    """One tile with a running maximum, always normalised: right for any scores and values that are finite, and slower.
 
-    Shapes as in fast_kernel; `sums` is here the mean of the values seen so far, so that nothing can overflow.
+    Shapes as in fast_kernel. `means` is the output so far, not a sum, so that no value is too large for it.
     """
-    (block_kv, head_dim), block_q = key.shape, query.shape[0]
-    query_block, number, last = pl.program_id(2), pl.program_id(3), pl.num_programs(3) - 1
-    chunk, part = min(kernel.chunk_kv, block_kv), min(kernel.sub_q, block_q)
+    block_kv, block_q = key.shape[0], query.shape[0]
+    first_query, first_key, last = pl.program_id(2) * block_q, pl.program_id(3) * block_kv, pl.num_programs(3) - 1
 
-    @pl.when(number == 0)
+    @pl.when(pl.program_id(3) == 0)
     def start():
-        query_t[...] = query[...].T
-        sums[...] = jnp.zeros_like(sums)
+        keep_query(query, query_t, kernel)
+        means[...] = jnp.zeros_like(means)
         maximum[...] = jnp.full_like(maximum, LOWEST)
         total[...] = jnp.zeros_like(total)
 
     def add_chunk(index):
-        begin = pl.multiple_of(index * chunk, chunk)
-        position = number * block_kv + begin
-        values = value_t[:, pl.ds(begin, chunk)]
-        values = jnp.where(position + lax.broadcasted_iota(jnp.int32, (1, chunk), 1) < keys, values, 0)
-        for columns in (pl.ds(begin_q, part) for begin_q in range(0, block_q, part)):
-            scores = dot(key[pl.ds(begin, chunk), :], query_t[:, columns])
-            key_at = position + lax.broadcasted_iota(jnp.int32, scores.shape, 0)
-            seen = key_at < keys
-            if kernel.window is not None:
-                query_at = query_block * block_q + columns.start + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-                seen &= jnp.abs(query_at - key_at) <= kernel.window
+        begin = pl.multiple_of(index * kernel.chunk_kv, kernel.chunk_kv)
+        positions = first_key + begin + lax.broadcasted_iota(jnp.int32, (1, kernel.chunk_kv), 1)
+        values = jnp.where(positions < keys, value_t[:, pl.ds(begin, kernel.chunk_kv)], 0)
+        for columns in parts_of(block_q, kernel.sub_q):
+            scores = scores_of(key[pl.ds(begin, kernel.chunk_kv), :], query_t[:, columns], kernel)
+            seen = visible(scores.shape, first_key + begin, first_query + columns.start, keys, kernel.window)
             scores = jnp.where(seen, scores, LOWEST)
             highest = jnp.maximum(maximum[:, columns], jnp.max(scores, axis=0, keepdims=True))
             weights = jnp.exp2(scores - highest)
             kept = total[:, columns] * jnp.exp2(maximum[:, columns] - highest)
             new_total = kept + jnp.sum(weights, axis=0, keepdims=True)
             product = dot(values, (weights / new_total).astype(values.dtype))
-            sums[:, columns] = sums[:, columns] * (kept / new_total) + product
+            means[:, columns] = means[:, columns] * (kept / new_total) + product
             maximum[:, columns], total[:, columns] = highest, new_total
 
-    pl.loop(0, block_kv // chunk)(add_chunk)
+    near = True
+    if kernel.window is not None:  # a block of keys that no query of this block sees
+        near = (first_key <= first_query + block_q - 1 + kernel.window) & (first_key + block_kv > first_query - kernel.window)
+    pl.when(near)(lambda: pl.loop(0, block_kv // kernel.chunk_kv)(add_chunk))
 
-    @pl.when(number == last)
+    @pl.when(pl.program_id(3) == last)
     def finish():
-        out_t[...] = sums[...].astype(out_t.dtype)
+        out_t[...] = means[...].astype(out_t.dtype)
         log_sum[...] = (maximum[...] + jnp.log2(total[...])) / LOG2_E
+
+
+def visible(shape, first_key, first_query, keys, window):
+    """Which of a chunk's keys (rows) each of its queries (columns) may see."""
+    key_at = first_key + lax.broadcasted_iota(jnp.int32, shape, 0)
+    if window is None:
+        return key_at < keys
+    query_at = first_query + lax.broadcasted_iota(jnp.int32, shape, 1)
+    return (key_at < keys) & (jnp.abs(query_at - key_at) <= window)
