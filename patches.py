@@ -7,9 +7,11 @@ import functools
 import importlib
 import math
 import re
+import warnings
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
 
@@ -42,7 +44,9 @@ def torchax_on(ops=None):
             environment.override_op_definition(op, implementation)
         torchax.tensor.Tensor.type_as = type_as
         torch.backends.mha.set_fastpath_enabled(False)
-        with environment, torch.no_grad():
+        with environment, torch.no_grad(), warnings.catch_warnings():
+            # JAX has no 64-bit integers unless asked; torch's indices fit in 32.
+            warnings.filterwarnings("ignore", message="Explicitly requested dtype int64")
             yield environment
     finally:
         environment._ops, environment.enabled, torchax.tensor.Tensor.type_as = saved
@@ -64,9 +68,13 @@ def call_module(module, parameters, *arguments, **keywords):
 # ---------------------------------------------------------------- op overrides, named in conf/ops
 
 
-def load_ops(table, allow_external) -> dict:
-    """The config's op table as {torch op: implementation}."""
-    return {find_op(name, row.op): find_function(f"ops.{name}.implementation", row.implementation, allow_external) for name, row in table.items()}
+def load_ops(table, platform, allow_external) -> dict:
+    """The rows of the config's op table that serve this platform, as {torch op: implementation}."""
+    return {
+        find_op(name, row.op): find_function(f"ops.{name}.implementation", row.implementation, allow_external)
+        for name, row in table.items()
+        if not row.platforms or platform in row.platforms
+    }
 
 
 def find_op(name, path):
@@ -129,6 +137,26 @@ def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.
     if attn_mask is not None:
         return interop.call_jax(masked, query, key, value, attn_mask)
     return interop.call_jax(blockwise, query, key, value)
+
+
+def conv3d_as_2d(video, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+    """A 3D convolution as one 2D convolution, the taps in time side by side as channels: (batch, channels, frames, height, width)."""
+    stride, padding, dilation = (value if isinstance(value, (tuple, list)) else (value,) * 3 for value in (stride, padding, dilation))
+    if padding[0] or tuple(dilation) != (1, 1, 1) or groups != 1:
+        raise NotImplementedError("conv3d: padding in time, dilation and groups are not used by Wan")
+
+    def convolve(video, weight, *bias):
+        batch, channels, frames, height, width = video.shape
+        outputs, _, taps, *kernel = weight.shape
+        count = (frames - taps) // stride[0] + 1
+        shifted = [video[:, :, tap : tap + (count - 1) * stride[0] + 1 : stride[0]] for tap in range(taps)]
+        images = jnp.concatenate(shifted, axis=1).swapaxes(1, 2).reshape(batch * count, taps * channels, height, width)
+        flat = weight.swapaxes(1, 2).reshape(outputs, taps * channels, *kernel)
+        out = jax.lax.conv_general_dilated(images, flat, stride[1:], [(side, side) for side in padding[1:]])
+        out = out.reshape(batch, count, outputs, *out.shape[2:]).swapaxes(1, 2)
+        return out + bias[0].reshape(-1, 1, 1, 1) if bias else out
+
+    return interop.call_jax(convolve, video, weight, *([] if bias is None else [bias]))
 
 
 # ---------------------------------------------------------------- transformer

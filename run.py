@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from pathlib import Path
 
 import hydra
@@ -30,6 +31,8 @@ failures: list[str] = []  # one line for each job of this process that failed
 
 def main() -> None:
     """The command line: compose the config, run the task, leave with 0, 1 (an error) or 130 (Ctrl-C)."""
+    # ffmpeg and git are started with fork and exec at once, which is safe beside JAX's threads.
+    warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and `explain` says it better
     try:
         sys.argv[1:] = commandline.rewrite(sys.argv[1:])

@@ -104,6 +104,7 @@ class Op:
     op: str = MISSING
     implementation: str = MISSING
     why: str = MISSING
+    platforms: list[str] = field(default_factory=list)  # where it applies; empty: everywhere
 
 
 @dataclass
@@ -145,11 +146,12 @@ class Kernel:
     kernel: str = "auto"  # auto | splash | cudnn | xla
     block_q: int = 512
     block_kv: int = 512
-    sub_q: int = 512  # splash only, like chunk_kv and vmem_mib
+    sub_q: int = 512  # splash only, like the next three
     chunk_kv: int = 256
+    fold_scale: bool = True  # scale queries, kept as two bf16 terms, instead of scores
     vmem_mib: int = 64
     min_keys: int = 0  # shorter key sequences go to `xla`
-    window: int | None = None  # a query sees keys at most this many tokens away
+    window: Optional[int] = None  # a query sees keys at most this many tokens away
     smooth_keys: bool = False  # subtract the mean key first: the same result in exact arithmetic
     interpret: bool = False  # run the Pallas kernel on CPU, for tests
 
@@ -223,7 +225,8 @@ def splash_problems(kernel: Kernel, head_dim: int):
 def splash_vmem_bytes(kernel: Kernel, head_dim: int) -> int:
     """VMEM the splash kernel takes: blocks twice (one is fetched while the other is used), state, two score chunks."""
     blocks = 2 * 2 * head_dim * (2 * kernel.block_q + 2 * kernel.block_kv)  # query, out, key, value in bf16
-    state = kernel.block_q * (head_dim * (2 + 4) + 4 * 8 * 4)  # transposed query, sums; rows of 8 sublanes for two statistics and log_sum twice
+    query_terms = 2 if kernel.fold_scale else 1
+    state = kernel.block_q * (head_dim * (2 * query_terms + 4) + 4 * 8 * 4)  # transposed query, sums; two statistics and log_sum twice
     return blocks + state + 2 * 4 * kernel.chunk_kv * kernel.sub_q
 
 
@@ -433,5 +436,7 @@ def op_problems(config: Config):
         module = op.implementation.split(".")[0]
         if module not in ("patches", "kernels") and not config.allow_external_ops:
             yield f"ops.{name}.implementation={op.implementation}: not in patches or kernels; set allow_external_ops=true to trust it"
+        for platform in op.platforms:
+            yield from one_of(f"ops.{name}.platforms", platform, PLATFORMS)
         if not re.fullmatch(r"(torch|aten)(\.\w+)+", op.op):
             yield f"ops.{name}.op={op.op}: write it as aten.<op>[.<overload>] or torch.<function>"

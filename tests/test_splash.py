@@ -1,0 +1,209 @@
+"""The attention kernels on one device: exact, guarded, lowerable for TPU, and configured from conf/attention."""
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError
+
+import schema
+from kernels import attention, splash
+
+# Small blocks, so that a few hundred tokens make several tiles of several chunks and a tail.
+SPLASH = schema.Kernel(kernel="splash", block_q=256, block_kv=256, sub_q=128, chunk_kv=128, interpret=True)
+XLA = schema.Kernel(kernel="xla", block_q=96, block_kv=80)
+LENGTHS = [  # (queries, keys)
+    (1, 1), (1, 257), (257, 1), (2, 3), (7, 13), (127, 129), (128, 128), (129, 127), (256, 256), (257, 257), (100, 512), (64, 769),
+    (300, 512), (511, 513), (512, 769), (640, 257),
+    (1023, 1023),  # 32,760 tokens leave 2040 of the last 2048; this leaves 255 of 256
+    (629, 629),  # 75,600 leave 1872 of 4096; this leaves 117 of 256
+]
+CASES = [(*lengths, 128, {}) for lengths in LENGTHS]
+CASES += [(*lengths, 64, {}) for lengths in LENGTHS[::2]]
+CASES += [(*lengths, 128, {"fold_scale": False}) for lengths in LENGTHS[1::3]]
+CASES += [(*lengths, head_dim, {"smooth_keys": True}) for lengths in LENGTHS[-4:] for head_dim in (64, 128)]
+CASES += [(tokens, tokens, head_dim, {"window": window}) for tokens, window in ((257, 0), (300, 20), (513, 128), (629, 400)) for head_dim in (64, 128)]
+
+
+def random_inputs(queries, keys, head_dim, mean=4.0, spread=1.0, heads=2):
+    """bf16 query, key, value as (batch, tokens, heads * head_dim), with means that are large for their spread."""
+    generator = np.random.default_rng(queries * 10007 + keys)
+    shapes = [(1, tokens, heads * head_dim) for tokens in (queries, keys, keys)]
+    return [jnp.asarray(generator.normal(mean, spread, shape), jnp.bfloat16) for shape in shapes]
+
+
+def float64(query, key, value, head_dim, window=None):
+    with jax.enable_x64(True):
+        return np.asarray(splash.reference(*(jnp.asarray(np.asarray(x, np.float64)) for x in (query, key, value)), head_dim, window))
+
+
+def relative_error(out, truth):
+    return np.linalg.norm(np.asarray(out, np.float64) - truth) / np.linalg.norm(truth)
+
+
+def jax_attention(query, key, value, head_dim, window=None):
+    """JAX's own attention in bf16, what ours is measured by."""
+    split = [x.reshape(1, x.shape[1], -1, head_dim) for x in (query, key, value)]
+    return jax.nn.dot_product_attention(*split, local_window_size=window).reshape(query.shape)
+
+
+@pytest.mark.parametrize("queries, keys, head_dim, options", CASES)
+def test_splash_is_as_exact_as_jax(queries, keys, head_dim, options):
+    inputs = random_inputs(queries, keys, head_dim)
+    window = options.get("window")
+    truth = float64(*inputs, head_dim, window)
+    out = jax.jit(lambda *arrays: attention.attend_flat(*arrays, head_dim, replace(SPLASH, **options)))(*inputs)
+    assert out.dtype == jnp.bfloat16
+    assert relative_error(out, truth) <= 2 * relative_error(jax_attention(*inputs, head_dim, window), truth)
+
+
+@pytest.mark.parametrize("mean, spread", [(10, 1), (0, 3), (0, 6)])
+def test_folding_the_scale_into_the_query_loses_nothing(mean, spread):
+    """One bf16 term for the scaled query is 2.5 to 7 times less exact than JAX here."""
+    inputs = random_inputs(300, 700, 128, mean, spread)
+    truth = float64(*inputs, 128)
+    assert relative_error(attention.attend_flat(*inputs, 128, SPLASH), truth) <= 2 * relative_error(jax_attention(*inputs, 128), truth)
+
+
+def rising_keys():
+    """Scores that climb by far more than 2**128 inside the second tile, out of the first reference's reach."""
+    query, key, value = random_inputs(200, 700, 128, mean=0)
+    rise = jnp.linspace(0, 60, 700)[None, :, None] * jnp.ones((1, 700, 256))
+    return jnp.abs(query) + 1, rise.astype(jnp.bfloat16), value
+
+
+def huge_values():
+    """Values of which no two can be added in float32."""
+    query, key, value = random_inputs(200, 700, 128, mean=0)
+    return query, key, jnp.where(value > 0, 3e38, 1e38).astype(jnp.bfloat16)
+
+
+def late_giant():
+    """One key in the tail that takes all the weight."""
+    query, key, value = random_inputs(200, 700, 128, mean=0)
+    return jnp.abs(query), key.at[:, 699].set(300), value
+
+
+@pytest.mark.parametrize("inputs", [rising_keys, huge_values, late_giant], ids=lambda make: make.__name__)
+def test_what_the_fast_path_loses_the_exact_one_computes(inputs):
+    query, key, value = inputs()
+    _, fast_log_sum = splash.call(splash.fast_kernel, query, key, value.swapaxes(1, 2), 128, SPLASH)
+    assert not np.isfinite(fast_log_sum).all(), "these inputs were to overflow the fast path"
+    truth = float64(query, key, value, 128)
+    out = attention.attend_flat(query, key, value, 128, SPLASH)
+    assert np.isfinite(np.asarray(out, np.float32)).all()
+    assert relative_error(out, truth) < 4e-3
+
+
+def test_the_fast_path_keeps_up_with_falling_and_slowly_rising_scores():
+    query, key, value = random_inputs(200, 1000, 128, mean=0)
+    query = jnp.abs(query)
+    for slope in (-1, 1):
+        ramp = (slope * jnp.linspace(-10, 10, 1000)[None, :, None] * jnp.ones((1, 1000, 256))).astype(jnp.bfloat16)
+        out_t, log_sum = splash.call(splash.fast_kernel, query, ramp, value.swapaxes(1, 2), 128, SPLASH)
+        assert np.isfinite(log_sum).all()
+        assert relative_error(out_t.swapaxes(1, 2), float64(query, ramp, value, 128)) < 4e-3
+
+
+def test_inputs_that_are_not_finite_end():
+    query, key, value = random_inputs(130, 300, 128)
+    out = attention.attend_flat(query.at[0, 5, 0].set(jnp.nan), key, value, 128, SPLASH)
+    assert np.isnan(np.asarray(out, np.float32)[0, 5, :128]).all()
+    assert np.isfinite(np.asarray(out, np.float32)[0, :5]).all()
+
+
+@pytest.mark.parametrize("name, kernel", [("splash", SPLASH), ("splash", replace(SPLASH, window=90)), ("xla", XLA)])
+def test_log_sum_is_the_log_of_the_softmax_denominator(name, kernel):
+    query, key, value = random_inputs(300, 300, 64, mean=1)
+    _, log_sum = attention.KERNELS[name](query, key, value, 64, kernel)
+    scores = np.einsum("qhd,khd->hqk", *(np.asarray(x[0], np.float64).reshape(300, 2, 64) for x in (query, key))) / 8
+    if kernel.window is not None:
+        scores = np.where(abs(np.subtract.outer(np.arange(300), np.arange(300))) <= kernel.window, scores, -np.inf)
+    np.testing.assert_allclose(log_sum[0], np.log(np.exp(scores).sum(axis=-1)), atol=1e-4)
+
+
+@pytest.mark.parametrize("queries, keys, window", [(1, 1, None), (257, 769, None), (300, 300, 20), (96, 80, None), (500, 333, None)])
+def test_xla_is_exact_in_float32(queries, keys, window):
+    inputs = [x.astype(jnp.float32) for x in random_inputs(queries, keys, 40)]
+    out = attention.attend_flat(*inputs, 40, replace(XLA, window=window))
+    assert relative_error(out, float64(*inputs, 40, window)) < 2e-6
+
+
+def test_xla_never_holds_the_score_matrix():
+    shape = jax.ShapeDtypeStruct((1, 8192, 16), jnp.float32)
+    compiled = jax.jit(lambda *arrays: attention.attend_flat(*arrays, 16, replace(XLA, block_q=512, block_kv=512))).lower(shape, shape, shape).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 8192 * 8192 * 4 / 10
+
+
+def test_four_dimensions_are_the_flat_ones_split():
+    query, key, value = random_inputs(70, 90, 64)
+    split = [x.reshape(1, -1, 2, 64) for x in (query, key, value)]
+    np.testing.assert_array_equal(attention.attend(*split, XLA).reshape(query.shape), attention.attend_flat(query, key, value, 64, XLA))
+
+
+def test_few_keys_go_to_xla():
+    kernel = replace(SPLASH, min_keys=20_000)
+    assert attention.chosen(kernel, 19_999) == "xla" and attention.chosen(kernel, 20_000) == "splash"
+
+
+DEVICE_KINDS = {"splash_v6e": "TPU v6 lite", "splash_v5e": "TPU v5 lite", "splash_v5p": "TPU v5"}
+
+
+def shipped(name):
+    """conf/attention/<name>.yaml as the dataclasses Hydra fills from it."""
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema.Attention), OmegaConf.load(attention.CONF / f"{name}.yaml")))
+
+
+@pytest.mark.parametrize("name, part, keys", [(name, part, keys) for name in DEVICE_KINDS for part, keys in (("self", 75_600), ("self", 32_760), ("cross", 512))])
+def test_shipped_blocks_lower_for_their_tpu(name, part, keys):
+    kernel = getattr(shipped(name), part)
+    queries = max(keys, 32_760)
+    device = AbstractDevice(device_kind=DEVICE_KINDS[name], num_cores=1, platform="tpu")
+    mesh = AbstractMesh((1,), ("x",), abstract_device=device)
+    arrays = [jax.ShapeDtypeStruct((1, tokens, 256), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec())) for tokens in (queries, keys, keys)]
+    with jax.sharding.use_abstract_mesh(mesh):
+        exported = jax.export.export(jax.jit(lambda *arrays: attention.attend_flat(*arrays, 128, kernel)), platforms=["tpu"])(*arrays)
+    assert exported.mlir_module().count("tpu_custom_call") >= 2  # the fast kernel and the exact one
+
+
+@pytest.mark.parametrize("name", ["auto", "xla", "cudnn", *DEVICE_KINDS])
+def test_shipped_configs_are_sound(name):
+    assert schema.attention_problems(shipped(name), 40, 128, {}, schema.Parallel()) == []
+
+
+def test_an_unknown_key_is_refused():
+    with pytest.raises(ConfigKeyError, match="blok_q"):
+        OmegaConf.merge(OmegaConf.structured(schema.Attention), {"self": {"blok_q": 512}})
+
+
+@pytest.mark.parametrize("change, head_dim, message", [
+    ({"block_q": 100}, 128, "attention.self.block_q=100: must be a multiple of 128; nearest 128"),
+    ({"block_kv": 384, "chunk_kv": 256}, 128, "attention.self.block_kv=384: must be a multiple of chunk_kv=256; nearest 256 or 512"),
+    ({"sub_q": 64}, 128, "attention.self.sub_q=64: must be a multiple of 128"),
+    ({"block_q": 16384, "block_kv": 16384, "vmem_mib": 16}, 128, "MiB of VMEM, the limit is vmem_mib=16"),
+    ({}, 96, "attention.self.kernel=splash: serves head dims 64 and 128, the model has 96; use kernel=xla"),
+    ({"kernel": "splahs"}, 128, "attention.self.kernel=splahs: unknown; nearest: splash"),
+    ({"kernel": "cudnn", "window": 5}, 128, "attention.self.window=5: cuDNN"),
+    ({"window": -1}, 128, "attention.self.window=-1"),
+])
+def test_wrong_blocks_are_refused_with_the_way_out(change, head_dim, message):
+    problems = schema.attention_problems(schema.Attention(self=replace(SPLASH, **change), cross=XLA), 12, head_dim, {}, schema.Parallel())
+    assert any(message in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize("kind, platform, dtype, expected", [
+    ("TPU v6 lite", "tpu", "bfloat16", "splash_v6e"), ("TPU v5 lite", "tpu", "bfloat16", "splash_v5e"), ("TPU v5", "tpu", "bfloat16", "splash_v5p"),
+    ("NVIDIA H200", "gpu", "bfloat16", "cudnn"), ("NVIDIA H200", "gpu", "float32", "xla"), ("cpu", "cpu", "float32", "xla"),
+])
+def test_auto_takes_the_values_of_the_device_file(kind, platform, dtype, expected):
+    resolved = attention.resolve(shipped("auto"), SimpleNamespace(device_kind=kind, platform=platform), dtype)
+    assert (resolved.self, resolved.cross) == (shipped(expected).self, shipped(expected).cross)
+
+
+def test_auto_refuses_a_device_it_does_not_know():
+    with pytest.raises(ValueError, match="TPU v9.*TPU v6 lite"):
+        attention.resolve(shipped("auto"), SimpleNamespace(device_kind="TPU v9", platform="tpu"), "bfloat16")
