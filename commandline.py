@@ -3,7 +3,7 @@ import json
 import re
 from pathlib import Path
 
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -77,6 +77,8 @@ def explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
         return f"{group}={name}: no such option; {schema.nearest(name, options(group))}"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: {str(error).splitlines()[0]}; put quotes around the value: 'key=\"value\"'"
     found = re.search(r"Could not (?:override|append to config\.? .*?) '?([\w.@/]+)'?", str(error))
     key = getattr(cause, "full_key", None) or (found.group(1) if found else None)
     unknown = re.search(r"(?:Key '[^']+' (?:not in|is not in struct)|No match in the defaults list|not in struct)", f"{error} {cause}")

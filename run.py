@@ -240,6 +240,15 @@ def make_mesh(config):
     return jax.make_mesh(tuple(mesh.axes.values()), tuple(mesh.axes), axis_types=types, devices=devices[:needed])
 
 
+def abstract_mesh(config):
+    """The config's mesh without its devices: enough to trace and lower for hardware that is not here."""
+    import jax
+
+    kind = jax.sharding.AbstractDevice(device_kind=config.mesh.chip.kind, num_cores=1, platform=config.mesh.platform)
+    axes = config.mesh.axes
+    return jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes), abstract_device=kind)
+
+
 def describe(mesh) -> str:
     axes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     return f"{mesh.devices.size} {mesh.devices.flat[0].device_kind} ({axes})"

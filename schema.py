@@ -319,7 +319,7 @@ def choice_problems(config: Config):
     for stage in config.stages:
         yield from one_of("stages", stage, STAGES)
     known = [stage for stage in STAGES if stage in config.stages]
-    if len(known) == len(config.stages) and list(config.stages) != known:
+    if set(known) == set(config.stages) and list(config.stages) != known:
         yield f"stages={list(config.stages)}: each once and in order; nearest [{','.join(known)}]"
     for component, dtype in config.model.dtype.items():
         yield from one_of(f"model.dtype.{component}", dtype, DTYPES)

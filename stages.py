@@ -364,8 +364,11 @@ def fetch_chunk(chunk, index, config):
 BUILDERS = {"text": build_text, "denoise": build_denoise, "decode": build_decode}
 
 
-def lower(stage, stop=None) -> dict:
-    """Trace every program of a stage from shapes alone: {name: jax.stages.Lowered}. `stop` (an Event) ends it early."""
+def lower(stage, stop=None, platforms=None) -> dict:
+    """Trace and lower every program of a stage from shapes alone: {name: jax.stages.Lowered}.
+
+    `stop` (an Event) ends it early; `platforms` lowers for devices that are not here, on an abstract mesh.
+    """
     arrays = {name: tensor.struct for name, tensor in stage.tensors.items()}
     lowered = {}
     for name, program in stage.programs.items():
@@ -373,7 +376,7 @@ def lower(stage, stop=None) -> dict:
             break
         arguments = program.arguments(lowered) if callable(program.arguments) else program.arguments
         jitted = jax.jit(program.function, donate_argnums=program.donated, out_shardings=program.outputs)
-        lowered[name] = jitted.lower(arrays, *arguments)
+        lowered[name] = jitted.trace(arrays, *arguments).lower(lowering_platforms=platforms)
     return lowered
 
 

@@ -65,7 +65,7 @@ def plan(module, table, mesh, dtype, key, layers=1) -> dict[str, Tensor]:
         sources = [name.replace(stacked, f"blocks.{layer}.") for layer in range(layers)] if stacked else [name]
         rules = {rule_for(source, table.weights, problems, key) for source in sources}
         if len(rules) > 1:
-            problems.append(f"{key}.weights: {sources[0]} and its siblings in other layers match different rules {sorted(map(str, rules))}; with model.scan_blocks=true all layers share one")
+            problems.append(f"{key}.weights: layers of {sources[0]} match different rules {sorted(map(str, rules))}; a scan needs one: model.scan_blocks=false")
         rule = rules.pop()
         if rule is None and table.unmatched == "error":
             problems.append(f"{key}.weights: no rule matches {sources[0]}; add one, or set {key}.unmatched=replicate")
@@ -143,10 +143,7 @@ def find_component(model, component) -> Path:
     local = Path(os.path.expanduser(model.path))
     if not local.is_absolute() and not local.exists():
         local = Path(__file__).parent / model.path
-    if local.is_dir():
-        folder = local / component
-    else:
-        folder = download(model, component) / component
+    folder = (local if local.is_dir() else download(model, component)) / component
     if not folder.is_dir():
         raise ConfigError(f"model.path={model.path}: no folder {component}/; a checkpoint in diffusers layout has text_encoder, tokenizer, transformer and vae")
     return folder

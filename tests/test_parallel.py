@@ -38,8 +38,8 @@ def compiled(scheme, arrays, kernel, cross=False):
     return jax.jit(lambda *arrays: attention.attend(*arrays, kernel, parallel, mesh, cross)).lower(*arrays).compile()
 
 
-@pytest.mark.parametrize("tokens", [64, 41, 5])  # divides; does not; leaves devices without any token
-@pytest.mark.parametrize("scheme", SCHEMES)
+# 41 tokens divide over nothing, 64 over everything, and 5 leave devices without any.
+@pytest.mark.parametrize("scheme, tokens", [*((scheme, 41) for scheme in SCHEMES), ("ulysses_ring", 64), ("ring", 64), ("ring", 5), ("ulysses", 5)])
 def test_scheme_equals_one_device(scheme, tokens):
     arrays = inputs(tokens, tokens)
     program = compiled(scheme, arrays, XLA)
@@ -47,7 +47,7 @@ def test_scheme_equals_one_device(scheme, tokens):
     assert set(re.findall(r" (all-to-all|all-gather|all-reduce|collective-permute)\(", program.as_text())) - {"all-gather"} == SCHEMES[scheme][2]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ["heads_ulysses", "batch_ulysses_ring"])
 def test_cross_attention_exchanges_nothing(scheme):
     arrays = inputs(41, 9)
     program = compiled(scheme, arrays, XLA, cross=True)
@@ -55,7 +55,7 @@ def test_cross_attention_exchanges_nothing(scheme):
     assert "all-to-all" not in program.as_text() and "collective-permute" not in program.as_text()
 
 
-@pytest.mark.parametrize("scheme", ["heads", "ulysses", "ulysses_ring"])
+@pytest.mark.parametrize("scheme", ["ulysses", "heads_ring"])
 def test_splash_inside_a_scheme(scheme):
     arrays = inputs(300, 300, head_dim=64, dtype=jnp.bfloat16)
     out = compiled(scheme, arrays, SPLASH)(*arrays)
@@ -76,8 +76,8 @@ def test_a_window_survives_ulysses():
     np.testing.assert_allclose(compiled("ulysses", arrays, kernel)(*arrays), attention.attend(*arrays, kernel), atol=2e-6)
 
 
-def problems(heads, axes, window=None, **named):
-    return schema.attention_problems(schema.Attention(self=replace(XLA, window=window), cross=XLA), heads, 128, axes, schema.Parallel(**named))
+def problems(head_count, axes, window=None, **named):
+    return schema.attention_problems(schema.Attention(self=replace(XLA, window=window), cross=XLA), head_count, 128, axes, schema.Parallel(**named))
 
 
 def test_heads_that_do_not_divide_are_refused_with_what_works():

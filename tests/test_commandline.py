@@ -1,0 +1,118 @@
+"""Free text reaches the config unharmed, and Hydra's errors come out as one clear message."""
+import subprocess
+import sys
+
+import pytest
+
+import commandline
+import run
+from schema import ConfigError
+from tests.conftest import ROOT, make_config
+
+TEXTS = [
+    "a cat, running = fun (really), 你好!",
+    "it's \"quoted\" and 'quoted'",
+    "braces {a: b} [c, d] and ${model.name} or \\${x}",
+    "back\\slash, a trailing one \\",
+    "# not a comment % & * ? | ; $HOME ~ !",
+    "key=value other=thing +more ~less @here",
+    "emoji 🎬 and tabs\tinside",
+    "null",
+    "42",
+    "true",
+    "'",
+    "\\'",
+    "choice(a,b)",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_any_prompt_arrives_as_typed(text):
+    config = make_config(f"prompt={text}", f"negative_prompt={text}")
+    assert config.prompt.text == text
+    assert config.prompt.negative == text
+
+
+def test_a_prompt_of_the_group_is_still_chosen_by_name():
+    assert make_config("prompt=default").prompt.text == make_config().prompt.text
+
+
+def test_a_prompt_with_commas_is_one_job_in_a_sweep(tmp_path):
+    listed = tmp_path / "prompts.txt"
+    listed.write_text("a cat, running\n\na dog's day\n")
+    assert commandline.rewrite(["-m", "prompt=a, b"])[1] == "prompt.text='a, b'"
+    assert commandline.rewrite(["-m", f"prompts={listed}"])[1] == r"prompt.text='a cat, running','a dog\'s day'"
+    assert commandline.rewrite(["-m", 'prompts=["one, two", "three"]'])[1] == "prompt.text='one, two','three'"
+
+
+@pytest.mark.parametrize("value, message", [("[oops", "not a JSON list"), ("[]", "at least one"), ("/no/file.txt", "no such file")])
+def test_bad_prompt_lists_are_told(value, message):
+    with pytest.raises(ConfigError, match=message):
+        commandline.rewrite(["-m", f"prompts={value}"])
+
+
+def test_a_prompt_list_without_a_sweep_is_told():
+    with pytest.raises(ConfigError, match="add -m"):
+        commandline.rewrite(['prompts=["a"]'])
+
+
+def test_resume_takes_over_the_overrides_of_that_run(tmp_path):
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("- seed=3\n- steps=4\n- stages=[text]\n- prompt.text='a, b'\n")
+    rewritten = commandline.rewrite([f"resume={tmp_path}", "steps=9"])
+    assert rewritten == ["seed=3", "prompt.text='a, b'", f"resume={tmp_path}", "steps=9"]
+    with pytest.raises(ConfigError, match="not a run folder"):
+        commandline.rewrite([f"resume={tmp_path / '.hydra'}"])
+
+
+# what is typed -> what the message must say
+UNKNOWN = {
+    "stesp=3": "stesp: no such key or group; nearest: steps",
+    "model.scan_block=true": "model.scan_block: no such key or group; nearest: model.scan_blocks",
+    "resolutoin=480p": "resolutoin: no such key or group; nearest: resolution",
+    "resolution=481p": "resolution=481p: no such option; nearest: 480p",
+    "mesh=v6e8": "mesh=v6e8: no such option; nearest: v6e_8",
+    "steps=many": "steps: Value 'many' of type 'str' could not be converted to Integer",
+    "keep_resident=perhaps": "keep_resident: Value 'perhaps' is not a valid bool",
+    "resolution.frames=8.5": "resolution.frames: Value '8.5' of type 'float' could not be converted to Integer",
+    "attention.self.blok_q=3": "attention.self.blok_q: no such key or group; nearest: attention.self.block_q",
+    "steps=[1,": "steps=[1,",
+}
+
+
+@pytest.mark.parametrize("override", UNKNOWN)
+def test_unknown_keys_and_wrong_types_are_told(override):
+    with pytest.raises(commandline.USER_ERRORS) as error:
+        make_config(override)
+    assert UNKNOWN[override] in commandline.explain(error.value)
+
+
+def command(*arguments, **options):
+    return subprocess.run([sys.executable, "run.py", *arguments], cwd=ROOT, capture_output=True, text=True, check=False, **options)
+
+
+def test_help_lists_groups_and_examples():
+    answer = command("--help")
+    assert answer.returncode == 0
+    assert all(group in answer.stdout for group in ("model: demo", "mesh: auto", "resolution: 480p", "sharding:", "preset="))
+    assert answer.stdout.count("  python run.py") >= 5
+    assert "guidance_scale: 5.0" in command("--cfg", "job", "--resolve").stdout
+
+
+def test_help_loads_neither_jax_nor_torch():
+    program = "import atexit, runpy, sys; atexit.register(lambda: print([name for name in ('jax', 'torch', 'diffusers') if name in sys.modules]))"
+    program += "; sys.argv = ['run.py', '--help']; runpy.run_path('run.py', run_name='__main__')"
+    answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert answer.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_bad_command_line_ends_with_one_line_and_status_1():
+    for arguments in (["stesp=3"], ["steps=0"], ["prompts=x"]):
+        answer = command(*arguments)
+        assert answer.returncode == 1
+        assert "error: " in answer.stderr
+        assert "Traceback" not in answer.stderr
+
+
+def test_tasks_and_their_functions_agree():
+    assert set(run.TASKS) == set(run.schema.TASKS)

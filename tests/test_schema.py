@@ -1,0 +1,85 @@
+"""validate(): every problem at once, each with its key, its value and the nearest valid choice."""
+import math
+
+import pytest
+
+from schema import ConfigError, nearest_multiple, spec_axes, validate
+from tests.conftest import make_config
+
+# overrides -> what the message must say
+BAD = {
+    "task=genrate": "task=genrate: unknown; nearest: generate",
+    "stages=[]": "stages=[]: name at least one of text, denoise, decode",
+    "stages=[text,denoize]": "stages=denoize: unknown; nearest: denoise",
+    "stages=[denoise,text]": "nearest [text,denoise]",
+    "stages=[text,text]": "each once and in order; nearest [text]",
+    "stages=[decode]": "starts after denoise; add resume=",
+    "guidance=batch": "guidance=batch: unknown; nearest: batched",
+    "guidance_scale=-1": "guidance_scale=-1.0: must be from 0 to 20",
+    "guidance_scale=nan": "guidance_scale=nan: must be from 0 to 20",
+    "steps=0": "steps=0: must be from 1 to 1000; nearest 1",
+    "steps=5000": "nearest 1000",
+    "seed=-3": "seed=-3: must be from 0 to 2**63 - 1; nearest 0",
+    "resolution.height=100": "resolution.height=100: must be a multiple of 16; nearest 96 or 112",
+    "resolution.width=1": "resolution.width=1: must be a multiple of 16; nearest 16 or 32",
+    "resolution.height=512": "resolution.height=512: demo takes 64 to 256; nearest 256",
+    "resolution.frames=80": "resolution.frames=80: must be 4n+1; nearest 77 or 81",
+    "resolution.frames=0": "resolution.frames=0: must be 4n+1; nearest 1 or 5",
+    "resolution.frames=401": "demo takes at most 81",
+    "resolution.fps=0": "resolution.fps=0: must be from 1 to 120",
+    "resolution.flow_shift=0": "resolution.flow_shift=0.0: must be above 0",
+    "model.dtype.vae=bf16": "model.dtype.vae=bf16: unknown; nearest: bfloat16",
+    "compile.matmul_precision=best": "compile.matmul_precision=best: unknown",
+    "output.quality=99": "output.quality=99: an H.264 CRF from 0",
+    "prompt=": "prompt: missing",
+    "prompt.file=/no/such/file": "prompt.file=/no/such/file: no such file",
+    "prompt.negative_file=/no/such/file": "prompt.negative_file=/no/such/file: no such file",
+    "resume=/no/such/run": "resume=/no/such/run: no such run folder",
+    "mesh.platform=tpv": "mesh.platform=tpv: unknown; nearest: tpu",
+    "mesh.axes.tp=0": "mesh.axes.tp=0: must be at least 1, or -1",
+    "mesh.axes={dp:-1,sp:1,tp:-1}": "only one axis may be -1, not dp and tp",
+    "mesh=cpu_8 mesh.axes.tp=3": "dp=2 x sp=1 x tp=3 needs 6 devices, cpu_8 has 8; make the product 8",
+    "mesh=v6e_8 mesh.axes={dp:1,sp:1,tp:3} mesh.devices=3": "8 heads do not divide over 3 devices; sizes that work: 1, 2, 4, 8",
+    "sharding.transformer.weights.attention_in.spec=[pt]": "sharding.transformer.weights.attention_in.spec: the mesh has no axis 'pt'; nearest: tp",
+    "sharding.transformer.weights.attention_in.spec=[tp,tp]": "an axis may shard one dimension only",
+    "sharding.transformer.weights.attention_in.spec=[3]": "each entry must be an axis name",
+    "sharding.transformer.weights.attention_in.pattern='(oops'": "not a regular expression",
+    "sharding.vae.unmatched=ignore": "sharding.vae.unmatched=ignore: unknown",
+    "sharding.attention.heads=pt": "sharding.attention.heads=pt: the mesh has no such axis; nearest: tp",
+    "attention.self.kernel=flash": "attention.self.kernel=flash: unknown; nearest: splash",
+    "attention.self.kernel=splash": "attention.self.kernel=splash: serves head dims 64 and 128, the model has 32",
+    "model=wan21_t2v_14b resolution=480p attention=splash_v6e attention.self.block_q=1000": "attention.self.block_q=1000: must be a multiple of 128",
+    "ops.upsample.implementation=os.system": "ops.upsample.implementation=os.system: not in patches or kernels; set allow_external_ops=true",
+    "ops.upsample.op=gelu": "ops.upsample.op=gelu: write it as aten.<op>",
+    "ops.upsample.platforms=[cuda]": "ops.upsample.platforms=cuda: unknown",
+    "model=wan21_t2v_14b": "resolution.height=128: wan21_t2v_14b takes 256 to 1280; nearest 256",
+}
+
+
+@pytest.mark.parametrize("overrides", BAD)
+def test_bad_input_is_told(overrides):
+    with pytest.raises(ConfigError) as error:
+        validate(make_config(*overrides.split(" ") if not overrides.startswith("prompt=") else [overrides]))
+    assert BAD[overrides] in str(error.value)
+
+
+def test_every_problem_is_told_at_once():
+    with pytest.raises(ConfigError) as error:
+        validate(make_config("steps=0", "resolution.frames=80", "guidance=none"))
+    assert str(error.value).startswith("3 problems")
+    assert all(key in str(error.value) for key in ("steps=0", "resolution.frames=80", "guidance=none"))
+
+
+def test_the_default_config_is_valid():
+    validate(make_config())
+
+
+@pytest.mark.parametrize("value", range(1, 200))
+def test_nearest_multiples_surround_the_value(value):
+    numbers = [int(word) for word in nearest_multiple(value, 16).replace("or", "").replace("nearest", "").split()]
+    assert all(number % 16 == 0 and number > 0 for number in numbers)
+    assert value < 16 or min(abs(number - value) for number in numbers) <= min(value % 16, 16 - value % 16) + math.ulp(1)
+
+
+def test_spec_axes_reads_nested_lists():
+    assert spec_axes(["dp", None, ["sp", "tp"]]) == ["dp", "sp", "tp"]
