@@ -255,6 +255,7 @@ def read_stack(files, tensor: Tensor) -> jax.Array:
     stack = empty(tensor.shape, tensor.dtype, tensor.sharding)
     for layer, source in enumerate(tensor.sources):
         stack = write_layer(stack, read(files, source, tensor.dtype, layer_sharding), layer)
+        jax.block_until_ready(stack)  # or the layers queue up in host memory faster than they are written
     return stack
 
 

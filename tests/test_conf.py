@@ -1,0 +1,65 @@
+"""Every config composes and validates, and every sharding table fits the real models, without their weights."""
+import jax
+import pytest
+
+import run
+import stages
+import weights
+from commandline import CONF, options
+from schema import COMPONENTS, validate
+from tests.conftest import make_config
+
+REAL = {"wan21_t2v_1_3b": 1.42e9, "wan21_t2v_14b": 14.29e9}
+GROUPS = ("model", "mesh", "sharding", "resolution", "attention", "ops", "scheduler", "prompt")
+
+
+@pytest.mark.parametrize("group, option", [(group, option) for group in GROUPS for option in options(group)])
+def test_every_option_composes(group, option):
+    config = make_config(f"{group}={option}")
+    assert (CONF / group / f"{option}.yaml").read_text().startswith("# "), "a config file says on its first line what it is"
+    if group in ("mesh", "sharding", "ops", "scheduler", "prompt"):  # the others go with real models, below
+        validate(config)
+
+
+@pytest.mark.parametrize("resolution", ["480p", "480p_portrait", "720p", "720p_portrait"])
+@pytest.mark.parametrize("attention", options("attention"))
+def test_every_real_combination_is_valid(resolution, attention):
+    validate(make_config("model=wan21_t2v_14b", "mesh=v6e_8", f"resolution={resolution}", f"attention={attention}"))
+
+
+def build(model, mesh, sharding, stage):
+    config = make_config(f"model={model}", f"mesh={mesh}", f"sharding={sharding}", "resolution=720p")
+    validate(config)
+    return config, stages.BUILDERS[stage](config, run.abstract_mesh(config))
+
+
+@pytest.mark.parametrize("sharding", options("sharding"))
+@pytest.mark.parametrize("stage", COMPONENTS)
+@pytest.mark.parametrize("model", REAL)
+def test_every_table_fits_the_real_parameter_names(model, stage, sharding):
+    """plan() raises on a rule that matches nothing, on a tensor matched twice, and on a dimension that does not divide."""
+    _, built = build(model, "v6e_8", sharding, stage)
+    if stage == "denoise":
+        count = sum(tensor.bytes // jax.numpy.dtype(tensor.dtype).itemsize for tensor in built.tensors.values() if tensor.sources)
+        assert count == pytest.approx(REAL[model], rel=0.005)
+
+
+@pytest.mark.parametrize("stage", COMPONENTS)
+def test_the_14b_at_720p_lowers_for_a_v6e_8_that_is_not_here(stage):
+    config, built = build("wan21_t2v_14b", "v6e_8", "tp", stage)
+    with jax.sharding.use_abstract_mesh(run.abstract_mesh(config)):
+        lowered = stages.lower(built, platforms=("tpu",))
+    text = "".join(program.as_text() for program in lowered.values())
+    assert "mhlo.num_partitions = 8" in text
+    assert len(text) < 4e6, "the program must not grow with depth or length"
+    if stage == "denoise":
+        assert "tpu_custom_call" in text, "self-attention runs in the splash kernel"
+        assert "75600" in text
+
+
+def test_tensor_parallel_puts_a_quarter_of_the_14b_on_each_chip():
+    _, built = build("wan21_t2v_14b", "v6e_8", "tp", "denoise")
+    total = sum(tensor.bytes for tensor in built.tensors.values())
+    per_chip = sum(tensor.bytes_per_device for tensor in built.tensors.values())
+    assert weights.gib(total) == pytest.approx(26.7, abs=0.2)
+    assert per_chip < 0.27 * total

@@ -1,0 +1,190 @@
+"""torchax's lifetime, the op overrides and the model patches, each shown to be needed."""
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy
+import pytest
+import torch
+from diffusers import AutoencoderKLWan
+
+import patches
+from patches import interop, torchax
+from schema import ConfigError, Op
+from tests.conftest import make_config
+
+# ---------------------------------------------------------------- lifetime
+
+
+def torch_is_itself():
+    """Ordinary PyTorch: gradients, plain tensors, no modes, torchax's tables as shipped."""
+    weight = torch.ones(3, requires_grad=True)
+    (weight * 2).sum().backward()
+    environment = torchax.default_env()
+    assert type(weight.grad) is torch.Tensor and weight.grad.tolist() == [2, 2, 2]
+    assert torch.is_grad_enabled() and not environment.enabled
+    assert torch.overrides._get_current_function_mode() is None
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    assert not any(op.is_user_defined for op in environment._ops.values())
+    assert torchax.tensor.Tensor.type_as is not patches.type_as
+    assert torch.backends.mha.get_fastpath_enabled()
+    return True
+
+
+def test_importing_changes_nothing():
+    assert torch_is_itself()
+
+
+def test_on_inside_off_outside():
+    array = jnp.ones(3)
+    with patches.torchax_on({torch.nn.functional.silu: lambda x, inplace: x * 0}):
+        assert isinstance(interop.torch_view(array) + 1, torchax.tensor.Tensor)
+        assert interop.jax_view(torch.nn.functional.silu(interop.torch_view(array))).sum() == 0
+        assert not torch.is_grad_enabled()
+    assert torch_is_itself()
+    with pytest.raises(AssertionError, match="within the torchax environment"):
+        interop.torch_view(array) + 1
+
+
+def test_an_exception_leaves_it_off():
+    with pytest.raises(ZeroDivisionError), patches.torchax_on({torch.nn.functional.silu: lambda x, inplace: x}):
+        1 / 0  # noqa: B018
+    assert torch_is_itself()
+
+
+def test_nesting_is_safe():
+    array = jnp.ones(3)
+    with patches.torchax_on():
+        with patches.torchax_on({torch.nn.functional.silu: lambda x, inplace: x * 0}):
+            pass
+        assert torchax.default_env().enabled
+        assert interop.jax_view(torch.nn.functional.silu(interop.torch_view(array))).sum() > 0
+    assert torch_is_itself()
+
+
+def test_another_thread_does_not_notice():
+    seen = []
+    with patches.torchax_on():
+        thread = threading.Thread(target=lambda: seen.append(type(torch.ones(2) + 1)))
+        thread.start()
+        thread.join()
+    assert seen == [torch.Tensor]
+
+
+# ---------------------------------------------------------------- op overrides
+
+
+def traced(function, *arguments, ops=None):
+    def program(*arrays):
+        with patches.torchax_on(ops):
+            return interop.jax_view(function(*interop.torch_view(arrays)))
+
+    return jax.jit(program).lower(*arguments).as_text(), program(*arguments)
+
+
+def shipped(name):
+    row = make_config().ops[name]
+    return {patches.find_op(name, row.op): patches.find_function(name, row.implementation, False)}
+
+
+def test_upsampling_is_no_gather():
+    image = jnp.arange(24.0).reshape(1, 2, 3, 4)
+    upsample = torch.nn.Upsample(scale_factor=(2.0, 2.0), mode="nearest-exact")
+    before, plain = traced(upsample, image)
+    after, ours = traced(upsample, image, ops=shipped("upsample"))
+    assert "gather" in before and "gather" not in after
+    numpy.testing.assert_array_equal(ours, plain)
+    numpy.testing.assert_array_equal(ours, upsample(torch.tensor(numpy.asarray(image))).numpy())
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_holds_no_score_matrix(masked):
+    tokens = 1200
+    query, key, value = (jax.random.normal(jax.random.key(seed), (1, 2, tokens, 16)) for seed in range(3))
+    mask = [jax.random.normal(jax.random.key(4), (1, 2, tokens, tokens))] if masked else []
+    attention = torch.nn.functional.scaled_dot_product_attention
+    before, _ = traced(attention, query, key, value, *mask)
+    after, ours = traced(attention, query, key, value, *mask, ops=shipped("attention"))
+    wanted = attention(*(torch.tensor(numpy.asarray(x)) for x in (query, key, value, *mask)))
+    numpy.testing.assert_allclose(ours, wanted.numpy(), atol=2e-6)
+    assert f"{tokens}x{tokens}" in before
+    assert masked or f"{tokens}x{tokens}" not in after
+
+
+@pytest.mark.parametrize("kernel, stride, padding", [((3, 3, 3), 1, (0, 1, 1)), ((3, 1, 1), (2, 1, 1), 0), ((1, 2, 2), (1, 2, 2), 0)])
+def test_conv3d_as_2d_is_conv3d(kernel, stride, padding):
+    torch.manual_seed(0)
+    video, weight, bias = torch.randn(2, 3, 5, 8, 8), torch.randn(4, 3, *kernel), torch.randn(4)
+    wanted = torch.nn.functional.conv3d(video, weight, bias, stride, padding)
+    arrays = [jnp.asarray(tensor.numpy()) for tensor in (video, weight, bias)]
+    _, ours = traced(lambda *x: torch.nn.functional.conv3d(*x, stride, padding), *arrays, ops=shipped("conv3d"))
+    numpy.testing.assert_allclose(ours, wanted.numpy(), atol=1e-5)
+
+
+def test_overrides_follow_their_platform():
+    table = make_config().ops
+    assert torch.nn.functional.conv3d in patches.load_ops(table, "cpu", False)
+    assert torch.nn.functional.conv3d not in patches.load_ops(table, "tpu", False)
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        (Op("aten.gelo", "patches.rotate", ""), "torch has no such op; nearest: gelu"),
+        (Op("aten.gelu", "patches.rotat", ""), "no such function; nearest: rotate"),
+        (Op("aten.gelu", "patches.nothing.here", ""), "No module named"),
+        (Op("aten.gelu", "math.sin", ""), "set allow_external_ops=true"),
+    ],
+)
+def test_bad_op_rows_are_told(row, message):
+    with pytest.raises(ConfigError, match=message):
+        patches.load_ops({"mine": row}, "cpu", False)
+
+
+def test_external_ops_work_when_allowed():
+    loaded = patches.load_ops({"mine": Op("torch.nn.functional.silu", "torch.nn.functional.relu", "")}, "cpu", True)
+    assert loaded == {torch.nn.functional.silu: torch.nn.functional.relu}
+
+
+# ---------------------------------------------------------------- patches
+
+
+def test_type_as_gives_a_new_tensor_of_the_new_dtype():
+    array = jnp.ones(3, jnp.float32)
+    with torchax.default_env():
+        tensor, half = interop.torch_view(array), interop.torch_view(array.astype(jnp.bfloat16))
+        tensor.type_as(half)
+        assert tensor.dtype == torch.bfloat16, "torchax no longer casts in place: the patch can go"
+    with patches.torchax_on():
+        tensor = interop.torch_view(array)
+        assert tensor.type_as(half).dtype == torch.bfloat16
+        assert tensor.dtype == torch.float32
+
+
+def test_rope_is_diffusers_rope_without_scatters():
+    torch.manual_seed(0)
+    hidden, heads = torch.randn(1, 6, 4 * 8), 4
+    angle = torch.randn(1, 6, 1, 4)
+    cosine, sine = (function(angle).repeat_interleave(2, dim=-1) for function in (torch.cos, torch.sin))
+    split = torch.view_as_complex(hidden.unflatten(2, (heads, -1, 2)).contiguous())
+    wanted = torch.view_as_real(split * torch.polar(torch.ones_like(angle), angle)).flatten(2)
+    text, ours = traced(lambda *x: patches.rotate(*x, heads), *(jnp.asarray(x.numpy()) for x in (hidden, cosine, sine)))
+    numpy.testing.assert_allclose(ours, wanted.numpy(), atol=1e-6)
+    assert "scatter" not in text
+
+
+@pytest.mark.parametrize("frames", [1, 2, 4])
+def test_decoding_frame_by_frame_is_diffusers_decode(frames):
+    """Against diffusers' own decode, with caches that start as None, "Rep" and short."""
+    torch.manual_seed(0)
+    vae = AutoencoderKLWan(base_dim=8, num_res_blocks=1).eval()
+    latents = torch.randn(1, 16, frames, 4, 4)
+    chunks, caches = [], None
+    with torch.no_grad():
+        wanted = vae.decode(latents).sample
+        for index in range(frames):
+            pixels, caches = patches.decode_chunk(vae, latents[:, :, index : index + 1], caches)
+            assert all(cache.shape[2] == 2 for cache in caches.values())
+            chunks.append(pixels)
+    assert torch.allclose(torch.cat(chunks, dim=2), wanted, atol=1e-5)
+    assert [chunk.shape[2] for chunk in chunks] == [1] + [4] * (frames - 1)

@@ -1,0 +1,152 @@
+"""Loading: what goes where, what is refused, and that host memory never holds a second copy."""
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+import weights
+from schema import ConfigError, Rule, Table
+from tests.conftest import ROOT, make_config
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+def small_module():
+    with torch.device("meta"):
+        module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16))
+    module._keep_in_fp32_modules = ["1"]
+    return module
+
+
+def table(unmatched="replicate", **rules):
+    return Table({name: Rule(pattern, spec) for name, (pattern, spec) in rules.items()}, unmatched=unmatched)
+
+
+def test_plan_and_load_put_every_part_where_the_table_says(mesh, tmp_path):
+    stored = {
+        "0.weight": numpy.random.randn(16, 8).astype("float32"),
+        "0.bias": numpy.random.randn(16).astype("float32"),
+        "1.weight": numpy.random.randn(16).astype("float32"),
+        "1.bias": numpy.random.randn(16).astype("float32"),
+    }
+    save_file(stored, tmp_path / "model.safetensors")
+    tensors = weights.plan(small_module(), table(linear=(r"0\..*", ["tp"])), mesh, "bfloat16", "sharding.x")
+    seen = []
+    arrays = weights.load(tensors, tmp_path, seen.append)
+    assert arrays["0.weight"].sharding.spec == jax.sharding.PartitionSpec("tp")
+    assert arrays["0.weight"].addressable_shards[0].data.shape == (4, 8)
+    assert arrays["0.weight"].dtype == jnp.bfloat16 and arrays["1.weight"].dtype == jnp.float32
+    assert sum(seen) == 16 * 9 * 2 + 2 * 16 * 4
+    for name, array in arrays.items():
+        numpy.testing.assert_array_equal(numpy.asarray(array), stored[name].astype(array.dtype))
+
+
+@pytest.mark.parametrize(
+    "rules, message",
+    [
+        (dict(typo=(r"9\..*", ["tp"])), "sharding.x.weights.typo: pattern .* matches nothing"),
+        (dict(one=(r"0\..*", ["tp"]), two=(r".*\.weight", [])), "0.weight matches one and two; make their patterns disjoint"),
+        (dict(long=(r"0\.bias", ["tp", "dp"])), "0.bias has 1 dimensions, the spec .* has 2; shorten the spec"),
+        (dict(odd=(r"0\.weight", [None, ["dp", "tp"]]), rest=(r"1\..*", ["dp"]), bias=(r"0\.bias", [])), None),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused(mesh, rules, message):
+    if message is None:
+        assert weights.plan(small_module(), table("error", **rules), mesh, "float32", "sharding.x")
+        return
+    with pytest.raises((ConfigError, ValueError), match=message):
+        weights.plan(small_module(), table(**rules), mesh, "float32", "sharding.x")
+
+
+def test_a_dimension_that_does_not_divide_is_refused():
+    mesh = jax.make_mesh((3,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:3])
+    with pytest.raises(ConfigError, match=r"0.weight has 16 in dimension 0, not divisible by tp = 3; use a mesh where tp divides it"):
+        weights.plan(small_module(), table(linear=(r"0\.weight", ["tp"])), mesh, "float32", "sharding.x")
+
+
+def test_unmatched_tensors_replicate_only_where_the_table_says_so(mesh):
+    with pytest.raises(ConfigError, match="no rule matches 1.weight; add one, or set sharding.x.unmatched=replicate"):
+        weights.plan(small_module(), table("error", linear=(r"0\..*", ["tp"])), mesh, "float32", "sharding.x")
+    lines = weights.summary(weights.plan(small_module(), table(linear=(r"0\..*", ["tp"])), mesh, "float32", "sharding.x"))
+    assert any("(replicated)" in line and "2 tensors" in line for line in lines)
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_listed_together(mesh, tmp_path):
+    save_file({"0.weight": numpy.zeros((16, 9), "float32"), "0.bias": numpy.zeros(16, "float32"), "extra": numpy.zeros(1)}, tmp_path / "a.safetensors")
+    tensors = weights.plan(small_module(), table(), mesh, "float32", "sharding.x")
+    with pytest.raises(ConfigError) as error:
+        weights.load(tensors, tmp_path, print)
+    assert all(text in str(error.value) for text in ("missing: 1.weight", "unexpected: extra", "0.weight: shape (16, 9) in the checkpoint, (16, 8) in the model"))
+
+
+def test_only_safetensors_are_read(mesh, tmp_path):
+    (tmp_path / "model.bin").write_bytes(b"pickle")
+    with pytest.raises(ConfigError, match="model.bin can run code when opened and is not read"):
+        weights.index(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"garbage")
+    with pytest.raises(ConfigError, match="not a readable safetensors file"):
+        weights.index(tmp_path)
+
+
+@pytest.mark.parametrize("path, message", [("no/such/folder", "neither a local folder"), ("some-org/some-model", "the Hub cannot be reached")])
+def test_absent_checkpoints_are_told(path, message):
+    with pytest.raises(ConfigError, match=message):
+        weights.find_component(make_config(f"model.path={path}").model, "transformer")
+
+
+def test_a_folder_that_is_no_checkpoint_is_told(tmp_path):
+    with pytest.raises(ConfigError, match="no folder transformer/"):
+        weights.find_component(make_config(f"model.path={tmp_path}").model, "transformer")
+
+
+def test_an_architecture_that_contradicts_the_config_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"num_layers": 30, "eps": 1e-6, "_class_name": "X"}))
+    assert weights.read_architecture(tmp_path, {"num_layers": 30}, "transformer") == {"num_layers": 30, "eps": 1e-6}
+    with pytest.raises(ConfigError, match="num_layers: 30 in the checkpoint, 40 in the config"):
+        weights.read_architecture(tmp_path, {"num_layers": 40}, "transformer")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"no readable config\.json"):
+        weights.read_architecture(tmp_path, {}, "transformer")
+
+
+STREAM = """
+import sys, jax, torch, weights, patches, records
+from pathlib import Path
+from schema import Table
+layers, width, depth = 24, 4096, 2
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.maps = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(depth))
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(layers))
+with torch.device("meta"):
+    model = Model()
+patches.scan_blocks(model)
+mesh = jax.make_mesh((1,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
+tensors = weights.plan(model, Table(unmatched="replicate"), mesh, "float32", "x", layers)
+arrays = weights.load(tensors, Path(sys.argv[1]), lambda count: None)
+print(sum(tensor.bytes for tensor in tensors.values()), records.peak_host_bytes())
+"""
+
+
+def test_streaming_never_holds_a_second_copy(tmp_path):
+    """3 GiB of weights, stacked for the scan: peak resident memory under the device's bytes plus 1 GiB."""
+    layers, width, depth = 24, 4096, 2
+    for layer in range(layers):  # one file a layer, written sparsely from zeros
+        save_file({f"blocks.{layer}.maps.{index}.weight": numpy.zeros((width, width), "float32") for index in range(depth)}, tmp_path / f"{layer}.safetensors")
+    answer = subprocess.run([sys.executable, "-c", STREAM, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True)
+    on_device, peak = map(int, answer.stdout.split())
+    assert on_device == 3 * 2**30
+    assert peak < on_device + 2**30
