@@ -101,7 +101,8 @@ def read(path: Path, stage: str, settings: dict) -> numpy.ndarray:
         raise schema.ConfigError(f"{path}: not a stage result of this program ({error}); remove it to make it again") from error
     differences = [f"{key}: {made_with.get(key)!r} there, {value!r} now" for key, value in settings.items() if made_with.get(key) != value]
     if differences:
-        raise schema.ConfigError(f"{path} was made with other settings; run without resume, or with the same:\n" + "\n".join(f"  - {line}" for line in differences))
+        listed = "\n".join(f"  - {line}" for line in differences)
+        raise schema.ConfigError(f"{path} was made with other settings; run without resume, or with the same:\n{listed}")
     return result
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
 
+import checkpoint
 import commandline
 import schema
 
@@ -74,14 +74,14 @@ def generate(config, folder: Path) -> Path:
 
     clock = records.Clock()
     prompts = read_prompts(config)
+    results = records.finished(config, prompts)
+    wanted = [stage for stage in config.stages if stage not in results]
+    checkpoints = {name: find_checkpoint(config, name) for name in wanted}
     with clock("start"):
         mesh = start_jax(config)
         import stages  # brings in torch and diffusers: after the flags are set, and never for --help
     log.info("%s on %s", config.model.name, describe(mesh))
-    results = records.finished(config, prompts)
-    wanted = [stage for stage in config.stages if stage not in results]
     with clock("build"):
-        checkpoints = {name: checkpoint(config, name) for name in wanted}
         built = {name: stages.BUILDERS[name](config, mesh) for name in wanted}
     with stages.compiling(built, clock.compiled):
         for name in wanted:
@@ -112,16 +112,6 @@ def run_stage(name, stage, config, folder: Path, prompts, results, clock):
     if not config.keep_resident:
         stage.arrays = None
     return result
-
-
-def checkpoint(config, name: str) -> Path:
-    """The folder of a stage's weights. Its config.json may add to the config's architecture, not contradict it."""
-    import weights
-
-    component = schema.COMPONENTS[name]
-    folder = weights.find_component(config.model, component)
-    config.model.architecture[component] = weights.read_architecture(folder, config.model.architecture[component], component)
-    return folder
 
 
 def load(name: str, stage, folder: Path, clock) -> None:
@@ -195,6 +185,14 @@ def read_prompts(config) -> tuple[str, str]:
     return prompt.strip(), negative.strip()
 
 
+def find_checkpoint(config, stage: str) -> Path:
+    """The folder of a stage's weights. Its config.json may add to the config's architecture, not contradict it."""
+    component = schema.COMPONENTS[stage]
+    folder = checkpoint.find(config.model, component)
+    config.model.architecture[component] = checkpoint.read_architecture(folder, config.model.architecture[component], component)
+    return folder
+
+
 def start_jax(config):
     """Set the flags that must stand before JAX starts, then arrange its devices as the config's mesh."""
     append_flags("XLA_FLAGS", config.compile.xla_flags)
@@ -224,7 +222,8 @@ def make_mesh(config):
     try:
         devices = jax.devices(mesh.platform)
     except RuntimeError as error:
-        raise schema.ConfigError(f"mesh={mesh.name}: no {mesh.platform or 'device'} to be had here ({error}); use mesh=auto for what this machine has") from error
+        wanted = mesh.platform or "device"
+        raise schema.ConfigError(f"mesh={mesh.name}: no {wanted} to be had here ({error}); use mesh=auto for what this machine has") from error
     if mesh.platform is None and devices[0].platform == "cpu":
         devices = devices[:1]  # fake CPU devices are for meshes that ask for them
     needed = mesh.devices or len(devices)
@@ -232,7 +231,8 @@ def make_mesh(config):
     rest, left = divmod(needed, math.prod(fixed))
     if needed > len(devices) or left or (rest != 1 and -1 not in mesh.axes.values()):
         sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.axes.items())
-        raise schema.ConfigError(f"mesh={mesh.name}: axes {sizes} over {needed} devices, and this machine has {len(devices)} ({devices[0].device_kind}); change mesh.axes or use mesh=auto")
+        found = f"this machine has {len(devices)} ({devices[0].device_kind})"
+        raise schema.ConfigError(f"mesh={mesh.name}: axes {sizes} over {needed} devices, and {found}; change mesh.axes or use mesh=auto")
     config.mesh.axes = {axis: rest if size == -1 else size for axis, size in mesh.axes.items()}
     config.mesh.devices = needed
     schema.validate(config)  # again, now that every axis has a size

@@ -146,7 +146,8 @@ class Kernel:
     kernel: str = "auto"  # auto | splash | cudnn | xla
     block_q: int = 512
     block_kv: int = 512
-    sub_q: int = 512  # splash only, like the next three
+    tile_kv: int = 512  # splash only, like the next four
+    sub_q: int = 512
     chunk_kv: int = 256
     fold_scale: bool = True  # scale queries, kept as two bf16 terms, instead of scores
     vmem_mib: int = 64
@@ -191,7 +192,7 @@ def attention_problems(attention, heads: int, head_dim: int, axes: dict[str, int
 def kernel_problems(kernel: Kernel, head_dim: int):
     """Messages that start with the key, for one Kernel."""
     yield from one_of("kernel", kernel.kernel, KERNELS)
-    for name in ("block_q", "block_kv", "sub_q", "chunk_kv", "vmem_mib"):
+    for name in ("block_q", "block_kv", "tile_kv", "sub_q", "chunk_kv", "vmem_mib"):
         if getattr(kernel, name) < 1:
             yield f"{name}={getattr(kernel, name)}: must be positive"
             return
@@ -208,9 +209,9 @@ def kernel_problems(kernel: Kernel, head_dim: int):
 def splash_problems(kernel: Kernel, head_dim: int):
     if head_dim not in (64, 128):
         yield f"kernel=splash: serves head dims 64 and 128, the model has {head_dim}; use kernel=xla"
-    for block, part in (("block_q", "sub_q"), ("block_kv", "chunk_kv")):
+    for block, part in (("block_q", "sub_q"), ("block_kv", "tile_kv"), ("tile_kv", "chunk_kv")):
         size, inner = getattr(kernel, block), getattr(kernel, part)
-        if inner % 128:
+        if part != "tile_kv" and inner % 128:  # a tile is checked as a block of chunks
             yield f"{part}={inner}: must be a multiple of 128; {nearest_multiple(inner, 128)}"
         if size % 128:
             yield f"{block}={size}: must be a multiple of 128; {nearest_multiple(size, 128)}"

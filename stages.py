@@ -20,6 +20,7 @@ import transformers
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from omegaconf import OmegaConf
 
+import checkpoint
 import patches
 import weights
 from kernels.attention import resolve
@@ -107,7 +108,7 @@ def guided(config) -> bool:
 
 def tokenize(config, prompts, warn):
     """Token ids and mask as int32 arrays; a prompt that is too long is cut, and `warn` is told where."""
-    folder = weights.find_component(config.model, "tokenizer")
+    folder = checkpoint.find(config.model, "tokenizer")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     prompts, limit = [prompt_clean(prompt) for prompt in prompts], config.model.text_tokens
     for prompt in prompts:
@@ -126,7 +127,8 @@ def run_text(stage, config, prompt, negative, warn) -> numpy.ndarray:
 
 def put(stage, program, values):
     """Send numpy values to the devices the way the program was compiled to take them."""
-    return [jax.device_put(numpy.asarray(value, wanted.dtype), wanted.sharding) for value, wanted in zip(values, stage.programs[program].arguments, strict=True)]
+    arguments = stage.programs[program].arguments
+    return [jax.device_put(numpy.asarray(value, wanted.dtype), wanted.sharding) for value, wanted in zip(values, arguments, strict=True)]
 
 
 # ---------------------------------------------------------------- denoise
@@ -222,7 +224,8 @@ def scheduler_table(config):
         sample = unit_vector(0, size)
     coefficients = numpy.asarray(rows, dtype=numpy.float32)
     if not numpy.isfinite(coefficients).all():
-        raise ConfigError(f"scheduler={config.scheduler.name}: not finite at steps={config.steps}, flow_shift={config.resolution.flow_shift}; use more steps or scheduler=unipc")
+        settings = f"steps={config.steps}, flow_shift={config.resolution.flow_shift}"
+        raise ConfigError(f"scheduler={config.scheduler.name}: not finite at {settings}; use more steps or scheduler=unipc")
     return scheduler.timesteps.numpy().astype(numpy.float32), coefficients
 
 
@@ -422,7 +425,7 @@ def compiling(stages: dict[str, Stage], report):
         for stage_name, stage in stages.items():
             try:
                 compile_stage(stage_name, stage, report, stop)
-            except BaseException as error:  # noqa: BLE001 - it belongs to the thread that waits for the program
+            except BaseException as error:
                 for future in stage.compiled.values():
                     if not future.done():
                         future.set_exception(error)

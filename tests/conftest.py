@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import commandline  # noqa: E402
-import run  # noqa: E402, F401 - it registers the schema
+import run  # noqa: E402 - it registers the schema
 
 # The demo model as small and short as it goes.
 SMALL = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "steps=3"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
+import checkpoint
 import weights
 from schema import ConfigError, Rule, Table
 from tests.conftest import ROOT, make_config
@@ -85,7 +86,8 @@ def test_missing_unexpected_and_misshapen_tensors_are_listed_together(mesh, tmp_
     tensors = weights.plan(small_module(), table(), mesh, "float32", "sharding.x")
     with pytest.raises(ConfigError) as error:
         weights.load(tensors, tmp_path, print)
-    assert all(text in str(error.value) for text in ("missing: 1.weight", "unexpected: extra", "0.weight: shape (16, 9) in the checkpoint, (16, 8) in the model"))
+    wanted = "missing: 1.weight", "unexpected: extra", "0.weight: shape (16, 9) in the checkpoint, (16, 8) in the model"
+    assert all(text in str(error.value) for text in wanted)
 
 
 def test_only_safetensors_are_read(mesh, tmp_path):
@@ -100,22 +102,22 @@ def test_only_safetensors_are_read(mesh, tmp_path):
 @pytest.mark.parametrize("path, message", [("no/such/folder", "neither a local folder"), ("some-org/some-model", "the Hub cannot be reached")])
 def test_absent_checkpoints_are_told(path, message):
     with pytest.raises(ConfigError, match=message):
-        weights.find_component(make_config(f"model.path={path}").model, "transformer")
+        checkpoint.find(make_config(f"model.path={path}").model, "transformer")
 
 
 def test_a_folder_that_is_no_checkpoint_is_told(tmp_path):
     with pytest.raises(ConfigError, match="no folder transformer/"):
-        weights.find_component(make_config(f"model.path={tmp_path}").model, "transformer")
+        checkpoint.find(make_config(f"model.path={tmp_path}").model, "transformer")
 
 
 def test_an_architecture_that_contradicts_the_config_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"num_layers": 30, "eps": 1e-6, "_class_name": "X"}))
-    assert weights.read_architecture(tmp_path, {"num_layers": 30}, "transformer") == {"num_layers": 30, "eps": 1e-6}
+    assert checkpoint.read_architecture(tmp_path, {"num_layers": 30}, "transformer") == {"num_layers": 30, "eps": 1e-6}
     with pytest.raises(ConfigError, match="num_layers: 30 in the checkpoint, 40 in the config"):
-        weights.read_architecture(tmp_path, {"num_layers": 40}, "transformer")
+        checkpoint.read_architecture(tmp_path, {"num_layers": 40}, "transformer")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"no readable config\.json"):
-        weights.read_architecture(tmp_path, {}, "transformer")
+        checkpoint.read_architecture(tmp_path, {}, "transformer")
 
 
 STREAM = """

@@ -1,0 +1,151 @@
+"""What a run leaves, how it resumes, how it ends."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import imageio_ffmpeg
+import numpy
+import pytest
+from PIL import Image
+from safetensors.numpy import load_file
+
+import media
+import run
+from schema import ConfigError
+from tests.conftest import ROOT, SMALL, make_config
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One run through the command line, on its own output and cache folders."""
+    folder = tmp_path_factory.mktemp("finished")
+    answer = command(folder, "prompt=a red circle, moving = right", "seed=7")
+    assert answer.returncode == 0, answer.stderr
+    return folder, answer
+
+
+def arguments(folder, *overrides):
+    cache = f"compile.cache_dir={folder.parent / 'jax-cache'}"
+    return [sys.executable, "run.py", *SMALL, cache, f"hydra.run.dir={folder / 'run'}", *overrides]
+
+
+def command(folder, *overrides):
+    return subprocess.run(arguments(folder, *overrides), cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def frames(folder):
+    return load_file(folder / "decode.safetensors")["frames"]
+
+
+def test_the_last_line_is_the_video(finished):
+    folder, answer = finished
+    assert answer.stdout.splitlines()[-1] == str(folder / "run" / "video.mp4")
+    assert "Traceback" not in answer.stderr and "Warning" not in answer.stderr
+
+
+def test_the_video_plays_and_knows_where_it_came_from(finished):
+    folder = finished[0] / "run"
+    reader = imageio_ffmpeg.read_frames(str(folder / "video.mp4"))
+    facts = next(reader)
+    played = numpy.stack([numpy.frombuffer(frame, numpy.uint8).reshape(64, 64, 3) for frame in reader])
+    assert facts["codec"] == "h264" and facts["pix_fmt"].startswith("yuv420p") and facts["fps"] == 8
+    assert played.shape == frames(folder).shape == (5, 64, 64, 3)
+    assert numpy.abs(played.astype(float) - frames(folder)).mean() < 12
+    metadata = media.read_metadata(folder / "video.mp4")
+    assert metadata["prompt"] == "a red circle, moving = right" and metadata["seed"] == 7
+    assert metadata["config_hash"] == json.loads((folder / "metrics.json").read_text())["config_hash"]
+    assert metadata["config"]["resolution"]["frames"] == 5
+
+
+def test_pictures_config_log_and_metrics(finished):
+    folder = finished[0] / "run"
+    assert Image.open(folder / "poster.png").size == (64, 64)
+    assert Image.open(folder / "contact_sheet.png").size == (192, 128)
+    assert "seed: 7" in (folder / "config.yaml").read_text()
+    assert "compiled denoise.step" in (folder / "log.txt").read_text()
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert {"start", "load_text", "text", "load_denoise", "denoise", "load_decode", "decode", "write", "total"} <= set(metrics["seconds"])
+    assert len(metrics["step_seconds"]) == 3 and sum(metrics["step_seconds"]) <= metrics["seconds"]["denoise"]
+    assert set(metrics["compile"]) == {"text.encode", "denoise.step", "decode.first", "decode.later"}
+    assert metrics["versions"]["torchax"] and metrics["device"] == "cpu" and metrics["mesh"] == {"dp": 1, "sp": 1, "tp": 1}
+    assert metrics["peak_host_gib"] > 0.1
+
+
+def test_metadata_of_another_file_is_none(tmp_path):
+    assert media.read_metadata(tmp_path / "nothing.mp4") is None
+
+
+@pytest.mark.parametrize("text", ["a; b # c = d \\ e", "line\nbreak", "你好 \"quoted\" 'too' %d"])
+def test_any_text_survives_in_the_metadata(tmp_path, text):
+    media.write_video(tmp_path / "v.mp4", numpy.zeros((2, 32, 32, 3), numpy.uint8), 8, 18, text, {"prompt": text})
+    assert media.read_metadata(tmp_path / "v.mp4") == {"prompt": text}
+
+
+def test_resume_goes_on_from_any_stage_bit_for_bit(finished, tmp_path):
+    """The overrides come from that run; stages it has are read, the rest gives the same frames."""
+    folder = finished[0] / "run"
+    part = tmp_path / "part"
+    part.mkdir()
+    (part / ".hydra").mkdir()
+    (part / ".hydra" / "overrides.yaml").write_text((folder / ".hydra" / "overrides.yaml").read_text())
+    (part / "text.safetensors").write_bytes((folder / "text.safetensors").read_bytes())
+    cache = f"compile.cache_dir={finished[0].parent / 'jax-cache'}"
+    again = [sys.executable, "run.py", cache, f"resume={part}", f"hydra.run.dir={tmp_path / 'again'}"]
+    answer = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert "text: taken from" in answer.stderr and "loading text" not in answer.stderr
+    assert numpy.array_equal(frames(tmp_path / "again"), frames(folder))
+    compiled = json.loads((tmp_path / "again" / "metrics.json").read_text())["compile"]
+    assert set(compiled) == {"denoise.step", "decode.first", "decode.later"}
+    assert all(program["from_cache"] for program in compiled.values()), "the second run compiles nothing"
+
+
+def test_resume_refuses_other_settings(finished):
+    folder = finished[0] / "run"
+    config = make_config(*SMALL, "prompt=a red circle, moving = right", "seed=8", f"resume={folder}", "stages=[decode]")
+    with pytest.raises(ConfigError, match=r"denoise.safetensors was made with other settings(.|\n)*seed: 7 there, 8 now"):
+        run.generate(config, folder)
+
+
+def test_resume_refuses_what_is_not_there_or_damaged(finished, tmp_path):
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("[]")
+    config = make_config(*SMALL, "stages=[decode]", f"resume={tmp_path}")
+    with pytest.raises(ConfigError, match=r"needs denoise.safetensors, which is not there; add denoise to stages"):
+        run.generate(config, tmp_path)
+    (tmp_path / "denoise.safetensors").write_bytes(b"half a file")
+    with pytest.raises(ConfigError, match="not a stage result of this program"):
+        run.generate(config, tmp_path)
+
+
+def test_an_error_is_one_paragraph_and_status_1(tmp_path):
+    answer = command(tmp_path, "model.path=no/such/folder")
+    assert answer.returncode == 1
+    assert "error: model.path=no/such/folder: neither a local folder nor a repository on the Hub" in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert "Traceback" in command(tmp_path, "model.path=no/such/folder", "traceback=true").stderr
+
+
+def test_a_mesh_that_is_not_here_is_told():
+    with pytest.raises(ConfigError, match="mesh=v6e_8: no tpu to be had here .*; use mesh=auto"):
+        run.make_mesh(make_config("mesh=v6e_8"))
+    with pytest.raises(ConfigError, match="over 16 devices, and this machine has 8"):
+        run.make_mesh(make_config("mesh=cpu_8", "mesh.devices=16", "mesh.axes.tp=8"))
+
+
+def test_ctrl_c_leaves_finished_stages_and_status_130(finished, tmp_path):
+    cache = f"compile.cache_dir={finished[0].parent / 'jax-cache'}"
+    process = subprocess.Popen(arguments(tmp_path, "steps=900", cache), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    text = tmp_path / "run" / "text.safetensors"
+    deadline = time.monotonic() + 120
+    while not text.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(2)
+    os.kill(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert text.exists() and not (tmp_path / "run" / "video.mp4").exists()
+    assert "go on with resume=" in errors and "Traceback" not in errors
