@@ -9,7 +9,6 @@ its output, the log-sum-exp of every score row, which is all that is needed to m
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from omegaconf import OmegaConf

@@ -91,31 +91,32 @@ def fitting(block, part, tokens):
 
 
 def fast_kernel(query, key, value_t, out_t, log_sum, query_t, sums, reference, total, *, keys, kernel):
-    """One tile, its softmax taken against a reference that is corrected only between tiles.
+    """One block of keys, tile by tile, the softmax taken against a reference that is corrected only between tiles.
 
     query (block_q, head_dim)   key (block_kv, head_dim)   value_t (head_dim, block_kv)   out_t (head_dim, block_q)
     Kept from tile to tile: query_t (head_dim or twice that, block_q), and in float32 sums (head_dim, block_q),
     reference and total (1, block_q). So far, the output is sums / total and the log2 of the softmax's denominator
     reference + log2(total).
     """
-    block_kv, number, last = key.shape[0], pl.program_id(3), pl.num_programs(3) - 1
+    block_kv, number = key.shape[0], pl.program_id(3)
+    last = pl.cdiv(keys, block_kv) - 1
 
     @pl.when(number == 0)
     def start():
         keep_query(query, query_t, kernel)
         sums[...] = jnp.zeros_like(sums)
-        total[...] = jnp.ones_like(total)  # of nothing: the first tile does not count it
+        total[...] = jnp.zeros_like(total)
         for columns in parts_of(query.shape[0], kernel.sub_q):
             scores = scores_of(key[:kernel.chunk_kv, :], query_t[:, columns], kernel)
             reference[:, columns] = jnp.max(hide_tail(scores, keys), axis=0, keepdims=True)
 
-    tile = partial(fast_tile, number > 0, key, value_t, query_t, sums, reference, total, kernel)
-    tail = keys % block_kv
-    if tail:  # a copy of the code for the last block, so that the others need no mask
-        pl.when(number < last)(lambda: tile(block_kv))
-        pl.when(number == last)(lambda: tile(tail))
-    else:
-        tile(block_kv)
+    tile = partial(fast_tile, key, value_t, query_t, sums, reference, total, kernel)
+    last_tiles, tail = divmod(keys - last * block_kv, kernel.tile_kv)
+    if keys >= kernel.tile_kv:
+        tiles = jnp.where(number < last, block_kv // kernel.tile_kv, last_tiles)
+        pl.loop(0, tiles)(lambda index: tile(pl.multiple_of(index * kernel.tile_kv, kernel.tile_kv), kernel.tile_kv))
+    if tail:  # code of its own for the keys that fill no tile, so that the others need no mask
+        pl.when(number == last)(lambda: tile(last_tiles * kernel.tile_kv, tail))
 
     @pl.when(number == last)
     def finish():
@@ -125,27 +126,28 @@ def fast_kernel(query, key, value_t, out_t, log_sum, query_t, sums, reference, t
         log_sum[...] = jnp.where(sound, (reference[...] + jnp.log2(total[...])) / LOG2_E, jnp.nan)
 
 
-def fast_tile(continued, key, value_t, query_t, sums, reference, total, kernel, real):
-    """Add the block's first `real` keys to the state, in steps of chunk_kv keys by sub_q queries.
+def fast_tile(key, value_t, query_t, sums, reference, total, kernel, first, real):
+    """Add `real` keys, from the block's `first` on, to the state, in steps of chunk_kv keys by sub_q queries.
 
     Source order is the schedule: a step's score product stands before the previous step's softmax and its value product
     after the next step's, so that the MXU works while the exponentials of its neighbours are taken.
     """
     parts = parts_of(query_t.shape[1], kernel.sub_q)
     bases, factors, row_sums = [], [], []
-    for columns in parts:  # make the log-sum-exp so far the new reference: sums are divided by, and the total becomes, one
+    for columns in parts:  # what is known so far becomes one: its log-sum-exp is the new reference
         known = total[:, columns]
-        bases.append(jnp.where(known < TRUSTED_SUM, reference[:, columns] + jnp.log2(known), jnp.inf))
-        factors.append(1 / known)
-        row_sums.append(jnp.where(continued, jnp.ones_like(known), 0))
+        divisor = jnp.where(known == 0, 1, known)  # zero before the first tile
+        bases.append(jnp.where(known < TRUSTED_SUM, reference[:, columns] + jnp.log2(divisor), jnp.inf))
+        factors.append(1 / divisor)
+        row_sums.append(jnp.where(known == 0, 0.0, 1.0))
         reference[:, columns] = bases[-1]
 
     def scores_at(begin, part):
-        scores = scores_of(key[begin:begin + kernel.chunk_kv, :], query_t[:, parts[part]], kernel)
+        scores = scores_of(key[pl.ds(first + begin, kernel.chunk_kv), :], query_t[:, parts[part]], kernel)
         return hide_tail(scores, real - begin)
 
     def accumulate(begin, part, weights):
-        values = value_t[:, begin:begin + kernel.chunk_kv]
+        values = value_t[:, pl.ds(first + begin, kernel.chunk_kv)]
         if begin + kernel.chunk_kv > real:  # what overhangs may be NaN, which a weight of zero would not silence
             values = jnp.where(lax.broadcasted_iota(jnp.int32, (1, kernel.chunk_kv), 1) < real - begin, values, 0)
         held = sums[:, parts[part]]
@@ -202,7 +204,7 @@ def dot(left, right):
 
 
 def exact_kernel(query, key, value_t, out_t, log_sum, query_t, means, maximum, total, *, keys, kernel):
-    """One tile with a running maximum, always normalised: right for any scores and values that are finite, and slower.
+    """One block of keys with a running maximum, always normalised: right for any scores and values that are finite, and slower.
 
     Shapes as in fast_kernel. `means` is the output so far, not a sum, so that no value is too large for it.
     """

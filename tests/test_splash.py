@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hydra.errors import ConfigCompositionException
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError
 
 import schema
 from kernels import attention, splash
-from tests.conftest import make_config
 
 QUICK = {"xla_backend_optimization_level": 0}  # each shape is compiled once and run once
 # Small blocks, so that a few hundred tokens make several blocks, tiles and chunks and a tail.
@@ -27,8 +26,9 @@ LENGTHS = [  # (queries, keys)
 CASES = [(*lengths, 128, {}) for lengths in LENGTHS]
 CASES += [(*lengths, 64, {}) for lengths in LENGTHS[::2]]
 CASES += [(*lengths, 128, {"fold_scale": False}) for lengths in LENGTHS[1::4]]
-CASES += [(*lengths, head_dim, {"smooth_keys": True}) for lengths in LENGTHS[-3:] for head_dim in (64, 128)]
-CASES += [(tokens, tokens, head_dim, {"window": window}) for tokens, window in ((257, 0), (300, 20), (629, 400)) for head_dim in (64, 128)]
+WHOLE_CASES = [(*lengths, head_dim, {"smooth_keys": True}) for lengths in LENGTHS[-2:] for head_dim in (64, 128)]
+WHOLE_CASES += [(1, 1, 128, {}), (512, 769, 128, {}), (640, 257, 64, {})]
+WHOLE_CASES += [(tokens, tokens, head_dim, {"window": window}) for tokens, window in ((257, 0), (300, 20), (629, 400)) for head_dim in (64, 128)]
 
 
 def random_inputs(queries, keys, head_dim, mean=4.0, spread=1.0, heads=1):
@@ -42,34 +42,57 @@ def attend(inputs, head_dim, kernel):
     return jax.jit(lambda *arrays: attention.attend_flat(*arrays, head_dim, kernel), compiler_options=QUICK)(*inputs)
 
 
-def fast_alone(query, key, value):
-    """What the fast kernel gives without the exact one behind it."""
-    return jax.jit(lambda *arrays: splash.call(splash.fast_kernel, *arrays, 128, SPLASH), compiler_options=QUICK)(query, key, value.swapaxes(1, 2))
+def fast_alone(query, key, value, head_dim=128, kernel=SPLASH):
+    """Output and log_sum of the fast kernel without the exact one behind it."""
+    run = jax.jit(lambda *arrays: splash.call(splash.fast_kernel, *arrays, head_dim, kernel), compiler_options=QUICK)
+    out_t, log_sum = run(query, key, value.swapaxes(1, 2))
+    return out_t.swapaxes(1, 2), log_sum
 
 
 def float64(query, key, value, head_dim, window=None):
-    with jax.enable_x64(True):
-        return np.asarray(splash.reference(*(jnp.asarray(np.asarray(x, np.float64)) for x in (query, key, value)), head_dim, window))
+    """Attention in NumPy, (batch, tokens, heads * head_dim)."""
+    query, key, value = (np.asarray(x, np.float64).reshape(*x.shape[:2], -1, head_dim) for x in (query, key, value))
+    scores = np.einsum("bqhd,bkhd->bhqk", query, key, optimize=True) * head_dim**-0.5
+    if window is not None:
+        distance = abs(np.subtract.outer(np.arange(query.shape[1]), np.arange(key.shape[1])))
+        scores = np.where(distance <= window, scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    out = np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(axis=-1, keepdims=True), value, optimize=True)
+    return out.reshape(*out.shape[:2], -1)
 
 
 def relative_error(out, truth):
     return np.linalg.norm(np.asarray(out, np.float64) - truth) / np.linalg.norm(truth)
 
 
-def jax_attention(query, key, value, head_dim, window=None):
-    """JAX's own attention in bf16, what ours is measured by."""
-    split = [x.reshape(1, x.shape[1], -1, head_dim) for x in (query, key, value)]
-    return jax.nn.dot_product_attention(*split, local_window_size=window).reshape(query.shape)
+def error_of_jax(inputs, head_dim, truth, window=None):
+    """The error of JAX's own attention in bf16, which ours is measured by."""
+    split = [x.reshape(1, x.shape[1], -1, head_dim) for x in inputs]
+    out = jax.jit(lambda *arrays: jax.nn.dot_product_attention(*arrays, local_window_size=window))(*split)
+    return relative_error(out.reshape(inputs[0].shape), truth)
 
 
 @pytest.mark.parametrize("queries, keys, head_dim, options", CASES)
-def test_splash_is_as_exact_as_jax(queries, keys, head_dim, options):
+def test_the_fast_path_alone_is_as_exact_as_jax(queries, keys, head_dim, options):
     inputs = random_inputs(queries, keys, head_dim)
-    window = options.get("window")
-    truth = float64(*inputs, head_dim, window)
+    truth = float64(*inputs, head_dim)
+    out, log_sum = fast_alone(*inputs, head_dim, replace(SPLASH, **options))
+    assert np.isfinite(log_sum).all() and out.dtype == jnp.bfloat16
+    assert relative_error(out, truth) <= 2 * error_of_jax(inputs, head_dim, truth)
+
+
+@pytest.mark.parametrize("queries, keys, head_dim, options", WHOLE_CASES)
+def test_the_whole_is_as_exact_as_jax(queries, keys, head_dim, options):
+    inputs = random_inputs(queries, keys, head_dim, heads=128 // head_dim)
+    truth = float64(*inputs, head_dim, options.get("window"))
     out = attend(inputs, head_dim, replace(SPLASH, **options))
-    assert out.dtype == jnp.bfloat16
-    assert relative_error(out, truth) <= 2 * relative_error(jax_attention(*inputs, head_dim, window), truth)
+    assert relative_error(out, truth) <= 2 * error_of_jax(inputs, head_dim, truth, options.get("window"))
+
+
+def test_the_reference_is_attention():
+    inputs = [x.astype(jnp.float32) for x in random_inputs(30, 30, 64)]
+    for window in (None, 7):
+        assert relative_error(splash.reference(*inputs, 64, window), float64(*inputs, 64, window)) < 1e-6
 
 
 @pytest.mark.parametrize("mean, spread", [(10, 1), (0, 3), (0, 6)])
@@ -77,7 +100,7 @@ def test_folding_the_scale_into_the_query_loses_nothing(mean, spread):
     """One bf16 term for the scaled query is 2.5 to 7 times less exact than JAX here."""
     inputs = random_inputs(300, 700, 128, mean, spread)
     truth = float64(*inputs, 128)
-    assert relative_error(attend(inputs, 128, SPLASH), truth) <= 2 * relative_error(jax_attention(*inputs, 128), truth)
+    assert relative_error(fast_alone(*inputs)[0], truth) <= 2 * error_of_jax(inputs, 128, truth)
 
 
 def rising_keys():
@@ -115,9 +138,9 @@ def test_the_fast_path_keeps_up_with_falling_and_slowly_rising_scores():
     query = jnp.abs(query)
     for slope in (-1, 1):
         ramp = (slope * jnp.linspace(-10, 10, 1000)[None, :, None] * jnp.ones((1, 1000, 128))).astype(jnp.bfloat16)
-        out_t, log_sum = fast_alone(query, ramp, value)
+        out, log_sum = fast_alone(query, ramp, value)
         assert np.isfinite(log_sum).all()
-        assert relative_error(out_t.swapaxes(1, 2), float64(query, ramp, value, 128)) < 4e-3
+        assert relative_error(out, float64(query, ramp, value, 128)) < 4e-3
 
 
 def test_inputs_that_are_not_finite_end():
@@ -166,7 +189,7 @@ DEVICE_KINDS = {"splash_v6e": "TPU v6 lite", "splash_v5e": "TPU v5 lite", "splas
 
 def shipped(name):
     """conf/attention/<name>.yaml as the dataclasses that Hydra fills from it."""
-    return OmegaConf.to_object(make_config(f"attention={name}").attention)
+    return OmegaConf.to_object(OmegaConf.merge(schema.root().attention, OmegaConf.load(attention.CONF / f"{name}.yaml")))
 
 
 @pytest.mark.parametrize("name, part, keys", [(name, part, keys) for name in DEVICE_KINDS for part, keys in (("self", 75_600), ("self", 32_760), ("cross", 512))])
@@ -187,8 +210,8 @@ def test_shipped_configs_are_sound(name):
 
 
 def test_an_unknown_key_is_refused():
-    with pytest.raises(ConfigCompositionException, match="attention.self.blok_q"):
-        make_config("attention.self.blok_q=512")
+    with pytest.raises(ConfigKeyError, match="blok_q"):
+        OmegaConf.merge(schema.root().attention, {"self": {"blok_q": 512}})
 
 
 @pytest.mark.parametrize("change, head_dim, message", [
