@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy
 from omegaconf import OmegaConf
+from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -64,7 +65,7 @@ def stage_settings(config, stage, prompts) -> dict:
     keys = [key for name in schema.STAGES[: schema.STAGES.index(stage) + 1] for key in SETTINGS[name]]
     settings = {key: OmegaConf.select(config, key) for key in keys}
     settings = {key: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value for key, value in settings.items()}
-    return settings | {"prompt.text": prompts[0], "prompt.negative": prompts[1]}
+    return settings | {"prompt.text": prompts[0], "prompt.negative": prompts[1], "guided": config.guidance_scale != 1}
 
 
 def save(config, folder: Path, stage: str, result: numpy.ndarray, prompts) -> None:
@@ -120,6 +121,13 @@ def write_outputs(config, folder: Path, prompts, results) -> Path:
     media.write_video(video, results["decode"], config.resolution.fps, config.output.quality, prompts[0], comment)
     media.write_pictures(folder, results["decode"])
     return video
+
+
+def write_preview(folder: Path, frame: numpy.ndarray) -> None:
+    """The middle frame as it looks so far, always under the same name."""
+    partial = folder / ".partial-preview.png"
+    Image.fromarray(frame).save(partial)
+    os.replace(partial, folder / "preview.png")
 
 
 def config_hash(resolved: dict) -> str:

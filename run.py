@@ -79,15 +79,15 @@ def generate(config, folder: Path) -> Path:
     checkpoints = {name: find_checkpoint(config, name) for name in wanted}
     with clock("start"):
         mesh = start_jax(config)
-        import stages  # brings in torch and diffusers: after the flags are set, and never for --help
+        import engine  # brings in torch and diffusers: after the flags are set, and never for --help
     log.info("%s on %s", config.model.name, describe(mesh))
-    with clock("build"):
-        built = {name: stages.BUILDERS[name](config, mesh) for name in wanted}
-    with stages.compiling(built, clock.compiled):
-        for name in wanted:
-            results[name] = run_stage(name, built[name], config, checkpoints[name], prompts, results, clock)
-            if config.output.save_stages:
-                records.save(config, folder, name, results[name], prompts)
+
+    def keep_result(name, result):
+        if config.output.save_stages:
+            records.save(config, folder, name, result, prompts)
+
+    watcher = engine.Watcher(bar, keep_result, lambda step, frame: records.write_preview(folder, frame))
+    results = engine.execute(config, mesh, wanted, checkpoints, prompts, results, clock, watcher)
     with clock("write"):
         made = records.write_outputs(config, folder, prompts, results)
     records.write_metrics(config, folder, mesh, clock)
@@ -98,75 +98,8 @@ def generate(config, folder: Path) -> Path:
 TASKS = {"generate": generate}
 
 
-# ---------------------------------------------------------------- stages, with progress
-
-
-def run_stage(name, stage, config, folder: Path, prompts, results, clock):
-    """Load one stage's weights, run it, free them. Its programs are being compiled meanwhile."""
-    import stages
-
-    load(name, stage, folder, clock)
-    wait_for_programs(name, stage)
-    with clock(name), stages.no_compilation():
-        result = RUNNERS[name](stage, config, prompts, results, clock)
-    if not config.keep_resident:
-        stage.arrays = None
-    return result
-
-
-def load(name: str, stage, folder: Path, clock) -> None:
-    """Weights to the devices, with a bar in bytes and a summary of what lies where."""
-    import stages
-    import weights
-
-    total = sum(tensor.bytes for tensor in stage.tensors.values())
-    with clock(f"load_{name}"), bar(total, f"loading {stage.component}", unit="B", unit_scale=True) as progress:
-        stage.arrays = weights.load(stage.tensors, folder, progress.update, stages.IGNORED[stage.component])
-    log.info("%s: %.3f GiB loaded in %.1f s", stage.component, weights.gib(total), clock.seconds[f"load_{name}"])
-    for line in weights.summary(stage.tensors):
-        log.info(line)
-
-
-def wait_for_programs(name: str, stage) -> None:
-    """Show that compilation is still going on, if it is."""
-    from concurrent.futures import wait
-
-    waiting = list(stage.compiled.values())
-    with bar(None, f"compiling {name}", bar_format="{desc}: {elapsed}") as progress:
-        while wait(waiting, timeout=0.2).not_done:
-            progress.update(0)
-            progress.refresh()
-
-
-def run_text(stage, config, prompts, results, clock):
-    import stages
-
-    return stages.run_text(stage, config, *prompts, log.warning)
-
-
-def run_denoise(stage, config, prompts, results, clock):
-    import stages
-
-    with bar(config.steps, "denoising", unit="step") as progress:
-        def on_step(index, seconds):
-            clock.steps.append(seconds)
-            progress.update(1)
-
-        return stages.run_denoise(stage, config, results["text"], on_step)
-
-
-def run_decode(stage, config, prompts, results, clock):
-    import stages
-
-    with bar(config.resolution.frames, "decoding", unit="frame") as progress:
-        return stages.run_decode(stage, config, results["denoise"], progress.update)
-
-
-RUNNERS = {"text": run_text, "denoise": run_denoise, "decode": run_decode}
-
-
 def bar(total, description, **options):
-    """A progress bar on a terminal; nothing elsewhere."""
+    """A progress bar on a terminal, nothing elsewhere."""
     from tqdm import tqdm
 
     return tqdm(total=total, desc=description, disable=not sys.stderr.isatty(), leave=False, **options)

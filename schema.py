@@ -131,6 +131,12 @@ class Compile:
 
 
 @dataclass
+class Sweep:
+    active: bool = False
+    resume: bool = False
+
+
+@dataclass
 class Output:
     quality: int = 18
     save_stages: bool = True
@@ -258,7 +264,8 @@ class Config:
     steps: int = MISSING
     guidance_scale: float = MISSING
     guidance: str = "batched"
-    keep_resident: bool = False
+    keep_resident: Optional[bool] = None
+    preview_every: int = 0
     resume: Optional[str] = None
     allow_external_ops: bool = False
     traceback: bool = False
@@ -272,6 +279,7 @@ class Config:
     prompt: Prompt = field(default_factory=Prompt)
     compile: Compile = field(default_factory=Compile)
     output: Output = field(default_factory=Output)
+    sweep: Sweep = field(default_factory=Sweep)
 
 
 def root() -> DictConfig:
@@ -361,6 +369,8 @@ def sampling_problems(config: Config):
         yield f"steps={config.steps}: must be from 1 to 1000; nearest {min(max(config.steps, 1), 1000)}"
     if not 0 <= config.guidance_scale <= 20 or math.isnan(config.guidance_scale):
         yield f"guidance_scale={config.guidance_scale}: must be from 0 to 20; usual {config.model.guidance_scale} (1 turns guidance off)"
+    if config.preview_every < 0:
+        yield f"preview_every={config.preview_every}: a number of steps; 0 for no previews"
     if not 0 <= config.seed < 2**63:
         yield f"seed={config.seed}: must be from 0 to 2**63 - 1; nearest {min(max(config.seed, 0), 2**63 - 1)}"
 

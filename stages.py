@@ -152,7 +152,7 @@ def build_denoise(config, mesh) -> Stage:
     module.set_attn_processor(processor)
     if config.model.scan_blocks:
         patches.scan_blocks(module)
-    scale, batched = config.guidance_scale, config.guidance == "batched"
+    batched = config.guidance == "batched"
 
     def forward(arrays, latents, timestep, embeddings):
         """Latents (1, …) repeated for each of the embeddings (batch, tokens, width)."""
@@ -161,7 +161,7 @@ def build_denoise(config, mesh) -> Stage:
         times = jnp.broadcast_to(timestep, (batch,))
         return patches.call_module(module, arrays, hidden, times, embeddings, return_dict=False)[0].astype(jnp.float32)
 
-    def predict(arrays, latents, timestep, embeddings):
+    def predict(arrays, latents, timestep, scale, embeddings):
         if not guided(config):
             return forward(arrays, latents, timestep, embeddings)
         if batched:
@@ -170,10 +170,12 @@ def build_denoise(config, mesh) -> Stage:
             prompt, negative = jax.lax.map(lambda one: forward(arrays, latents, timestep, one[None]), embeddings)
         return negative + scale * (prompt - negative)
 
-    def step(arrays, state, timestep, coefficients, embeddings):
-        velocity = predict(arrays, state[0], timestep, embeddings)
+    def step(arrays, state, timestep, coefficients, scale, embeddings):
+        velocity = predict(arrays, state[0], timestep, scale, embeddings)
+        middle = slice(state.shape[3] // 2, state.shape[3] // 2 + 1)
+        estimate = (state[0] - timestep / 1000 * velocity)[:, :, middle]  # where the flow would end: what previews show
         state = advance(state, velocity, coefficients)
-        return state, jnp.isfinite(state[0]).all()
+        return state, jnp.isfinite(state[0]).all(), estimate
 
     slots = scheduler_table(config)[1].shape[1]
     width = architecture.text_dim
@@ -182,6 +184,7 @@ def build_denoise(config, mesh) -> Stage:
         struct(mesh, (slots, *latent_shape(config)), "float32"),
         struct(mesh, (), "float32"),
         struct(mesh, (slots, slots + 1), "float32"),
+        struct(mesh, (), "float32"),
         struct(mesh, embeddings, dtype),
     ]
     layers = architecture.num_layers
@@ -283,18 +286,22 @@ def noise(config) -> numpy.ndarray:
 
 
 def run_denoise(stage, config, embeddings, on_step) -> numpy.ndarray:
-    """The whole loop; `on_step(index, seconds)` is called after each step, with the device in step with the clock."""
+    """The whole loop; `on_step(index, seconds, estimate)` is called after each step, with the device in step with the clock.
+
+    `estimate` is the middle latent frame as the video would end if it went straight on from here.
+    """
     timesteps, coefficients = scheduler_table(config)
     state = numpy.zeros((coefficients.shape[1], *latent_shape(config)), numpy.float32)
     state[0] = noise(config)
-    state, timestep, row, embeddings = put(stage, "step", [state, timesteps[0], coefficients[0], embeddings])
+    inputs = [state, timesteps[0], coefficients[0], config.guidance_scale, embeddings]
+    state, timestep, row, scale, embeddings = put(stage, "step", inputs)
     for index in range(config.steps):
         began = time.perf_counter()
         timestep, row = jax.device_put((timesteps[index], coefficients[index]), (timestep.sharding, row.sharding))
-        state, finite = stage("step", state, timestep, row, embeddings)
+        state, finite, estimate = stage("step", state, timestep, row, scale, embeddings)
         if not bool(finite):
             raise NotFinite(f"the latents are not finite after step {index + 1} of {config.steps}", config)
-        on_step(index, time.perf_counter() - began)
+        on_step(index, time.perf_counter() - began, estimate)
     return numpy.asarray(state)[0]
 
 
