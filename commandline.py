@@ -1,5 +1,4 @@
 """What happens to the command line before and after Hydra: free text in, clear errors out. No JAX, no torch."""
-import json
 import re
 from pathlib import Path
 
@@ -9,6 +8,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 import schema
 
+# Swept without compiling or loading anything again.
+CHEAP = ("seed", "prompt", "prompt.text", "prompt.negative", "guidance_scale", "steps", "resolution.fps", "resolution.flow_shift", "output.quality")
 CONF = Path(__file__).parent / "conf"
 TEXT_KEYS = {"prompt": "prompt.text", "prompt.text": "prompt.text", "negative_prompt": "prompt.negative", "prompt.negative": "prompt.negative"}
 
@@ -17,8 +18,8 @@ def rewrite(arguments: list[str]) -> list[str]:
     """Turn what people type into what Hydra's grammar takes.
 
     prompt="a cat, running = fun" becomes a quoted prompt.text; prompt=<name> still picks conf/prompt/<name>.yaml.
-    prompts=[…] (a JSON list) or prompts=file.txt (one a line) becomes a sweep over prompt.text.
-    resume=<folder> puts that run's overrides in front, so that they need not be typed again.
+    In a sweep the axes that cost nothing to change go last, where they vary fastest: programs and weights are then
+    used by one job after the other instead of being made again.
     """
     rewritten = []
     for argument in arguments:
@@ -26,10 +27,13 @@ def rewrite(arguments: list[str]) -> list[str]:
         if separator and key in TEXT_KEYS and not (key == "prompt" and value in options("prompt")):
             argument = f"{TEXT_KEYS[key]}={quote(value)}"
         elif separator and key == "prompts":
-            argument = "prompt.text=" + ",".join(quote(prompt) for prompt in prompt_list(value, arguments))
-        elif separator and key == "resume" and Path(value).is_dir():
-            rewritten += earlier_overrides(Path(value), arguments)
+            argument = f"prompts={quote(value)}"
         rewritten.append(argument)
+    if {"-m", "--multirun"} & set(arguments):
+        overrides = [argument for argument in rewritten if "=" in argument and not argument.startswith("-")]
+        flags = [argument for argument in rewritten if argument not in overrides]
+        overrides.sort(key=lambda override: override.partition("=")[0] in CHEAP)  # stable: otherwise the order stays
+        return [*flags, *overrides, "sweep.active=true"]
     return rewritten
 
 
@@ -42,33 +46,6 @@ def quote(text: str) -> str:
 
 def options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-
-
-def prompt_list(value: str, arguments: list[str]) -> list[str]:
-    """The prompts to sweep over: a JSON list of strings, or a text file with one on each line."""
-    if not {"-m", "--multirun"} & set(arguments):
-        raise schema.ConfigError(f"prompts={value}: a list of prompts is a sweep; add -m, or give one prompt=…")
-    if value.startswith("["):
-        try:
-            prompts = json.loads(value)
-        except ValueError as error:
-            raise schema.ConfigError(f"""prompts={value}: not a JSON list ({error}); write prompts='["first", "second"]'""") from error
-    elif Path(value).is_file():
-        prompts = [line.strip() for line in Path(value).read_text().splitlines() if line.strip()]
-    else:
-        raise schema.ConfigError(f"prompts={value}: no such file; give a text file, or a list like prompts='[\"first\", \"second\"]'")
-    if not prompts or not all(isinstance(prompt, str) and prompt.strip() for prompt in prompts):
-        raise schema.ConfigError(f"prompts={value}: needs at least one prompt, each a non-empty text")
-    return prompts
-
-
-def earlier_overrides(folder: Path, arguments: list[str]) -> list[str]:
-    """The overrides another run was started with, less those given now and what belongs to that run alone."""
-    file = folder / ".hydra" / "overrides.yaml"
-    if not file.is_file():
-        raise schema.ConfigError(f"resume={folder}: not a run folder (it has no .hydra/overrides.yaml); runs are under outputs/<date>/<time>")
-    given = {TEXT_KEYS.get(key, key) for key in (argument.partition("=")[0] for argument in arguments)} | {"stages", "resume", "task"}
-    return [override for override in OmegaConf.load(file) if override.partition("=")[0] not in given]
 
 
 def explain(error: Exception) -> str:
@@ -98,7 +75,7 @@ def known_keys() -> list[str]:
             if OmegaConf.is_dict(child):
                 yield from walk(child, f"{prefix}{name}.")
 
-    return [*walk(schema.root(), ""), "preset", "negative_prompt", "prompts"]
+    return [*walk(schema.root(), ""), "preset", "negative_prompt"]
 
 
 USER_ERRORS = (HydraException, OmegaConfBaseException)

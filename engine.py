@@ -55,7 +55,7 @@ def execute(config, mesh, names, folders: dict[str, Path], prompts, results, clo
         tell_result(watcher, "text", results["text"])
     names = [name for name in names if name not in results]
     with clock("build"):
-        built, fresh = build(config, mesh, names)
+        built, fresh = build(config, mesh, names + preview_helpers(config, names, folders))
     with stages.compiling(fresh, clock.compiled):
         for name in names:
             load(config, name, built[name], folders[name], clock, watcher.bar)
@@ -72,6 +72,12 @@ def execute(config, mesh, names, folders: dict[str, Path], prompts, results, clo
         while len(kept.texts) > TEXTS_KEPT:
             kept.texts.pop(next(iter(kept.texts)))
     return results
+
+
+def preview_helpers(config, names, folders) -> list[str]:
+    """The decoder beside denoising alone, if previews are wanted and there are weights for it that may stay."""
+    wanted = config.preview_every and names == ["denoise"] and "decode" in folders and resident(config)
+    return ["decode"] if wanted else []
 
 
 def tell_result(watcher, name, result):
@@ -119,13 +125,18 @@ def build(config, mesh, names):
     built, fresh = {}, {}
     for name in names:
         key = programs_key(config, name)
-        if kept.stages.get(name, (None,))[0] == key:
+        if kept.stages.get(name, (None,))[0] == key and is_compiled(kept.stages[name][1]):
             built[name] = kept.stages[name][1]
         else:
             kept.stages.pop(name, None)
             built[name] = fresh[name] = stages.BUILDERS[name](config, mesh)
             kept.stages[name] = key, built[name]
     return built, fresh
+
+
+def is_compiled(stage) -> bool:
+    """Not so after a run that was cancelled, or failed, before the compiler got to the last program."""
+    return bool(stage.compiled) and all(future.done() and future.exception() is None for future in stage.compiled.values())
 
 
 def free(name, stage) -> None:

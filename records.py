@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -46,6 +47,19 @@ class Clock:
         began = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - began
+
+    def median_step(self) -> float | None:
+        return sorted(self.steps)[len(self.steps) // 2] if self.steps else None
+
+    def report(self) -> dict:
+        """Times with the device in step with the clock and compilation apart."""
+        median = self.median_step()
+        return {
+            "seconds": {name: round(value, 4) for name, value in self.seconds.items()} | {"total": round(time.perf_counter() - self.began, 4)},
+            "step_seconds": [round(value, 4) for value in self.steps],
+            "step_seconds_median": median and round(median, 4),
+            "compile": self.programs,
+        }
 
     def compiled(self, program, seconds, from_cache, memory):
         """Told of every program as soon as it is compiled."""
@@ -107,20 +121,100 @@ def read(path: Path, stage: str, settings: dict) -> numpy.ndarray:
     return result
 
 
+# ---------------------------------------------------------------- configurations, stored and taken over
+
+
+# What belongs to one call of the program, not to the video it makes.
+CALL = ("task", "stages", "resume", "replay", "prompts", "seeds", "shard", "sweep", "traceback", "keep_resident", "preview_every")
+
+
+def settle(config, prompts) -> dict:
+    """The configuration as it stands before this machine adds to it: kept as config.yaml, carried by the video."""
+    prompt = {"text": prompts[0], "negative": prompts[1], "file": None, "negative_file": None}
+    return OmegaConf.to_container(config, resolve=True) | {"prompt": prompt}
+
+
+def config_hash(settled: dict) -> str:
+    """Twelve hex digits that change with any setting that can change the video or its time."""
+    counted = {key: value for key, value in settled.items() if key not in CALL}
+    return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def take_over(config, overrides):
+    """`resume` and `replay`: the stored configuration, with what this command line says on top."""
+    key = "replay" if config.replay is not None else "resume"
+    if config[key] is None:
+        return config
+    try:
+        taken = OmegaConf.merge(schema.root(), read_stored(Path(config[key]), key)["config"])
+    except OmegaConfBaseException as error:
+        raise schema.ConfigError(f"{key}={config[key]}: made by another version of this program ({str(error).splitlines()[0]})") from error
+    said = [override.lstrip("+~").partition("=")[0] for override in overrides]
+    if "preset" in said:
+        raise schema.ConfigError(f"{key}={config[key]}: takes its whole configuration from there; leave preset out")
+    for name in [*CALL, *said]:
+        OmegaConf.update(taken, name, OmegaConf.select(config, name), merge=False, force_add=True)
+    return taken
+
+
+def read_stored(path: Path, key: str) -> dict:
+    """What a run folder or a video says of how it was made: config, and if it got that far device, mesh and versions."""
+    if (path / "config.yaml").is_file():
+        metrics = path / "metrics.json"
+        return {"config": OmegaConf.load(path / "config.yaml")} | (json.loads(metrics.read_text()) if metrics.is_file() else {})
+    if path.is_dir():
+        raise schema.ConfigError(f"{key}={path}: not a run folder (it has no config.yaml); runs are under outputs/<date>/<time>")
+    if not path.is_file():
+        raise schema.ConfigError(f"{key}={path}: no such run folder{' or video' if key == 'replay' else ''}; runs are under outputs/<date>/<time>")
+    stored = media.read_metadata(path)
+    if key == "resume" or not stored or "config" not in stored:
+        raise schema.ConfigError(f"{key}={path}: carries no settings; give a run folder{', or a video made by this program' if key == 'replay' else ''}")
+    return stored
+
+
+def compare_replay(config, now: dict) -> None:
+    """Say in what a replay cannot be expected to be bit for bit the same."""
+    if config.replay is None:
+        return
+    then = read_stored(Path(config.replay), "replay")
+    for key in ("config_hash", "device", "devices", "mesh", "versions"):
+        if then.get(key) != now[key]:
+            log.warning("replay: %s differs: %s then, %s now; the video will be alike, not the same bit for bit", key, then.get(key), now[key])
+
+
+def finished_before(settled: dict, folder: Path) -> float | None:
+    """What the same job gave in an earlier try at this sweep, or None if it has to be done."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        metrics = json.loads((folder / "metrics.json").read_text())
+        if metrics["config_hash"] == config_hash(settled):
+            log.info("%s: done before", folder)
+            return metrics["step_seconds_median"] or metrics["seconds"]["total"]
+    return None
+
+
 # ---------------------------------------------------------------- outputs
 
 
-def write_outputs(config, folder: Path, prompts, results) -> Path:
-    """Video, poster and contact sheet if there are frames; the resolved config always. Returns what to show the user."""
-    resolved = OmegaConf.to_container(config, resolve=True)
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
+def write_config(folder: Path, settled: dict) -> None:
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(settled)))
+
+
+def write_outputs(config, folder: Path, settled: dict, results, metrics: dict) -> Path:
+    """Video, poster and contact sheet, if there are frames. Returns what to show the user."""
     if "decode" not in results:
         return folder
-    comment = {"prompt": prompts[0], "negative_prompt": prompts[1], "seed": config.seed, "config_hash": config_hash(resolved), "config": resolved}
+    prompt = settled["prompt"]
+    comment = {"prompt": prompt["text"], "negative_prompt": prompt["negative"], "seed": config.seed, **metrics, "config": settled}
     video = folder / "video.mp4"
-    media.write_video(video, results["decode"], config.resolution.fps, config.output.quality, prompts[0], comment)
+    media.write_video(video, results["decode"], config.resolution.fps, config.output.quality, prompt["text"], comment)
     media.write_pictures(folder, results["decode"])
     return video
+
+
+def write_failure(folder: Path, overrides: list[str], message: str) -> None:
+    """Why a job failed, for the sweep's report."""
+    with contextlib.suppress(OSError):  # the disk may be what failed
+        (folder / "failure.json").write_text(json.dumps({"error": message, "overrides": overrides}, indent=2) + "\n")
 
 
 def write_preview(folder: Path, frame: numpy.ndarray) -> None:
@@ -130,31 +224,29 @@ def write_preview(folder: Path, frame: numpy.ndarray) -> None:
     os.replace(partial, folder / "preview.png")
 
 
-def config_hash(resolved: dict) -> str:
-    """Twelve hex digits that change with any setting."""
-    return hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def write_metrics(config, folder: Path, mesh, clock: Clock) -> None:
-    """Times (compilation apart, the device in step with the clock), memory, versions and hardware, as metrics.json."""
+def metrics(settled: dict, mesh, clock: Clock, overrides: list[str]) -> dict:
+    """Everything about a run but its times: memory, hardware, versions, settings."""
     device = mesh.devices.flat[0]
     statistics = device.memory_stats() or {}
-    steps = sorted(clock.steps)
-    metrics = {
-        "seconds": {name: round(value, 4) for name, value in clock.seconds.items()} | {"total": round(time.perf_counter() - clock.began, 4)},
-        "step_seconds": [round(value, 4) for value in clock.steps],
-        "step_seconds_median": round(steps[len(steps) // 2], 4) if steps else None,
-        "compile": clock.programs,
-        "peak_device_gib": round(statistics["peak_bytes_in_use"] / GIB, 3) if "peak_bytes_in_use" in statistics else None,
-        "peak_host_gib": round(peak_host_bytes() / GIB, 3),
+    return {
+        "overrides": list(overrides),
+        "config_hash": config_hash(settled),
         "device": device.device_kind,
         "devices": mesh.devices.size,
         "mesh": dict(mesh.shape),
+        "peak_device_gib": round(statistics["peak_bytes_in_use"] / GIB, 3) if "peak_bytes_in_use" in statistics else None,
+        "peak_host_gib": round(peak_host_bytes() / GIB, 3),
         "versions": versions(),
         "git_revision": git_revision(),
-        "config_hash": config_hash(OmegaConf.to_container(config, resolve=True)),
     }
-    (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+
+
+def write_metrics(folder: Path, metrics: dict) -> None:
+    """metrics.json, written last: a folder that has it holds a finished run."""
+    (folder / "failure.json").unlink(missing_ok=True)
+    partial = folder / ".partial-metrics.json"
+    partial.write_text(json.dumps(metrics, indent=2) + "\n")
+    os.replace(partial, folder / "metrics.json")
 
 
 def peak_host_bytes() -> int:

@@ -6,11 +6,12 @@
 
 compose → validate → mesh → build → compile (in a thread) → load → encode text → denoise → decode → write
 """
+import contextlib
+import errno
 import logging
 import math
 import os
 import sys
-import time
 import traceback
 import warnings
 from pathlib import Path
@@ -21,12 +22,15 @@ from hydra.core.hydra_config import HydraConfig
 
 import checkpoint
 import commandline
+import jobs
 import schema
 
 log = logging.getLogger("wan")
 ConfigStore.instance().store("schema", schema.root())
 
+FAKE_DEVICES = 8  # CPU devices there always are, so that a sweep can mix meshes; they cost nothing unused
 failures: list[str] = []  # one line for each job of this process that failed
+sweep_folders: dict[Path, None] = {}  # folders of several jobs, which get a report at the end
 
 
 def main() -> None:
@@ -34,6 +38,7 @@ def main() -> None:
     # ffmpeg and git are started with fork and exec at once, which is safe beside JAX's threads.
     warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and `explain` says it better
+    status = 0
     try:
         sys.argv[1:] = commandline.rewrite(sys.argv[1:])
         job()
@@ -47,33 +52,103 @@ def main() -> None:
             traceback.print_exc()
     except KeyboardInterrupt:
         print("interrupted: finished stages are in the run folder; go on with resume=<run folder>", file=sys.stderr)
-        sys.exit(130)
-    sys.exit(1 if failures else 0)
+        status = 130
+    for folder in sweep_folders:
+        if not sweep_folders.keys() & set(folder.parents):  # a list inside a sweep is in the sweep's report
+            write_report(folder)
+    sys.exit(status or (1 if failures else 0))
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def job(config) -> float | None:
-    """One job: one composed config. Returns the seconds it took, for sweepers that minimise."""
-    folder = Path(HydraConfig.get().runtime.output_dir)
+    """One Hydra job: one composed config. Returns a number to minimise: seconds a step, or of the whole."""
+    folder, overrides = Path(HydraConfig.get().runtime.output_dir), list(HydraConfig.get().overrides.task)
+    if config.sweep.active:
+        sweep_folders[folder.parent] = None
+    return attempt(config, folder, overrides)
+
+
+def attempt(config, folder: Path, overrides: list[str]) -> float | None:
+    """Run a config's task; an error is told and recorded, and does not stop the jobs that follow."""
+    import records
+
     try:
+        config = records.take_over(config, overrides)
+        if jobs.wanted(config):
+            return make_all(config, folder, overrides)
         schema.validate(config)
-        began = time.perf_counter()
-        TASKS[config.task](config, folder)
-        return time.perf_counter() - began
+        if config.sweep.resume and (before := records.finished_before(records.settle(config, read_prompts(config)), folder)):
+            return before
+        return TASKS[config.task](config, folder, overrides)
     except Exception as error:
-        failures.append(str(error))
-        expected = isinstance(error, (schema.ConfigError, OSError)) or type(error).__name__ == "NotFinite"
-        log.error("error: %s", error if expected else f"{type(error).__name__}: {error} (traceback=true shows where)")
+        failures.append(f"{folder}: {error}")
+        log.error("error: %s", explain(error))
         if config.traceback:
             log.error(traceback.format_exc())
+        records.write_failure(folder, overrides, explain(error))
 
 
-def generate(config, folder: Path) -> Path:
-    """The whole pipeline: prompt in; video, stage results and metrics out."""
+def explain(error: Exception) -> str:
+    """What to tell the user: our own errors as they are, a full disk with its remedy, others with their type."""
+    if isinstance(error, commandline.USER_ERRORS):
+        return commandline.explain(error)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"{error}: the disk is full; free some space and go on with resume=<run folder>, where finished stages are kept"
+    if isinstance(error, (schema.ConfigError, OSError)) or type(error).__name__ == "NotFinite":
+        return str(error)
+    return f"{type(error).__name__}: {error} (traceback=true shows where)"
+
+
+def make_all(config, folder: Path, overrides: list[str]) -> float | None:
+    """Every video of a list, each in a folder of its own; what fails is told with its line and the others are made."""
+    import records
+
+    shared = [override for override in overrides if override.partition("=")[0] not in ("prompts", "seeds", "shard")]
+    listed = jobs.read(config)
+    sweep_folders[folder] = None
+    seconds = []
+    with bar(len(listed), "videos", unit="video", position=1) as progress:
+        for one in listed:
+            target = folder / one.name
+            target.mkdir(parents=True, exist_ok=True)
+            if one.error is None:
+                seconds.append(attempt_listed(target, [*shared, "sweep.active=true", *one.overrides]))
+            else:
+                failures.append(f"{target}: {one.error}")
+                log.error("error: prompts=%s: %s; skipped", config.prompts, one.error)
+                records.write_failure(target, one.overrides, one.error)
+            progress.update(1)
+    made = [value for value in seconds if value is not None]
+    return sum(made) / len(made) if made else None
+
+
+def attempt_listed(folder: Path, overrides: list[str]) -> float | None:
+    import records
+
+    try:
+        config = hydra.compose("config", overrides)
+    except commandline.USER_ERRORS as error:
+        failures.append(f"{folder}: {error}")
+        log.error("error: %s: %s; skipped", folder.name, commandline.explain(error))
+        records.write_failure(folder, overrides, commandline.explain(error))
+        return None
+    return attempt(config, folder, overrides)
+
+
+def write_report(folder: Path) -> None:
+    import report
+
+    print(report.write(folder))
+
+
+def generate(config, folder: Path, overrides=()) -> float:
+    """The whole pipeline: prompt in; video, stage results and metrics out. Returns the median seconds of a step."""
     import records
 
     clock = records.Clock()
     prompts = read_prompts(config)
+    settled = records.settle(config, prompts)
+    records.write_config(folder, settled)
     results = records.finished(config, prompts)
     wanted = [stage for stage in config.stages if stage not in results]
     checkpoints = {name: find_checkpoint(config, name) for name in wanted}
@@ -88,14 +163,26 @@ def generate(config, folder: Path) -> Path:
 
     watcher = engine.Watcher(bar, keep_result, lambda step, frame: records.write_preview(folder, frame))
     results = engine.execute(config, mesh, wanted, checkpoints, prompts, results, clock, watcher)
+    metrics = records.metrics(settled, mesh, clock, overrides)
     with clock("write"):
-        made = records.write_outputs(config, folder, prompts, results)
-    records.write_metrics(config, folder, mesh, clock)
+        made = records.write_outputs(config, folder, settled, results, metrics)
+    records.write_metrics(folder, metrics | clock.report())
+    records.compare_replay(config, metrics)
     print(made)
-    return made
+    return clock.median_step() or clock.report()["seconds"]["total"]
 
 
-TASKS = {"generate": generate}
+def presets(config, folder: Path, overrides=()) -> None:
+    """The presets as a table: name, and the first line of its file."""
+    for name in commandline.options("preset"):
+        header = (commandline.CONF / "preset" / f"{name}.yaml").read_text().splitlines()[1].lstrip("# ")
+        print(f"{name:36} {header}")
+
+
+TASKS = {"generate": generate, "presets": presets}
+
+
+# ---------------------------------------------------------------- progress
 
 
 def bar(total, description, **options):
@@ -132,8 +219,8 @@ def start_jax(config):
     append_flags("LIBTPU_INIT_ARGS", config.compile.libtpu_flags)
     import jax
 
-    if config.mesh.platform == "cpu" and config.mesh.devices and not jax._src.xla_bridge.backends_are_initialized():
-        jax.config.update("jax_num_cpu_devices", config.mesh.devices)
+    with contextlib.suppress(RuntimeError):  # JAX runs already, in a sweep: it has as many as it has
+        jax.config.update("jax_num_cpu_devices", max(FAKE_DEVICES, config.mesh.devices or 0))
     if config.compile.cache_dir is not None:
         jax.config.update("jax_compilation_cache_dir", config.compile.cache_dir)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -15,7 +15,7 @@ from typing import Any, Optional
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-TASKS = ("generate",)
+TASKS = ("generate", "presets")
 STAGES = ("text", "denoise", "decode")
 COMPONENTS = {"text": "text_encoder", "denoise": "transformer", "decode": "vae"}
 DTYPES = ("float32", "bfloat16", "float16")
@@ -267,6 +267,10 @@ class Config:
     keep_resident: Optional[bool] = None
     preview_every: int = 0
     resume: Optional[str] = None
+    replay: Optional[str] = None
+    prompts: Optional[str] = None
+    seeds: Optional[Any] = None
+    shard: Optional[str] = None
     allow_external_ops: bool = False
     traceback: bool = False
     model: Model = field(default_factory=Model)

@@ -1,7 +1,7 @@
 """Eight fake CPU devices, one compilation cache for the whole session, and configs composed as run.py composes them."""
 import os
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -23,8 +23,12 @@ SMALL = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "
 
 def make_config(*overrides):
     """The config that `python run.py <overrides>` would run with."""
+    return compose_rewritten(commandline.rewrite(list(overrides)))
+
+
+def compose_rewritten(overrides):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("config", commandline.rewrite(list(overrides)))
+        return compose("config", overrides)
 
 
 @pytest.fixture(scope="session")

@@ -37,32 +37,9 @@ def test_a_prompt_of_the_group_is_still_chosen_by_name():
     assert make_config("prompt=default").prompt.text == make_config().prompt.text
 
 
-def test_a_prompt_with_commas_is_one_job_in_a_sweep(tmp_path):
-    listed = tmp_path / "prompts.txt"
-    listed.write_text("a cat, running\n\na dog's day\n")
-    assert commandline.rewrite(["-m", "prompt=a, b"])[1] == "prompt.text='a, b'"
-    assert commandline.rewrite(["-m", f"prompts={listed}"])[1] == r"prompt.text='a cat, running','a dog\'s day'"
-    assert commandline.rewrite(["-m", 'prompts=["one, two", "three"]'])[1] == "prompt.text='one, two','three'"
-
-
-@pytest.mark.parametrize("value, message", [("[oops", "not a JSON list"), ("[]", "at least one"), ("/no/file.txt", "no such file")])
-def test_bad_prompt_lists_are_told(value, message):
-    with pytest.raises(ConfigError, match=message):
-        commandline.rewrite(["-m", f"prompts={value}"])
-
-
-def test_a_prompt_list_without_a_sweep_is_told():
-    with pytest.raises(ConfigError, match="add -m"):
-        commandline.rewrite(['prompts=["a"]'])
-
-
-def test_resume_takes_over_the_overrides_of_that_run(tmp_path):
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "overrides.yaml").write_text("- seed=3\n- steps=4\n- stages=[text]\n- prompt.text='a, b'\n")
-    rewritten = commandline.rewrite([f"resume={tmp_path}", "steps=9"])
-    assert rewritten == ["seed=3", "prompt.text='a, b'", f"resume={tmp_path}", "steps=9"]
-    with pytest.raises(ConfigError, match="not a run folder"):
-        commandline.rewrite([f"resume={tmp_path / '.hydra'}"])
+def test_in_a_sweep_prompts_stay_whole_and_cheap_axes_go_last():
+    rewritten = commandline.rewrite(["-m", "seed=1,2", "prompt=a, b", "mesh=auto,cpu_8"])
+    assert rewritten == ["-m", "mesh=auto,cpu_8", "seed=1,2", "prompt.text='a, b'", "sweep.active=true"]
 
 
 # what is typed -> what the message must say
@@ -107,7 +84,7 @@ def test_help_loads_neither_jax_nor_torch():
 
 
 def test_a_bad_command_line_ends_with_one_line_and_status_1():
-    for arguments in (["stesp=3"], ["steps=0"], ["prompts=x"]):
+    for arguments in (["stesp=3"], ["steps=0"], ["prompts=x"], ["replay=x"], ["preset=demo_v9"]):
         answer = command(*arguments)
         assert answer.returncode == 1
         assert "error: " in answer.stderr

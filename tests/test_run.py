@@ -89,9 +89,8 @@ def test_resume_goes_on_from_any_stage_bit_for_bit(finished, tmp_path):
     folder = finished[0] / "run"
     part = tmp_path / "part"
     part.mkdir()
-    (part / ".hydra").mkdir()
-    (part / ".hydra" / "overrides.yaml").write_text((folder / ".hydra" / "overrides.yaml").read_text())
-    (part / "text.safetensors").write_bytes((folder / "text.safetensors").read_bytes())
+    for name in ("config.yaml", "text.safetensors"):
+        (part / name).write_bytes((folder / name).read_bytes())
     cache = f"compile.cache_dir={finished[0].parent / 'jax-cache'}"
     again = [sys.executable, "run.py", cache, f"resume={part}", f"hydra.run.dir={tmp_path / 'again'}"]
     answer = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -111,8 +110,6 @@ def test_resume_refuses_other_settings(finished):
 
 
 def test_resume_refuses_what_is_not_there_or_damaged(finished, tmp_path):
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "overrides.yaml").write_text("[]")
     config = make_config(*SMALL, "stages=[decode]", f"resume={tmp_path}")
     with pytest.raises(ConfigError, match=r"needs denoise.safetensors, which is not there; add denoise to stages"):
         run.generate(config, tmp_path)

@@ -1,0 +1,195 @@
+"""One page for a sweep or a list of prompts: what was run, how fast it was, what it looks like, how to run it again.
+
+Reads the job folders, so that it works for a sweep that was interrupted too, and for jobs of other processes.
+Writes results.csv, results.jsonl and report.html, which needs no other file.
+"""
+import base64
+import csv
+import html
+import json
+from pathlib import Path
+
+EMBEDDED_BYTES = 40e6  # videos beyond this much in all are linked, not embedded: a browser must still open the page
+STAGES = {"text": "#7aa6c2", "denoise": "#2f6690", "decode": "#f2a65a", "load": "#b8b8b8", "compile": "#d1495b", "write": "#81b29a"}
+
+
+def write(folder: Path) -> Path:
+    """Report on every job folder below `folder`; returns the page."""
+    rows = collect(folder)
+    varying = varying_keys(rows)
+    write_table(folder / "results.csv", rows, varying)
+    (folder / "results.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    page = folder / "report.html"
+    page.write_text(render(folder, rows, varying))
+    return page
+
+
+# ---------------------------------------------------------------- the rows
+
+
+def collect(folder: Path) -> list[dict]:
+    """One row for each job: finished ones have metrics.json, failed ones failure.json, others did not get that far."""
+    found = {path.parent for name in ("metrics.json", "failure.json", "config.yaml") for path in folder.rglob(name) if ".hydra" not in path.parts}
+    return [read_job(folder, job) for job in sorted(found - {folder}, key=lambda path: natural(path.relative_to(folder)))]
+
+
+def natural(path: Path) -> list:
+    """Job 10 after job 9."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in path.parts]
+
+
+def read_job(folder: Path, job: Path) -> dict:
+    metrics, failure = (json.loads(path.read_text()) if path.is_file() else {} for path in (job / "metrics.json", job / "failure.json"))
+    overrides = metrics.get("overrides") or failure.get("overrides") or []
+    seconds = metrics.get("seconds", {})
+    return {
+        "job": str(job.relative_to(folder)),
+        "status": "failed" if failure else "done" if metrics else "unfinished",
+        "error": failure.get("error"),
+        "overrides": {key.lstrip("+"): value.strip("'\"") for key, _, value in (override.partition("=") for override in overrides) if key != "sweep.active"},
+        "seconds_per_step": metrics.get("step_seconds_median"),
+        "seconds_total": seconds.get("total"),
+        "seconds": stage_seconds(seconds, metrics.get("compile", {})),
+        "peak_device_gib": metrics.get("peak_device_gib"),
+        "peak_host_gib": metrics.get("peak_host_gib"),
+        "device": metrics.get("device"),
+        "mesh": metrics.get("mesh"),
+        "estimated_seconds_per_step": metrics.get("estimated_seconds_per_step"),
+        "video": str((job / "video.mp4").relative_to(folder)) if (job / "video.mp4").is_file() else None,
+        "replay": f"python run.py replay={job}" if metrics else None,
+    }
+
+
+def stage_seconds(seconds: dict, programs: dict) -> dict:
+    """Where a job's time went. Compilation runs beside loading, so the sum can exceed the total."""
+    if not seconds:
+        return {}
+    parts = {name: seconds.get(name, 0) for name in ("text", "denoise", "decode", "write")}
+    parts["load"] = sum(value for name, value in seconds.items() if name.startswith("load_"))
+    parts["compile"] = sum(program["seconds"] for program in programs.values())
+    return {name: round(parts[name], 3) for name in STAGES}
+
+
+def varying_keys(rows) -> list[str]:
+    """The overrides that differ between jobs, in the order they were given."""
+    keys = list(dict.fromkeys(key for row in rows for key in row["overrides"]))
+    return [key for key in keys if len({row["overrides"].get(key) for row in rows}) > 1]
+
+
+def columns(row, varying) -> dict:
+    numbers = ("seconds_per_step", "estimated_seconds_per_step", "seconds_total", "peak_device_gib", "peak_host_gib")
+    return {"job": row["job"], "status": row["status"]} | {key: row["overrides"].get(key, "") for key in varying} | {key: row[key] for key in numbers}
+
+
+def write_table(path: Path, rows, varying) -> None:
+    with path.open("w", newline="") as file:
+        if rows:
+            writer = csv.DictWriter(file, [*columns(rows[0], varying), "error", "video", "replay"])
+            writer.writeheader()
+            writer.writerows(columns(row, varying) | {key: row[key] for key in ("error", "video", "replay")} for row in rows)
+
+
+# ---------------------------------------------------------------- the page
+
+
+STYLE = """
+:root { color-scheme: light dark; --line: #8884; --soft: #8881; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1200px; padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+table { border-collapse: collapse; width: 100%; } td, th { padding: .3rem .6rem; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top; }
+th { background: var(--soft); } td.number { text-align: right; font-variant-numeric: tabular-nums; }
+.failed { color: #c62828; } .best { font-weight: 600; }
+.scroll { overflow-x: auto; }
+.gallery { display: grid; grid-template-columns: repeat(auto-fill, minmax(260px, 1fr)); gap: 1rem; }
+.card { border: 1px solid var(--line); border-radius: 8px; padding: .7rem; }
+.card img, .card video { width: 100%; border-radius: 4px; display: block; margin-bottom: .4rem; }
+code { background: var(--soft); padding: .1rem .3rem; border-radius: 4px; overflow-wrap: anywhere; font-size: .85em; }
+.key { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin: 0 .3em 0 1em; }
+svg text { font: 12px system-ui, sans-serif; fill: currentColor; }
+"""
+
+
+def render(folder: Path, rows, varying) -> str:
+    counts = {status: sum(row["status"] == status for row in rows) for status in ("done", "failed", "unfinished")}
+    told = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    devices = ", ".join(sorted({str(row["device"]) for row in rows if row["device"]}))
+    parts = [
+        f"<h1>{len(rows)} jobs: {told or 'nothing yet'}</h1>",
+        f"<p>{html.escape(str(folder))} on {html.escape(devices or 'no device')}</p>",
+        f"<h2>Results</h2><div class=scroll>{render_table(rows, varying)}</div>",
+        f"<h2>Seconds a step</h2>{render_bars(rows, varying)}",
+        f"<h2>Where the time went</h2>{render_stages(rows, varying)}",
+        f"<h2>Videos</h2><div class=gallery>{''.join(render_cards(folder, rows, varying))}</div>",
+    ]
+    head = f"<meta charset=utf-8><meta name=viewport content='width=device-width'><title>{len(rows)} jobs</title><style>{STYLE}</style>"
+    return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"
+
+
+def render_table(rows, varying) -> str:
+    names = list(columns(rows[0], varying)) if rows else []
+    fastest = min((row["seconds_per_step"] for row in rows if row["seconds_per_step"]), default=None)
+    lines = ["<tr>" + "".join(f"<th>{html.escape(name.replace('_', ' '))}</th>" for name in names) + "<th>error</th></tr>"]
+    for row in rows:
+        marks = " ".join(mark for mark, on in (("failed", row["status"] == "failed"), ("best", fastest and row["seconds_per_step"] == fastest)) if on)
+        cells = "".join(render_cell(value) for value in columns(row, varying).values())
+        lines.append(f"<tr class='{marks}'>{cells}<td>{html.escape(row['error'] or '')}</td></tr>")
+    return f"<table>{''.join(lines)}</table>"
+
+
+def render_cell(value) -> str:
+    if isinstance(value, float):
+        return f"<td class=number>{value:.4g}</td>"
+    return f"<td>{html.escape('' if value is None else str(value))}</td>"
+
+
+def label(row, varying) -> str:
+    return ", ".join(f"{key}={row['overrides'].get(key, '')}" for key in varying) or f"job {row['job']}"
+
+
+def render_bars(rows, varying) -> str:
+    """One bar a job: seconds a step."""
+    timed = [row for row in rows if row["seconds_per_step"]]
+    return chart([(label(row, varying), [("#2f6690", row["seconds_per_step"])], f"{row['seconds_per_step']:.3g} s") for row in timed])
+
+
+def render_stages(rows, varying) -> str:
+    """One bar a job: its seconds by stage, with a key to the colours."""
+    timed = [row for row in rows if row["seconds"]]
+    key = "".join(f"<span class=key style='background:{colour}'></span>{name}" for name, colour in STAGES.items())
+    bars = [(label(row, varying), [(STAGES[name], value) for name, value in row["seconds"].items()], f"{sum(row['seconds'].values()):.3g} s") for row in timed]
+    return f"<p>{key}</p>{chart(bars)}"
+
+
+def chart(bars) -> str:
+    """Horizontal stacked bars as an SVG: (label, [(colour, value)], what to write behind it)."""
+    if not bars:
+        return "<p>nothing to show</p>"
+    largest = max(sum(value for _, value in parts) for _, parts, _ in bars) or 1
+    lines = []
+    for index, (name, parts, told) in enumerate(bars):
+        top, left = index * 24, 360.0
+        lines.append(f"<text x=350 y={top + 15} text-anchor=end>{html.escape(name if len(name) < 54 else '…' + name[-53:])}</text>")
+        for colour, value in parts:
+            width = 700 * value / largest
+            lines.append(f"<rect x={left:.1f} y={top + 3} width={width:.1f} height=16 fill='{colour}'/>")
+            left += width
+        lines.append(f"<text x={left + 6:.1f} y={top + 15}>{told}</text>")
+    return f"<svg viewBox='0 0 1150 {24 * len(bars)}' width='100%' role=img>{''.join(lines)}</svg>"
+
+
+def render_cards(folder: Path, rows, varying):
+    """Contact sheets and videos side by side, each with its command."""
+    budget = EMBEDDED_BYTES
+    for row in rows:
+        if row["video"] is None:
+            continue
+        video, sheet = folder / row["video"], (folder / row["video"]).with_name("contact_sheet.png")
+        budget -= video.stat().st_size
+        source = data_uri(video, "video/mp4") if budget > 0 else html.escape(row["video"])
+        picture = f"<img src='{data_uri(sheet, 'image/png')}' alt='contact sheet'>" if sheet.is_file() else ""
+        command = f"<code>{html.escape(row['replay'] or '')}</code>"
+        yield f"<div class=card>{picture}<video src='{source}' controls loop muted></video>{html.escape(label(row, varying))}<br>{command}</div>"
+
+
+def data_uri(path: Path, kind: str) -> str:
+    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"

@@ -1,0 +1,76 @@
+"""Lists of prompts: every format, per-line settings, seeds, shards, and lines that are broken."""
+import pytest
+
+import jobs
+from schema import ConfigError
+from tests.conftest import compose_rewritten, make_config
+
+
+def read(*overrides):
+    return jobs.read(make_config(*overrides))
+
+
+def test_a_text_file_is_a_prompt_a_line(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("a cat, running\n\n  it's = a dog  \n")
+    assert [(job.name, job.overrides) for job in read(f"prompts={file}")] == [
+        ("0001", ["prompt.text='a cat, running'"]),
+        ("0003", [r"prompt.text='it\'s = a dog'"]),
+    ]
+
+
+def test_csv_and_jsonl_carry_settings_of_their_own(tmp_path):
+    table, lines = tmp_path / "jobs.csv", tmp_path / "jobs.jsonl"
+    table.write_text('prompt,seed,negative_prompt,resolution\n"a cat, running",3,blurry,480p\na dog,,,\n')
+    lines.write_text('{"prompt": "a cat, running", "seed": 3, "negative_prompt": "blurry", "resolution": "480p"}\n\n{"prompt": "a dog"}\n')
+    wanted = [["prompt.text='a cat, running'", "prompt.negative='blurry'", "resolution=480p", "seed=3"], ["prompt.text='a dog'"]]
+    for file in (table, lines):
+        found = read(f"prompts={file}")
+        assert [sorted(job.overrides) for job in found] == [sorted(row) for row in wanted]
+        assert all(job.error is None for job in found)
+        config = compose_rewritten(found[0].overrides)
+        assert (config.prompt.text, config.prompt.negative, config.seed, config.resolution.width) == ("a cat, running", "blurry", 3, 832)
+
+
+def test_a_list_on_the_command_line():
+    assert [job.overrides for job in read('prompts=["one, two", {"prompt": "three", "seed": 4}]')] == [["prompt.text='one, two'"], ["prompt.text='three'", "seed=4"]]
+
+
+def test_seeds_multiply_the_prompts():
+    assert [job.name for job in read('prompts=["a", "b"]', "seeds=[5,9]")] == ["0001-seed5", "0001-seed9", "0002-seed5", "0002-seed9"]
+    assert [job.overrides for job in read("seeds=3", "seed=7")] == [["seed=7"], ["seed=8"], ["seed=9"]]
+
+
+def test_shards_split_the_list_once_and_whole():
+    prompts = 'prompts=["a", "b", "c", "d", "e"]'
+    parts = [[job.name for job in read(prompts, f"shard={part}/3")] for part in (1, 2, 3)]
+    assert parts == [["0001", "0004"], ["0002", "0005"], ["0003"]]
+
+
+def test_broken_lines_are_told_with_their_number_and_the_others_kept(tmp_path):
+    file = tmp_path / "jobs.jsonl"
+    file.write_text('{"prompt": "a"}\n{oops\n{"seed": 3}\n[1]\n{"prompt": "b"}\n')
+    found = read(f"prompts={file}")
+    assert [job.error and job.error.split(":")[0] for job in found] == [None, "line 2", "line 3", "line 4", None]
+    assert "not JSON" in found[1].error and "no prompt" in found[2].error and "not a mapping" in found[3].error
+    table = tmp_path / "jobs.csv"
+    table.write_text("prompt,seed\na,1,extra\nb,2\n")
+    assert [job.error and "more fields" in job.error for job in read(f"prompts={table}")] == [True, None]
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["prompts=/no/file.txt"], "cannot be read"),
+        (["prompts=/no/file.doc"], "unknown kind of file; use .txt"),
+        (["prompts=[oops"], "not a JSON list"),
+        (["prompts=[]"], "holds no prompt"),
+        (["seeds=few"], "seeds=few: how many, or a list"),
+        (["seeds=0"], "seeds=0: how many, or a list"),
+        (["seeds=2", "shard=3"], "write part/parts"),
+        (["seeds=2", "shard=4/3"], "the part must be from 1 to 3"),
+    ],
+)
+def test_bad_lists_are_told(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        read(*overrides)

@@ -1,0 +1,193 @@
+"""Sweeps: nothing is made twice, failures stay alone, a killed sweep goes on, and any video can be made again."""
+import csv
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy
+import pytest
+from safetensors.numpy import load_file
+
+import records
+import report
+import run
+from schema import ConfigError
+from tests.conftest import ROOT, SMALL, make_config
+
+PROMPTS = ["a red circle, moving right", "a blue square", "a green star"]
+
+
+def start(cache, *overrides):
+    return subprocess.Popen([sys.executable, "run.py", *SMALL, cache, *overrides], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process):
+    output, _ = process.communicate(timeout=400)
+    return process.returncode, output
+
+
+def metrics(folder):
+    return json.loads((folder / "metrics.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory, cache):
+    """Four seeds of three prompts, killed in the middle and started again."""
+    folder = tmp_path_factory.mktemp("sweep")
+    arguments = [f"prompts={json.dumps(PROMPTS)}", "seeds=4", "seed=1", f"hydra.run.dir={folder}", "sweep.resume=true"]
+    process = start(cache, *arguments)
+    deadline = time.monotonic() + 200
+    while len(done(folder)) < 4 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    before = done(folder)
+    status, output = finish(start(cache, *arguments))
+    assert status == 0, output
+    return folder, before, output
+
+
+def done(folder):
+    return {path.parent.name: path.stat().st_mtime_ns for path in folder.glob("*/metrics.json")}
+
+
+def test_a_killed_sweep_goes_on_with_nothing_lost_or_doubled(sweep):
+    folder, before, _ = sweep
+    after = done(folder)
+    assert 4 <= len(before) < 12 and len(after) == 12
+    assert all(after[name] == time for name, time in before.items()), "finished jobs are left alone"
+    frames = {name: load_file(folder / name / "decode.safetensors")["frames"].tobytes() for name in after}
+    assert len(set(frames.values())) == 12, "no two videos are the same"
+
+
+def test_a_sweep_loads_and_compiles_once(sweep):
+    folder, before, _ = sweep
+    made = [metrics(folder / name) for name in sorted(done(folder)) if name not in before]
+    assert set(made[0]["compile"]) == {"text.encode", "denoise.step", "decode.first", "decode.later"}
+    assert {"load_text", "load_denoise", "load_decode"} <= set(made[0]["seconds"])
+    for later in made[1:]:
+        assert not later["compile"]
+        assert not [name for name in later["seconds"] if name.startswith("load_")]
+    texts = [name for name in (job["seconds"] for job in made) if "text" in name]
+    assert len(texts) == len({json.dumps(job["overrides"]).split("prompt.text")[1].split('"')[0] for job in made}), "each prompt is encoded once"
+
+
+def test_a_sweep_is_reported(sweep):
+    folder, _, output = sweep
+    assert output.splitlines()[-1] == str(folder / "report.html")
+    with (folder / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 12 and {row["seed"] for row in rows} == {"1", "2", "3", "4"}
+    assert len({row["prompt.text"] for row in rows}) == 3 and all(float(row["seconds_per_step"]) > 0 for row in rows)
+    assert len((folder / "results.jsonl").read_text().splitlines()) == 12
+    page = (folder / "report.html").read_text()
+    assert page.count("<video") == page.count("data:video/mp4;base64,") == 12
+    assert page.count("contact sheet") == 12 and page.count("python run.py replay=") == 12
+    assert "http" not in page.replace("http-equiv", ""), "the page needs nothing from elsewhere"
+
+
+def test_one_failure_does_not_stop_the_others(tmp_path, cache):
+    jobs = tmp_path / "jobs.jsonl"
+    jobs.write_text('{"prompt": "a red circle"}\n{"prompt": "a", "resolution.height": 50}\n{oops\n{"prompt": "b", "stesp": 3}\n{"prompt": "a blue square"}\n')
+    status, output = finish(start(cache, f"prompts={jobs}", f"hydra.run.dir={tmp_path / 'out'}", "steps=1"))
+    assert status == 1
+    assert sorted(done(tmp_path / "out")) == ["0001", "0005"]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    errors = {row["job"]: row["error"] for row in rows if row["status"] == "failed"}
+    assert "multiple of 16" in errors["0002"] and "line 3: not JSON" in errors["0003"] and "nearest: steps" in errors["0004"]
+    assert "line 3: not JSON" in output
+
+
+def test_a_hydra_sweep_over_meshes_and_blocks(tmp_path, cache):
+    arguments = ["-m", "stages=[text,denoise]", "steps=1", "mesh=auto,cpu_8", "attention=xla", "attention.self.block_kv=16,512", f"hydra.sweep.dir={tmp_path}"]
+    status, output = finish(start(cache, *arguments))
+    assert status == 0, output
+    latents = [load_file(tmp_path / str(job) / "denoise.safetensors")["latents"] for job in range(4)]
+    assert all(numpy.abs(latents[0] - other).max() < 1e-4 for other in latents)
+    made = [metrics(tmp_path / str(job)) for job in range(4)]
+    assert [job["devices"] for job in made] == [1, 1, 8, 8]
+    assert ["load_denoise" in job["seconds"] for job in made] == [True, False, True, False], "weights survive a change of blocks, not of mesh"
+    assert "attention.self.block_kv" in (tmp_path / "report.html").read_text()
+
+
+# ---------------------------------------------------------------- replay
+
+
+def frames(folder):
+    return load_file(folder / "decode.safetensors")["frames"]
+
+
+def test_a_video_alone_is_replayed_bit_for_bit(sweep, tmp_path, cache):
+    folder, before, _ = sweep
+    original = folder / min(before)
+    video = tmp_path / "found.mp4"
+    shutil.copy(original / "video.mp4", video)
+    command = [sys.executable, "run.py", cache, f"replay={video}", f"hydra.run.dir={tmp_path / 'again'}"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert numpy.array_equal(frames(tmp_path / "again"), frames(original))
+    assert "differs" not in answer.stderr
+    assert metrics(tmp_path / "again")["config_hash"] == metrics(original)["config_hash"]
+
+
+def test_overrides_go_on_top_of_a_replay(sweep):
+    folder, before, _ = sweep
+    source = folder / min(before)
+    config = make_config(f"replay={source}", "seed=77", "mesh=cpu_8")
+    taken = records.take_over(config, [f"replay={source}", "seed=77", "mesh=cpu_8"])
+    assert (taken.seed, taken.mesh.name, taken.steps, taken.resolution.height) == (77, "cpu_8", 3, 64)
+    assert taken.prompt.text == PROMPTS[0]
+
+
+def test_a_replay_elsewhere_says_what_differs(sweep, caplog):
+    folder, before, _ = sweep
+    source = folder / min(before)
+    now = metrics(source) | {"device": "TPU v6 lite", "devices": 8}
+    with caplog.at_level("WARNING"):
+        records.compare_replay(make_config(f"replay={source}"), now)
+    assert "device differs: cpu then, TPU v6 lite now" in caplog.text and "devices differs: 1 then, 8 now" in caplog.text
+
+
+@pytest.mark.parametrize("what, message", [("none", "no such run folder or video"), ("plain.mp4", "carries no settings"), ("empty", "not a run folder")])
+def test_what_cannot_be_replayed_is_told(tmp_path, what, message):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "plain.mp4").write_bytes(b"not a video")
+    config = make_config(f"replay={tmp_path / what}")
+    with pytest.raises(ConfigError, match=message):
+        records.take_over(config, [])
+
+
+# ---------------------------------------------------------------- other ends
+
+
+def test_a_full_disk_is_told_and_finished_stages_are_kept(tmp_path, cache, monkeypatch, caplog):
+    save = records.save
+
+    def full(config, folder, stage, *rest):
+        if stage == "decode":
+            raise OSError(28, "No space left on device", str(folder))
+        save(config, folder, stage, *rest)
+
+    monkeypatch.setattr(records, "save", full)
+    monkeypatch.setattr(run, "failures", [])
+    assert run.attempt(make_config(*SMALL, cache), tmp_path, []) is None
+    assert "the disk is full; free some space and go on with resume=" in caplog.text
+    assert (tmp_path / "denoise.safetensors").exists() and not (tmp_path / "video.mp4").exists()
+
+
+def test_previews_are_updated_while_denoising(generate, monkeypatch):
+    seen = []
+    monkeypatch.setattr(records, "write_preview", lambda folder, frame: seen.append(frame))
+    generate("preview_every=1")
+    assert len(seen) == 2 and seen[0].shape == (64, 64, 3) and seen[0].dtype == numpy.uint8
+    assert numpy.abs(seen[0].astype(int) - seen[1]).mean() > 0.1
+
+
+def test_an_unfinished_job_is_reported_as_such(tmp_path):
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "config.yaml").write_text("{}")
+    report.write(tmp_path)
+    assert json.loads((tmp_path / "results.jsonl").read_text())["status"] == "unfinished"
