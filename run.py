@@ -172,6 +172,14 @@ def generate(config, folder: Path, overrides=()) -> float:
     return clock.median_step() or clock.report()["seconds"]["total"]
 
 
+def tune(config, folder: Path, overrides=()) -> float:
+    """Search block sizes on this device; see tune.py."""
+    mesh = start_jax(config)
+    import tune
+
+    return tune.search(config, mesh, folder, bar)
+
+
 def presets(config, folder: Path, overrides=()) -> None:
     """The presets as a table: name, and the first line of its file."""
     for name in commandline.options("preset"):
@@ -179,7 +187,7 @@ def presets(config, folder: Path, overrides=()) -> None:
         print(f"{name:36} {header}")
 
 
-TASKS = {"generate": generate, "presets": presets}
+TASKS = {"generate": generate, "tune": tune, "presets": presets}
 
 
 # ---------------------------------------------------------------- progress

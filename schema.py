@@ -13,9 +13,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-TASKS = ("generate", "presets")
+TASKS = ("generate", "tune", "presets")
 STAGES = ("text", "denoise", "decode")
 COMPONENTS = {"text": "text_encoder", "denoise": "transformer", "decode": "vae"}
 DTYPES = ("float32", "bfloat16", "float16")
@@ -134,6 +135,12 @@ class Compile:
 class Sweep:
     active: bool = False
     resume: bool = False
+
+
+@dataclass
+class Tune:
+    search: list[str] = field(default_factory=list)  # key=value,value,…
+    repeats: int = 5
 
 
 @dataclass
@@ -284,6 +291,7 @@ class Config:
     compile: Compile = field(default_factory=Compile)
     output: Output = field(default_factory=Output)
     sweep: Sweep = field(default_factory=Sweep)
+    tune: Tune = field(default_factory=Tune)
 
 
 def root() -> DictConfig:
@@ -311,7 +319,7 @@ def nearest_multiple(value: int, base: int, offset: int = 0) -> str:
 
 def validate(config: Config) -> None:
     """Raises one ConfigError that lists everything wrong with a composed config; returns if nothing is."""
-    checks = (choice_problems, resolution_problems, sampling_problems, prompt_problems, mesh_problems, table_problems, op_problems)
+    checks = (choice_problems, resolution_problems, sampling_problems, prompt_problems, mesh_problems, table_problems, op_problems, tune_problems)
     problems = [problem for check in checks for problem in check(config)]
     if not problems:  # the attention checks need sound axes and heads
         transformer = config.model.architecture["transformer"]
@@ -444,6 +452,24 @@ def rule_problems(key: str, rule: Rule, axes):
             yield f"{key}.spec: the mesh has no axis {axis!r}; {nearest(axis, axes)}"
     if len(set(used)) != len(used):
         yield f"{key}.spec={list(rule.spec)}: an axis may shard one dimension only"
+
+
+def tune_problems(config: Config):
+    for key, values in search_lists(config).items():
+        if OmegaConf.select(config, key) is None:
+            yield f"tune.search: no key {key}; e.g. attention.self.block_q=512,1024"
+        if not values or None in values:
+            yield f"tune.search: {key} needs values to try; write {key}=512,1024"
+    if config.task == "tune" and not config.tune.search:
+        yield "tune.search=[]: name at least one key and its values"
+    if config.tune.repeats < 1:
+        yield f"tune.repeats={config.tune.repeats}: must be at least 1; usual 5"
+
+
+def search_lists(config) -> dict[str, list]:
+    """tune.search as {key: values}: `attention.self.block_q=512,1024` -> {"attention.self.block_q": [512, 1024]}."""
+    pairs = (entry.partition("=") for entry in config.tune.search)
+    return {key: yaml.safe_load(f"[{values}]") for key, _, values in pairs}
 
 
 def op_problems(config: Config):
