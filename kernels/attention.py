@@ -18,7 +18,7 @@ from kernels import parallel as schemes
 from kernels import splash
 
 CONF = Path(__file__).parent.parent / "conf" / "attention"
-MASKED = -1e30  # a finite stand-in for -inf: a row masked so far must not become inf - inf
+MASKED = splash.LOWEST  # finite: a row masked so far must not become inf - inf
 
 
 def attend(query, key, value, kernel, parallel=None, mesh=None, cross=False):
@@ -103,14 +103,25 @@ def online_step(carry, scores, value_block):
 
 
 def cudnn(query, key, value, head_dim, kernel):
-    """cuDNN's fused attention (NVIDIA, bf16 or fp16)."""
+    """cuDNN's fused attention (NVIDIA, bf16 or fp16).
+
+    It is 4 to 9 % slower where the keys are no multiple of 128 (75,600 are not): there, the last few are attended to apart.
+    """
+    whole = key.shape[1] // 128 * 128
+    if whole in (0, key.shape[1]):
+        return cudnn_call(query, key, value, head_dim)
+    most, rest = (cudnn_call(query, key[:, part], value[:, part], head_dim) for part in (slice(whole), slice(whole, None)))
+    out, log_sum = schemes.merge(most, rest, head_dim)
+    return out.astype(query.dtype), log_sum
+
+
+def cudnn_call(query, key, value, head_dim):
     # jax.nn.dot_product_attention rounds the log-sum-exp to bf16, too coarse to merge with; this is the function under it.
     from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention
 
-    batch, queries, width = query.shape
-    split = [x.reshape(batch, x.shape[1], -1, head_dim) for x in (query, key, value)]
+    split = [x.reshape(*x.shape[:2], -1, head_dim) for x in (query, key, value)]
     out, log_sum = dot_product_attention(*split, scale=head_dim**-0.5, return_residual=True)
-    return out.reshape(batch, queries, width), log_sum
+    return out.reshape(query.shape), log_sum
 
 
 def tpu_splash(query, key, value, head_dim, kernel):
