@@ -200,27 +200,30 @@ class ScannedBlocks(torch.nn.Module):
     """All transformer blocks as one `lax.scan` over stacked weights, so that the program does not grow with depth.
 
     It stands in the model's `blocks` list as its only element: diffusers' own loop over the blocks runs it once.
-    Its parameters carry a leading dimension, the layer.
+    Its parameters carry a leading dimension, the layer. With `gathered`, a sharding, each layer's weights are brought to
+    it before use: XLA gathers the next layer's while this one computes.
     """
 
-    def __init__(self, block):
+    def __init__(self, block, gathered=None):
         super().__init__()
-        self.block = block
+        self.block, self.gathered = block, gathered
 
     def forward(self, hidden_states, *rest):
         stacked = interop.jax_view(dict(self.block.named_parameters()))
         rest = interop.jax_view(rest)
 
         def one_block(hidden, weights):
+            if self.gathered is not None:
+                weights = jax.lax.with_sharding_constraint(weights, self.gathered)
             return call_module(self.block, weights, hidden, *rest), None
 
         hidden, _ = jax.lax.scan(one_block, interop.jax_view(hidden_states), stacked)
         return interop.torch_view(hidden)
 
 
-def scan_blocks(transformer):
+def scan_blocks(transformer, gathered=None):
     """Put the blocks of a transformer (on the meta device) under one scan."""
-    transformer.blocks = torch.nn.ModuleList([ScannedBlocks(transformer.blocks[0])])
+    transformer.blocks = torch.nn.ModuleList([ScannedBlocks(transformer.blocks[0], gathered)])
 
 
 # ---------------------------------------------------------------- VAE

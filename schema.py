@@ -77,6 +77,7 @@ class Table:
     weights: dict[str, Rule] = field(default_factory=dict)
     activations: dict[str, Rule] = field(default_factory=dict)
     carry: list[Any] = field(default_factory=list)  # spec of what a stage hands from call to call (the VAE's caches)
+    gather: bool = False  # bring each block's weights together before use (transformer, under the scan)
     unmatched: str = "error"  # replicate | error
 
 
@@ -431,6 +432,9 @@ def table_problems(config: Config):
         for kind in ("weights", "activations"):
             for name, rule in table[kind].items():
                 yield from rule_problems(f"sharding.{component}.{kind}.{name}", rule, config.mesh.axes)
+    for component in COMPONENTS.values():
+        if config.sharding[component].gather and not (component == "transformer" and config.model.scan_blocks):
+            yield f"sharding.{component}.gather=true: works on the transformer's scanned blocks only; set model.scan_blocks=true, or gather=false"
     for key in ("batch", "heads", "ulysses", "ring"):
         axis = config.sharding.attention[key]
         if axis is not None and axis not in config.mesh.axes:

@@ -151,7 +151,7 @@ def build_denoise(config, mesh) -> Stage:
     processor = patches.AttentionProcessor(attention, OmegaConf.to_object(config.sharding.attention), mesh)
     module.set_attn_processor(processor)
     if config.model.scan_blocks:
-        patches.scan_blocks(module)
+        patches.scan_blocks(module, replicated(mesh) if config.sharding.transformer.gather else None)
     batched = config.guidance == "batched"
 
     def forward(arrays, latents, timestep, embeddings):

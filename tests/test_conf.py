@@ -28,7 +28,8 @@ def test_every_real_combination_is_valid(resolution, attention):
 
 
 def build(model, mesh, sharding, stage):
-    config = make_config(f"model={model}", f"mesh={mesh}", f"sharding={sharding}", "resolution=720p")
+    axes = ["mesh.axes={dp:2,sp:4,tp:1}"] if sharding in ("sequence", "ring") else []
+    config = make_config(f"model={model}", f"mesh={mesh}", f"sharding={sharding}", "resolution=720p", *axes)
     validate(config)
     return config, stages.BUILDERS[stage](config, run.abstract_mesh(config))
 

@@ -56,6 +56,8 @@ MESHES = {
     "tp": ["mesh=cpu_8", "mesh.axes={dp:1,sp:1,tp:8}"],
     "dp": ["mesh=cpu_8", "mesh.devices=2", "mesh.axes={dp:2,sp:1,tp:1}"],
     "dp and tp": ["mesh=cpu_8"],
+    "tokens over sp, Ulysses": ["mesh=cpu_8", "mesh.axes={dp:2,sp:4,tp:1}", "sharding=sequence"],
+    "tokens over sp, ring": ["mesh=cpu_8", "mesh.axes={dp:1,sp:8,tp:1}", "sharding=ring"],
 }
 
 

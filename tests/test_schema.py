@@ -44,6 +44,7 @@ BAD = {
     "sharding.transformer.weights.attention_in.spec=[tp,tp]": "an axis may shard one dimension only",
     "sharding.transformer.weights.attention_in.spec=[3]": "each entry must be an axis name",
     "sharding.transformer.weights.attention_in.pattern='(oops'": "not a regular expression",
+    "sharding=sequence model.scan_blocks=false": "sharding.transformer.gather=true: works on the transformer's scanned blocks only",
     "sharding.vae.unmatched=ignore": "sharding.vae.unmatched=ignore: unknown",
     "sharding.attention.heads=pt": "sharding.attention.heads=pt: the mesh has no such axis; nearest: tp",
     "attention.self.kernel=flash": "attention.self.kernel=flash: unknown; nearest: splash",
