@@ -81,6 +81,11 @@ def columns(row, varying) -> dict:
     return {"job": row["job"], "status": row["status"]} | {key: row["overrides"].get(key, "") for key in varying} | {key: row[key] for key in numbers}
 
 
+def shown(rows, varying) -> list[str]:
+    """The columns that say something."""
+    return [name for name in (columns(rows[0], varying) if rows else []) if any(columns(row, varying)[name] not in (None, "") for row in rows)]
+
+
 def write_table(path: Path, rows, varying) -> None:
     with path.open("w", newline="") as file:
         if rows:
@@ -126,12 +131,12 @@ def render(folder: Path, rows, varying) -> str:
 
 
 def render_table(rows, varying) -> str:
-    names = list(columns(rows[0], varying)) if rows else []
+    names = shown(rows, varying)
     fastest = min((row["seconds_per_step"] for row in rows if row["seconds_per_step"]), default=None)
     lines = ["<tr>" + "".join(f"<th>{html.escape(name.replace('_', ' '))}</th>" for name in names) + "<th>error</th></tr>"]
     for row in rows:
         marks = " ".join(mark for mark, on in (("failed", row["status"] == "failed"), ("best", fastest and row["seconds_per_step"] == fastest)) if on)
-        cells = "".join(render_cell(value) for value in columns(row, varying).values())
+        cells = "".join(render_cell(columns(row, varying)[name]) for name in names)
         lines.append(f"<tr class='{marks}'>{cells}<td>{html.escape(row['error'] or '')}</td></tr>")
     return f"<table>{''.join(lines)}</table>"
 

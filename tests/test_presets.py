@@ -1,0 +1,63 @@
+"""Published presets never change: each is compared with the copy it was published with.
+
+A new preset has no copy yet: PUBLISH=1 python -m pytest tests/test_presets.py writes it (and never replaces one).
+"""
+import difflib
+import os
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from commandline import CONF, options
+from schema import validate
+from tests.conftest import make_config
+
+GOLDEN = Path(__file__).parent / "golden"
+OF_THE_MACHINE = ("compile.cache_dir",)
+
+
+def published(name):
+    config = make_config(f"preset={name}")
+    validate(config)
+    return {key: value for key, value in flatten(OmegaConf.to_container(config, resolve=True)) if key not in OF_THE_MACHINE}
+
+
+def flatten(node, prefix=""):
+    for key, value in node.items():
+        if isinstance(value, dict) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+@pytest.mark.parametrize("name", options("preset"))
+def test_a_published_preset_does_not_change(name):
+    """Keys that were added since are allowed; a value that changed or a key that went is not."""
+    golden, now = GOLDEN / f"{name}.yaml", published(name)
+    if not golden.exists():
+        assert os.environ.get("PUBLISH"), f"{name} has no published copy; write it with PUBLISH=1 python -m pytest tests/test_presets.py"
+        golden.write_text(OmegaConf.to_yaml(OmegaConf.create(now)))
+    wanted = OmegaConf.to_container(OmegaConf.load(golden))
+    was, found = ([f"{key}: {values.get(key, 'gone')}" for key in wanted] for values in (wanted, now))
+    difference = "\n".join(difflib.unified_diff(was, found, "published", "now", lineterm="", n=0))
+    stem, _, version = name.rpartition("_v")
+    assert not difference, f"{name} was published and must stay as it was; put it back and add {stem}_v{int(version) + 1}\n{difference}"
+
+
+@pytest.mark.parametrize("name", options("preset"))
+def test_a_preset_is_named_and_headed_as_the_others(name):
+    assert re.fullmatch(r"t2v_[a-z0-9_]+_v\d+", name), "<task>_<size>_<resolution>_<hardware>_v<N>"
+    text = (CONF / "preset" / f"{name}.yaml").read_text()
+    assert text.startswith("# @package _global_\n# ")
+    assert f"python run.py preset={name}" in text and "Hardware:" in text and "Time:" in text and "Result:" in text
+
+
+def test_a_changed_preset_is_caught(monkeypatch):
+    name = options("preset")[0]
+    real = make_config(f"preset={name}")
+    real.steps += 1
+    monkeypatch.setattr("tests.test_presets.make_config", lambda *_: real)
+    with pytest.raises(AssertionError, match="must stay as it was; put it back and add .*_v2(.|\n)*steps"):
+        test_a_published_preset_does_not_change(name)
