@@ -1,0 +1,14 @@
+"""Wan 2.1 text-to-video for ComfyUI. Link this folder into ComfyUI's custom_nodes; README.md says how."""
+from .nodes import Wan21Config, Wan21TextEncoder, Wan21TPUPipeline, Wan21TPUSampler, Wan21TPUVAEDecoder
+
+NODE_CLASS_MAPPINGS = {node.__name__: node for node in (Wan21Config, Wan21TextEncoder, Wan21TPUSampler, Wan21TPUVAEDecoder, Wan21TPUPipeline)}
+
+NODE_DISPLAY_NAME_MAPPINGS = {
+    "Wan21Config": "Wan 2.1 Config",
+    "Wan21TextEncoder": "Wan 2.1 Text Encoder",
+    "Wan21TPUSampler": "Wan 2.1 TPU Sampler",
+    "Wan21TPUVAEDecoder": "Wan 2.1 TPU VAE Decoder",
+    "Wan21TPUPipeline": "Wan 2.1 TPU Full Pipeline",
+}
+
+__all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS"]
