@@ -178,7 +178,8 @@ class AttentionProcessor:
         context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         query, key, value = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(context)), attn.to_v(context)
         if rotary_emb is not None:
-            query, key = rotate(query, *rotary_emb, attn.heads), rotate(key, *rotary_emb, attn.heads)
+            with jax.named_scope("rope"):
+                query, key = rotate(query, *rotary_emb, attn.heads), rotate(key, *rotary_emb, attn.heads)
         kernel = self.attention.self if encoder_hidden_states is None else self.attention.cross
         attend = functools.partial(
             attend_flat, head_dim=query.shape[-1] // attn.heads, kernel=kernel, parallel=self.parallel, mesh=self.mesh,
@@ -259,6 +260,27 @@ def decode_chunk(vae, latent, caches):
 def two_frames(cache):
     """A cache of one frame, with a frame of zeros in front."""
     return cache if cache.shape[2] == 2 else torch.cat([torch.zeros_like(cache), cache], dim=2)
+
+
+# ---------------------------------------------------------------- names
+
+
+def name_scopes(module) -> None:
+    """Give every op the name of the module it comes from, for plans and profiles: …/attn1/to_q/…"""
+    open_scopes = []
+
+    def enter(child, _):
+        open_scopes.append(jax.named_scope(child.scope_name))
+        open_scopes[-1].__enter__()
+
+    def leave(child, *_):
+        open_scopes.pop().__exit__(None, None, None)
+
+    for name, child in module.named_modules():
+        if name:
+            child.scope_name = name.rpartition(".")[2]
+            child.register_forward_pre_hook(enter)
+            child.register_forward_hook(leave, always_call=True)
 
 
 # ---------------------------------------------------------------- activation sharding

@@ -136,6 +136,12 @@ def attempt_listed(folder: Path, overrides: list[str]) -> float | None:
 
 
 def write_report(folder: Path) -> None:
+    """The page of a sweep; the plans of a sweep of plans as one table."""
+    if next(folder.glob("*/plan.json"), None):
+        import plan
+
+        print(plan.compare(folder))
+        return
     import report
 
     print(report.write(folder))
@@ -180,6 +186,16 @@ def tune(config, folder: Path, overrides=()) -> float:
     return tune.search(config, mesh, folder, bar)
 
 
+def plan(config, folder: Path, overrides=()) -> float:
+    """Whether it fits and how fast it will be, on hardware that is not here; see plan.py."""
+    use_fake_devices(config)
+    import plan
+
+    report = plan.make(config, abstract_mesh(config), folder)
+    print((folder / "plan.md").read_text())
+    return plan.time_of(report)
+
+
 def presets(config, folder: Path, overrides=()) -> None:
     """The presets as a table: name, and the first line of its file."""
     for name in commandline.options("preset"):
@@ -187,7 +203,7 @@ def presets(config, folder: Path, overrides=()) -> None:
         print(f"{name:36} {header}")
 
 
-TASKS = {"generate": generate, "tune": tune, "presets": presets}
+TASKS = {"generate": generate, "plan": plan, "tune": tune, "presets": presets}
 
 
 # ---------------------------------------------------------------- progress
@@ -227,14 +243,21 @@ def start_jax(config):
     append_flags("LIBTPU_INIT_ARGS", config.compile.libtpu_flags)
     import jax
 
-    with contextlib.suppress(RuntimeError):  # JAX runs already, in a sweep: it has as many as it has
-        jax.config.update("jax_num_cpu_devices", max(FAKE_DEVICES, config.mesh.devices or 0))
+    use_fake_devices(config)
     if config.compile.cache_dir is not None:
         jax.config.update("jax_compilation_cache_dir", config.compile.cache_dir)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_default_matmul_precision", config.compile.matmul_precision)
     return make_mesh(config)
+
+
+def use_fake_devices(config) -> None:
+    """As many CPU devices as the mesh has. Once JAX runs, in a sweep, it has as many as it has."""
+    import jax
+
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", max(FAKE_DEVICES, config.mesh.devices or 0))
 
 
 def append_flags(variable: str, flags) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Optional
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-TASKS = ("generate", "tune", "presets")
+TASKS = ("generate", "plan", "tune", "presets")
 STAGES = ("text", "denoise", "decode")
 COMPONENTS = {"text": "text_encoder", "denoise": "transformer", "decode": "vae"}
 DTYPES = ("float32", "bfloat16", "float16")
@@ -53,6 +53,7 @@ class Chip:
     hbm_gib: Optional[float] = None
     peak_tflops: Optional[float] = None  # dense bf16
     topology: Optional[str] = None  # what the TPU compiler calls the slice
+    clock_ghz: Optional[float] = None
 
 
 @dataclass
@@ -136,6 +137,15 @@ class Compile:
 class Sweep:
     active: bool = False
     resume: bool = False
+
+
+@dataclass
+class Plan:
+    compiler: Optional[str] = None  # a Python with libtpu; null: this one if it has it; none: do not compile
+    margin_gib: float = 2.0
+    self_attention_share: float = 0.6
+    cross_attention_share: float = 0.4
+    correction: float = 1.0
 
 
 @dataclass
@@ -293,6 +303,7 @@ class Config:
     output: Output = field(default_factory=Output)
     sweep: Sweep = field(default_factory=Sweep)
     tune: Tune = field(default_factory=Tune)
+    plan: Plan = field(default_factory=Plan)
 
 
 def root() -> DictConfig:

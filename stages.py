@@ -68,6 +68,7 @@ def make_stage(config, mesh, component, module, programs, layers=1) -> Stage:
     """Plan a module's arrays, put its activation constraints in place and wrap its programs for tracing."""
     key, table = f"sharding.{component}", config.sharding[component]
     ops = patches.load_ops(config.ops, mesh_device(mesh).platform, config.allow_external_ops)
+    patches.name_scopes(module)
     patches.constrain_activations(module, table.activations, mesh, f"{key}.activations")
     tensors = weights.plan(module, table, mesh, config.model.dtype[component], key, layers)
 

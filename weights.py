@@ -99,8 +99,13 @@ def scanned_prefix(module, name) -> str | None:
 
 
 def kept_dtype(module, name, dtype) -> str:
-    """The configured dtype, or float32 where the model's authors keep it."""
+    """The configured dtype, or float32 where the model's authors keep it.
+
+    diffusers keeps its list in float32 for any half precision, transformers for float16 only (its strict list for both).
+    """
     kept = getattr(module, "_keep_in_fp32_modules", None) or ()
+    if dtype != "float16" and hasattr(module, "_keep_in_fp32_modules_strict"):
+        kept = module._keep_in_fp32_modules_strict or ()
     return "float32" if any(part in kept for part in name.split(".")) else dtype
 
 

@@ -1,0 +1,209 @@
+"""Compile an exported program for a TPU topology, with libtpu and without a TPU, and say what the compiler says of it.
+
+    python compiler.py step.bin --topology v6e:2x4 --mesh dp=2,sp=1,tp=4 --json report.json
+
+It runs in any Python that has JAX and libtpu, and imports nothing else: plan.py calls it, in this environment or through
+the command in `plan.compiler`. The report, per chip: HBM, code size, the compiler's cycle estimate of every op (loop bodies
+times their trips; Pallas kernels have none), and the collectives with their bytes.
+"""
+import argparse
+import json
+import math
+import os
+import re
+import sys
+import time
+
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute", "ragged-all-to-all")
+ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
+
+
+# ---------------------------------------------------------------- reading HLO
+
+
+def computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """The instructions of every computation in an HLO module's text, and the entry's name."""
+    found, current, entry = {}, None, None
+    for line in text.splitlines():
+        header = re.match(r"(ENTRY )?%?([^\s(]+) .*\{$", line)
+        if header and not line.startswith((" ", "HloModule")):
+            current = found.setdefault(header.group(2), [])
+            entry = header.group(2) if header.group(1) else entry
+        elif current is not None and " = " in line:
+            current.append(line.strip())
+    return found, entry
+
+
+def instructions(text: str):
+    """(instruction, how often it runs) for everything the entry computation reaches through loops, calls and branches."""
+    found, entry = computations(text)
+
+    def visit(name, times):
+        for line in found.get(name, ()):
+            yield line, times
+            loop = re.search(r" while\(.*condition=%?([^\s,]+), body=%?([^\s,]+)", line)
+            if loop:
+                yield from visit(loop.group(2), times * trips(line, found.get(loop.group(1), ())))
+            for callee in re.findall(r" (?:call|async-start)\(.*?(?:to_apply|calls)=%?([^\s,)]+)", line):
+                yield from visit(callee, times)
+            for branches in re.findall(r"(?:branch_computations=\{|true_computation=|false_computation=)([^}]*?)(?:\}|, false|, metadata|$)", line):
+                yield from visit(branches.split(",")[0].strip(" %"), times)  # the branch that is expected; the other is a fallback
+
+    yield from visit(entry, 1)
+
+
+def trips(line: str, condition) -> int:
+    """How often a loop runs: as XLA knows it, else the constant its counter is compared with."""
+    known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+    if known:
+        return int(known.group(1))
+    return max((int(value) for text in condition for value in re.findall(r"s32\[\]\S* constant\((\d+)\)", text)), default=1)
+
+
+def result_bytes(line: str) -> int:
+    """Bytes of an instruction's result, tuples summed."""
+    result = line.split(" = ", 1)[1]
+    result = result[: result.index(")") + 1] if result.startswith("(") else result.split(" ")[0]
+    return sum(math.prod([int(size) for size in sizes.split(",") if size]) * ITEM_BYTES.get(dtype, 4) for dtype, sizes in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", result))
+
+
+def collectives(text: str, axes: dict[str, int]) -> list[dict]:
+    """What is communicated, by kind and mesh axis: how often, and the bytes one chip receives in all."""
+    found = {}
+    for line, times in instructions(text):
+        kind = re.search(r" (" + "|".join(COLLECTIVES) + r")(?:-start)?\(", line)
+        if not kind:
+            continue
+        size = result_bytes(line)
+        if "-start(" in line and line.split(" = ", 1)[1].startswith("("):
+            size //= 2  # an asynchronous start returns its operand beside its result
+        if "_promoted" in line:
+            size //= 2  # a backend without bf16 sums doubled it
+        row = found.setdefault((kind.group(1), axis_of(line, axes)), {"count": 0, "bytes": 0})
+        row["count"] += times
+        row["bytes"] += times * size
+    return [{"kind": kind, "axis": axis, **row} for (kind, axis), row in sorted(found.items())]
+
+
+def axis_of(line: str, axes: dict[str, int]) -> str:
+    """The mesh axes along which the devices of one group differ."""
+    group = first_group(line)
+    sizes = list(axes.values())
+
+    def coordinates(device):
+        place = []
+        for size in reversed(sizes):
+            device, rest = divmod(device, size)
+            place.append(rest)
+        return place[::-1]
+
+    places = [coordinates(device) for device in group]
+    return "+".join(axis for index, axis in enumerate(axes) if len({place[index] for place in places}) > 1) or "none"
+
+
+def first_group(line: str) -> list[int]:
+    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", line)
+    if listed:
+        return [int(device) for device in listed.group(1).split(",")]
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line)
+    if named:
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named.group(1))}
+        return devices_along(sizes, re.findall(r"'(\w+)'", named.group(2)))
+    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+    if iota:
+        shape = [int(size) for size in iota.group(3).split(",")]
+        order = [int(axis) for axis in iota.group(4).split(",")] if iota.group(4) else list(range(len(shape)))
+        return transposed_iota(shape, order)[: int(iota.group(2))]
+    return []
+
+
+def devices_along(sizes: dict[str, int], varying) -> list[int]:
+    """Devices of the first group: those axes counted through, the others at 0."""
+    group, stride = [0], 1
+    for name, size in reversed(sizes.items()):
+        if name in varying:
+            group = [device + stride * index for index in range(size) for device in group]
+        stride *= size
+    return sorted(group)
+
+
+def transposed_iota(shape, order) -> list[int]:
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    flat = [0]
+    for axis in order:
+        flat = [base + strides[axis] * index for base in flat for index in range(shape[axis])]
+    return flat
+
+
+def cycle_rows(text: str) -> list[dict]:
+    """The compiler's cycle estimate of every op that has one, with the name it had in the program."""
+    rows = []
+    for line, times in instructions(text):
+        cycles = re.search(r'"estimated_cycles":"(\d+)"', line)
+        if cycles:
+            name = re.search(r'op_name="([^"]*)"', line)
+            kind = re.search(r"\}?\)? ([a-z][\w\-]*)\(", line.split(" = ", 1)[1])
+            rows.append({"op": line.split(" = ")[0].removeprefix("ROOT ").strip("% "), "kind": kind.group(1) if kind else "", "times": times,
+                         "cycles": times * int(cycles.group(1)), "name": name.group(1) if name else ""})
+    return sorted(rows, key=lambda row: -row["cycles"])
+
+
+# ---------------------------------------------------------------- compiling
+
+
+def compile_for(path: str, topology_name: str, axes: dict[str, int]) -> dict:
+    """Everything the compiler says of an exported program on a topology's devices."""
+    os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", ALLOW_MULTIPLE_LIBTPU_LOAD="1", JAX_PLATFORMS="cpu")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-8")
+    import jax
+    import numpy
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=topology_name)
+    devices = numpy.array(topology.devices)
+    wanted = math.prod(axes.values())
+    if devices.size != wanted:
+        sys.exit(f"the mesh {axes} has {wanted} devices, the topology {topology_name} has {devices.size}")
+    mesh = jax.sharding.Mesh(devices.reshape(tuple(axes.values())), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
+    exported = jax.export.deserialize(bytearray(open(path, "rb").read()))
+    structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding) for aval, sharding in zip(exported.in_avals, exported.in_shardings_jax(mesh))]
+    arguments, keywords = jax.tree.unflatten(exported.in_tree, structs)
+    began = time.time()
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(exported.call).lower(*arguments, **keywords).compile()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    rows = cycle_rows(text)
+    return {
+        "device": topology.devices[0].device_kind,
+        "compile_seconds": time.time() - began,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "code_bytes": memory.generated_code_size_in_bytes,
+        "cycles": sum(row["cycles"] for row in rows),
+        "ops": rows[:400],
+        "collectives": collectives(text, axes),
+    }, text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("artifact", help="what jax.export(...).serialize() gave")
+    parser.add_argument("--topology", required=True, help="libtpu's name: v6e:2x4, v5e:2x4, v5p:2x2x1")
+    parser.add_argument("--mesh", required=True, help="axis=size,… in order")
+    parser.add_argument("--json", required=True, help="where the report goes")
+    parser.add_argument("--hlo", help="where the compiled program's text goes")
+    options = parser.parse_args()
+    axes = {axis: int(size) for axis, size in (item.split("=") for item in options.mesh.split(","))}
+    report, text = compile_for(options.artifact, options.topology, axes)
+    with open(options.json, "w") as file:
+        json.dump(report, file)
+    if options.hlo:
+        with open(options.hlo, "w") as file:
+            file.write(text)
+    sys.stdout.flush()
+    os._exit(0)  # libtpu's teardown can crash where there is no TPU; the report is complete here
+
+
+if __name__ == "__main__":
+    main()
