@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 import schema
 from kernels import parallel as schemes
 from kernels import splash
+from kernels.rotary import rotate
 
 CONF = Path(__file__).parent.parent / "conf" / "attention"
 MASKED = splash.LOWEST  # finite: a row masked so far must not become inf - inf
@@ -27,11 +28,15 @@ def attend(query, key, value, kernel, parallel=None, mesh=None, cross=False):
     return attend_flat(*flat, query.shape[-1], kernel, parallel, mesh, cross).reshape(query.shape)
 
 
-def attend_flat(query, key, value, head_dim, kernel, parallel=None, mesh=None, cross=False):
+def attend_flat(query, key, value, head_dim, kernel, parallel=None, mesh=None, cross=False, rotary=None):
     """softmax(query · keyᵀ / sqrt(head_dim)) · value per head, on (batch, tokens, heads * head_dim).
 
-    `cross` says that the keys are few and every device holds them all, so that no token has to travel.
+    `cross` says that the keys are few and every device holds them all, so that no token has to travel. `rotary`, the cosines
+    and sines of RoPE as (tokens, head_dim / 2) float32, turns queries and keys first.
     """
+    parallel = parallel or schema.Parallel()
+    if rotary is not None:
+        query, key = (turn(x, rotary, head_dim, kernel, parallel, mesh) for x in (query, key))
     if kernel.smooth_keys:  # here, where the mean is over all tokens, not one device's
         key = key - jnp.mean(key, axis=1, keepdims=True, dtype=jnp.float32).astype(key.dtype)
 
@@ -40,7 +45,14 @@ def attend_flat(query, key, value, head_dim, kernel, parallel=None, mesh=None, c
 
     if mesh is None:
         return local(query, key, value)[0]
-    return schemes.spread(local, query, key, value, head_dim, parallel or schema.Parallel(), mesh, cross)
+    return schemes.spread(local, query, key, value, head_dim, parallel, mesh, cross)
+
+
+def turn(array, rotary, head_dim, kernel, parallel, mesh):
+    def function(array, cosine, sine):
+        return rotate(array, cosine, sine, head_dim, kernel)
+
+    return function(array, *rotary) if mesh is None else schemes.spread_by_token(function, array, rotary, parallel, mesh)
 
 
 def chosen(kernel, keys):

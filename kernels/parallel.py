@@ -40,6 +40,16 @@ def spread(local, query, key, value, head_dim, parallel, mesh, cross):
     return sharded(query, key, value)[:, :queries]
 
 
+def spread_by_token(function, array, tables, parallel, mesh):
+    """Run `function(array, *tables)`, which works token by token, on every device's share; tables are (tokens, …)."""
+    token_axes = tuple(axis for axis in (parallel.ring, parallel.ulysses) if axis)
+    shards = prod(mesh.shape[axis] for axis in token_axes)
+    spec, table_spec = PartitionSpec(parallel.batch, token_axes or None, parallel.heads), PartitionSpec(token_axes or None)
+    sharded = jax.shard_map(function, mesh=mesh, in_specs=(spec, *(table_spec for _ in tables)), out_specs=spec, check_vma=False)
+    padded = (pad_tokens(table[None], shards)[0] for table in tables)
+    return sharded(pad_tokens(array, shards), *padded)[:, :array.shape[1]]
+
+
 def pad_tokens(array, shards):
     return jnp.pad(array, ((0, 0), (0, -array.shape[1] % shards), (0, 0)))
 

@@ -1,0 +1,61 @@
+"""RoPE as a kernel equals RoPE written out, on one device and spread over eight."""
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
+
+import schema
+from kernels import attention, rotary
+
+PLAIN = schema.Kernel(kernel="xla")
+LANES = schema.Kernel(kernel="splash", interpret=True)
+
+
+def make_inputs(tokens, heads, head_dim, dtype=jnp.float32):
+    generator = np.random.default_rng(tokens)
+    angles = generator.uniform(0, 6, (tokens, head_dim // 2))
+    array = jnp.asarray(generator.normal(1, 1, (2, tokens, heads * head_dim)), dtype)
+    return array, jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
+
+
+def complex_rotation(array, cosine, sine, head_dim):
+    pairs = np.asarray(array, np.float64).reshape(*array.shape[:2], -1, head_dim // 2, 2)
+    turned = (pairs[..., 0] + 1j * pairs[..., 1]) * (np.asarray(cosine, np.float64) + 1j * np.asarray(sine, np.float64))[:, None, :]
+    return np.stack((turned.real, turned.imag), axis=-1).reshape(array.shape)
+
+
+@pytest.mark.parametrize("kernel", [PLAIN, LANES], ids=lambda kernel: kernel.kernel)
+@pytest.mark.parametrize("tokens, heads, head_dim", [(300, 2, 128), (7, 2, 64), (19, 3, 64)])
+def test_rotation_is_multiplication_by_a_complex_number(tokens, heads, head_dim, kernel):
+    inputs = make_inputs(tokens, heads, head_dim)
+    np.testing.assert_allclose(rotary.rotate(*inputs, head_dim, kernel), complex_rotation(*inputs, head_dim), atol=1e-5)
+
+
+def test_bf16_is_rounded_once():
+    inputs = make_inputs(40, 2, 128, jnp.bfloat16)
+    out = rotary.rotate(*inputs, 128, LANES)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(out, np.float32), complex_rotation(*inputs, 128), rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [48, 41])
+def test_attention_turns_queries_and_keys_on_every_device(tokens):
+    query, cosine, sine = make_inputs(tokens, 2, 64)
+    key, value = query[::-1] * 0.3, query + 1
+    turned = [jnp.asarray(complex_rotation(x, cosine, sine, 64), jnp.float32) for x in (query, key)]
+    mesh = jax.make_mesh((2, 4), ("u", "r"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    parallel = schema.Parallel(ulysses="u", ring="r")
+    out = jax.jit(lambda *arrays: attention.attend_flat(*arrays[:3], 64, PLAIN, parallel, mesh, rotary=arrays[3:]))(query, key, value, cosine, sine)
+    np.testing.assert_allclose(out, attention.attend_flat(*turned, value, 64, PLAIN), atol=1e-5)
+
+
+def test_kernel_lowers_for_tpu():
+    device = AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
+    mesh = AbstractMesh((1,), ("x",), abstract_device=device)
+    kernel = schema.Kernel(kernel="splash")
+    arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+              for shape, dtype in (((1, 75_600, 5120), jnp.bfloat16), ((75_600, 64), jnp.float32), ((75_600, 64), jnp.float32))]
+    with jax.sharding.use_abstract_mesh(mesh):
+        exported = jax.export.export(jax.jit(lambda *arrays: rotary.rotate(*arrays, 128, kernel)), platforms=["tpu"])(*arrays)
+    assert "tpu_custom_call" in exported.mlir_module()
