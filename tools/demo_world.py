@@ -100,20 +100,26 @@ SEEN = [combination for combination in COMBINATIONS if not is_held_out(*combinat
 
 def sample_scene(random: Random, combinations=SEEN, pair_share: float = 0.4) -> Scene:
     """A scene whose (colour, shape, motion) combinations all come from `combinations`."""
-    background = random.choice(BACKGROUNDS)
     if random.random() < pair_share:
         places = random.choice(list(PAIR_MOTIONS))
-        first = _sample_thing(random, combinations, {background}, PAIR_MOTIONS[places])
-        second = _sample_thing(random, combinations, {background, first.colour}, PAIR_MOTIONS[places])
-        return Scene((replace(first, place=places[0]), replace(second, place=places[1])), background)
-    return Scene((_sample_thing(random, combinations, {background}, MOTIONS),), background)
+        first = _sample_thing(random, combinations, PAIR_MOTIONS[places])
+        second = _sample_thing(random, combinations, PAIR_MOTIONS[places], other_than=first.colour)
+        things = replace(first, place=places[0]), replace(second, place=places[1])
+    else:
+        things = (_sample_thing(random, combinations, MOTIONS),)
+    return Scene(things, _sample_background(random, things))
 
 
-def _sample_thing(random: Random, combinations, taken_colours, motions) -> Thing:
+def _sample_thing(random: Random, combinations, motions, other_than: str | None = None) -> Thing:
     while True:
         colour, shape, motion = random.choice(combinations)
-        if colour not in taken_colours and motion in motions:
+        if colour != other_than and motion in motions:
             return _dress(random, colour, shape, motion)
+
+
+def _sample_background(random: Random, things: tuple[Thing, ...]) -> str:
+    taken = {thing.colour for thing in things}
+    return random.choice([name for name in BACKGROUNDS if name not in taken])
 
 
 def _dress(random: Random, colour: str, shape: str, motion: str) -> Thing:
@@ -128,8 +134,8 @@ def fixed_prompts(seed: int, pairs: int) -> list[tuple[str, Scene]]:
     random = Random(seed)
     scenes = []
     for colour, shape, motion in HELD_OUT:
-        background = random.choice([name for name in BACKGROUNDS if name != colour])
-        scenes.append(Scene((_dress(random, colour, shape, motion),), background))
+        things = (_dress(random, colour, shape, motion),)
+        scenes.append(Scene(things, _sample_background(random, things)))
     scenes += [sample_scene(random, HELD_OUT, pair_share=1.0) for _ in range(pairs)]
     return [(caption(scene, random, complete=True), scene) for scene in scenes]
 
@@ -411,17 +417,17 @@ def cover(shape: torch.Tensor, x: torch.Tensor, y: torch.Tensor, radius: torch.T
     return inside * (1 - hole)
 
 
-def render(things: torch.Tensor, backgrounds: torch.Tensor, frames: int = FRAMES, size: int = SIZE) -> torch.Tensor:
+def render(things: torch.Tensor, backgrounds: torch.Tensor, size: int = SIZE, times: slice = slice(None)) -> torch.Tensor:
     """Draw clips: things [clips, 2, fields], backgrounds [clips, 3] -> [clips, 3, frames, size, size] in -1..1.
 
-    Drawn at twice the size and averaged down, which is what smooths the edges.
+    `times` picks some of the FRAMES frames. Drawn at twice the size and averaged down, which is what smooths the edges.
     """
     fine = 2 * size
     line = (torch.arange(fine, device=things.device) + 0.5) * (2 / fine) - 1
     y, x = line[:, None], line[None, :]
     light = 1.06 - 0.12 * (y + 1) / 2  # a little brighter at the top
-    video = (backgrounds[:, :, None, None, None] * light).expand(-1, -1, frames, -1, fine)
-    time = torch.linspace(0, 1, frames, device=things.device)
+    time = torch.linspace(0, 1, FRAMES, device=things.device)[times]
+    video = (backgrounds[:, :, None, None, None] * light).expand(-1, -1, len(time), -1, fine)
     for row in things.unbind(1):
         video = _draw(video, dict(zip(FIELDS, row.unbind(-1))), x, y, time)
     video = torch.nn.functional.avg_pool3d(video, (1, 2, 2))

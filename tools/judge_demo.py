@@ -21,11 +21,10 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from random import Random
 
+import demo_world as world
 import numpy as np
 import torch
 from scipy import ndimage
-
-import demo_world as world
 
 GRID = 32  # an outline is compared as a picture of GRID x GRID points
 DEGREES = 5  # between two angles an outline is compared at

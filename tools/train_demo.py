@@ -22,7 +22,9 @@ from copy import deepcopy
 from pathlib import Path
 from random import Random
 
+import demo_world as world
 import diffusers
+import judge_demo
 import numpy as np
 import torch
 import transformers
@@ -33,9 +35,6 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
-
-import demo_world as world
-import judge_demo
 
 CAPTION_TOKENS = 64  # longer than any caption of the world
 PROMPT_TOKENS = 512  # what the pipeline pads prompts to
@@ -65,8 +64,12 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_models(cfg: DictConfig, device: torch.device) -> dict[str, torch.nn.Module]:
-    """The three networks, seeded, in float32."""
+    """The three networks in float32: those of `start_from`, or new ones, seeded."""
     torch.manual_seed(cfg.seed)
+    if cfg.start_from:
+        classes = {"text_encoder": UMT5EncoderModel, "transformer": WanTransformer3DModel, "vae": AutoencoderKLWan}
+        return {name: kind.from_pretrained(cfg.start_from, subfolder=name).float().to(device).train()
+                for name, kind in classes.items()}  # fmt: skip
     text = UMT5Config(feed_forward_proj="gated-gelu", dropout_rate=0.0, is_encoder_decoder=False, use_cache=False,
                       pad_token_id=0, eos_token_id=1, **cfg.model.text_encoder)  # fmt: skip
     return {
@@ -142,15 +145,16 @@ class Bank:
     """
 
     def __init__(self, cfg: DictConfig, vae: AutoencoderKLWan, device: torch.device):
-        self.vae, self.device, self.capacity = vae, device, cfg.denoiser.bank
+        self.vae, self.device, self.capacity, self.clip_size = vae, device, cfg.denoiser.bank, cfg.clip_size
         self.latents: torch.Tensor | None = None  # [capacity, 16, 5, 16, 16]
         self.tokens = torch.zeros(self.capacity, CAPTION_TOKENS, dtype=torch.int32, device=device)
-        self.added = 0
+        self.added, self.filled = 0, torch.zeros((), device=device)
+        self.mean, self.deviation = latent_statistics(vae, device)
 
     @torch.no_grad()
     def add(self, things: torch.Tensor, backgrounds: torch.Tensor, tokens: torch.Tensor) -> None:
         with autocast(self.device):
-            clips = world.render(things.to(self.device), backgrounds.to(self.device))
+            clips = world.render(things.to(self.device), backgrounds.to(self.device), size=self.clip_size)
             latents = self.vae.encode(clips).latent_dist.sample()
         if self.latents is None:
             dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
@@ -159,12 +163,12 @@ class Bank:
         self.latents[places] = latents.to(self.latents.dtype)
         self.tokens[places] = tokens.to(self.device, torch.int32)
         self.added += len(tokens)
+        self.filled.fill_(min(self.added, self.capacity))
 
     def draw(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(normalised latents, token ids) of `batch` clips."""
-        chosen = torch.randint(min(self.added, self.capacity), (batch,), device=self.device)
-        mean, deviation = latent_statistics(self.vae, self.device)
-        return (self.latents[chosen].float() - mean) / deviation, self.tokens[chosen].long()
+        chosen = (torch.rand(batch, device=self.device) * self.filled).long().clamp(max=self.capacity - 1)
+        return (self.latents[chosen].float() - self.mean) / self.deviation, self.tokens[chosen].long()
 
 
 def latent_statistics(vae: AutoencoderKLWan, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -221,12 +225,51 @@ def learning_rate(peak: float, clock: Clock, warmup_steps: int) -> float:
     return peak * min(1.0, (clock.step + 1) / warmup_steps) * falling
 
 
-def apply_gradients(optimizer: torch.optim.Optimizer, rate: float, limit: float = 1.0) -> None:
+def build_optimizer(module: torch.nn.Module, weight_decay: float, device: torch.device) -> torch.optim.AdamW:
+    """AdamW whose learning rate is a tensor, so that a recorded step sees it change."""
+    on_gpu = device.type == "cuda"
+    rate = torch.zeros((), device=device)
+    return torch.optim.AdamW(module.parameters(), rate, (0.9, 0.98), weight_decay=weight_decay, fused=on_gpu, capturable=on_gpu)
+
+
+def apply_gradients(optimizer: torch.optim.Optimizer, limit: float = 1.0) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = rate
         torch.nn.utils.clip_grad_norm_(group["params"], limit)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"].fill_(rate)
+
+
+class Recorded:
+    """A training step as a CUDA graph: launching its thousands of small kernels takes longer than running them.
+
+    `step` takes tensors that always have the examples' shapes, and returns tensors; without a GPU it is simply called.
+    """
+
+    def __init__(self, step, device: torch.device, *examples: torch.Tensor):
+        self.step, self.inputs, self.graph = step, [example.clone() for example in examples], None
+        if device.type != "cuda":
+            return
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step(*self.inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.output = step(*self.inputs)
+
+    def __call__(self, *values: torch.Tensor):
+        if self.graph is None:
+            return self.step(*values)
+        for kept, value in zip(self.inputs, values):
+            kept.copy_(value)
+        self.graph.replay()
+        return self.output
 
 
 def say(**values) -> None:
@@ -239,42 +282,68 @@ def say(**values) -> None:
 def train_vae(cfg: DictConfig, vae: AutoencoderKLWan, state: dict, device: torch.device) -> None:
     """Teach the VAE to rebuild clips; at the end its config holds the latents' mean and deviation."""
     saved = state.get("vae", {})
+    clock = Clock(cfg.vae.minutes, cfg.vae.steps, **saved.get("clock", {}))
+    for part in (vae.encoder, vae.quant_conv):
+        part.requires_grad_(cfg.vae.train_encoder)
+    optimizer = build_optimizer(vae, 0.0, device)
     if saved:
         vae.load_state_dict(saved["weights"])
-    clock = Clock(cfg.vae.minutes, cfg.vae.steps, **saved.get("clock", {}))
-    optimizer = torch.optim.AdamW(vae.parameters(), betas=(0.9, 0.98), weight_decay=0.0, fused=device.type == "cuda")
-    if saved:
         optimizer.load_state_dict(saved["optimizer"])
     batches, checkpoint_due = stream(cfg, cfg.vae.batch, cfg.seed + clock.step), Every(cfg.vae.checkpoint_minutes)
+    recorded = {}
     while clock.progress < 1:
-        frames = 9 if clock.progress < cfg.vae.short_clips_until else world.FRAMES
-        error, kl = vae_step(cfg, vae, next(batches), frames, device)
-        apply_gradients(optimizer, learning_rate(cfg.vae.learning_rate, clock, 100))
+        frames = next(frames for until, frames in cfg.vae.frames if clock.progress < until)
+        clips = vae_clips(cfg, next(batches), frames, device)
+        if frames not in recorded:
+            recorded = {frames: Recorded(lambda clips: vae_step(cfg, vae, optimizer, clips), device, clips)}
+        set_rate(optimizer, learning_rate(cfg.vae.learning_rate, clock, 100))
+        error, kl = recorded[frames](clips)
         clock.step += 1
-        if clock.step % 50 == 1:
+        if clock.step % 100 == 1:
             say(stage="vae", **clock.state(), frames=frames, error=error.item(), kl=kl.item())
         if checkpoint_due() or clock.progress >= 1:
             state["vae"] = {"weights": vae.state_dict(), "optimizer": optimizer.state_dict(), "clock": clock.state()}
             save_state(cfg, state)
-    mean, deviation = measure_latents(cfg, vae, batches, device)
-    vae.register_to_config(latents_mean=mean, latents_std=deviation)
-    state["vae"] |= {"latents": (mean, deviation)}
+    kept = vae.config.latents_mean, vae.config.latents_std
+    state["vae"]["latents"] = measure_latents(cfg, vae, batches, device) if cfg.vae.train_encoder else kept
     save_state(cfg, state)
 
 
-def vae_step(cfg: DictConfig, vae: AutoencoderKLWan, batch, frames: int, device: torch.device):
-    """One forward and backward pass on `frames` successive frames of each clip; returns (error, kl)."""
+def vae_clips(cfg: DictConfig, batch, frames: int, device: torch.device) -> torch.Tensor:
+    """A window of each clip, the same for all: [batch, 3, frames, crop, crop]."""
     things, backgrounds, _ = batch
-    start = int(torch.randint(world.FRAMES - frames + 1, ()))
-    clips = world.render(things.to(device), backgrounds.to(device))[:, :, start : start + frames]
-    with autocast(device):
+    start, top, left = (
+        int(torch.randint(whole - part + 1, ()))
+        for whole, part in ((world.FRAMES, frames), (cfg.clip_size, cfg.vae.crop), (cfg.clip_size, cfg.vae.crop))
+    )
+    times = slice(start, start + frames)
+    clips = world.render(things.to(device), backgrounds.to(device), size=cfg.clip_size, times=times)
+    return clips[..., top : top + cfg.vae.crop, left : left + cfg.vae.crop].contiguous()
+
+
+def vae_step(cfg: DictConfig, vae: AutoencoderKLWan, optimizer: torch.optim.Optimizer, clips: torch.Tensor):
+    """One step of training; returns (error, kl)."""
+    optimizer.zero_grad(set_to_none=True)
+    with autocast(clips.device):
         posterior = vae.encode(clips).latent_dist
-        rebuilt = vae.decode(posterior.sample()).sample
+        rebuilt = decode_unclamped(vae, posterior.sample())
     difference = rebuilt.float() - clips
     error = difference.abs().mean() + difference.square().mean()
-    kl = posterior.kl().float().mean() / posterior.mean[0].numel()
+    kl = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).float().mean()
     (error + cfg.vae.kl_weight * kl).backward()
+    apply_gradients(optimizer)
     return error.detach(), kl.detach()
+
+
+def decode_unclamped(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
+    """`vae.decode` without its last clamp, which would leave the farthest pixels without a gradient."""
+    vae.clear_cache()
+    latents = vae.post_quant_conv(latents)
+    chunks = []
+    for index, latent in enumerate(latents.split(1, dim=2)):
+        chunks.append(vae.decoder(latent, feat_cache=vae._feat_map, feat_idx=[0], first_chunk=index == 0))
+    vae.clear_cache()
+    return torch.cat(chunks, dim=2)
 
 
 @torch.no_grad()
@@ -283,20 +352,20 @@ def measure_latents(cfg: DictConfig, vae: AutoencoderKLWan, batches, device: tor
     latents = []
     for _ in range(math.ceil(min(512, 4 * cfg.vae.batch) / cfg.vae.batch)):
         things, backgrounds, _ = next(batches)
-        clips = world.render(things.to(device), backgrounds.to(device))
+        clips = world.render(things.to(device), backgrounds.to(device), size=cfg.clip_size)
         latents.append(vae.encode(clips).latent_dist.sample().transpose(0, 1).flatten(1))
     latents = torch.cat(latents, 1)
     return [round(v, 5) for v in latents.mean(1).tolist()], [round(v, 5) for v in latents.std(1).tolist()]
 
 
 @torch.no_grad()
-def rebuild_psnr(vae: AutoencoderKLWan, clips: int = 32, seed: int = 99) -> float:
+def rebuild_psnr(vae: AutoencoderKLWan, clips: int = 32, size: int = world.SIZE, seed: int = 99) -> float:
     """Mean peak signal-to-noise ratio in dB of rebuilt clips, encoded to the mean latent."""
     random, device = Random(seed), vae.device
     ratios = []
     for _ in range(clips):
         things, background = world.motion_numbers(world.sample_scene(random, world.COMBINATIONS), random)
-        clip = world.render(things[None].to(device), background[None].to(device))
+        clip = world.render(things[None].to(device), background[None].to(device), size=size)
         rebuilt = vae.decode(vae.encode(clip).latent_dist.mode()).sample
         ratios.append(10 * math.log10(4 / (rebuilt - clip).square().mean().item()))
     return float(np.mean(ratios))
@@ -334,19 +403,23 @@ def flow_loss(cfg: DictConfig, denoiser: Denoiser, latents: torch.Tensor, tokens
     return functional.mse_loss(velocity.float(), noise - latents)
 
 
-@torch.no_grad()
-def update_average(average: Denoiser, denoiser: Denoiser, clock: Clock, decay: float) -> None:
-    """Move the running average of the weights; early on it follows faster."""
-    weight = 1 - min(decay, (1 + clock.step) / (10 + clock.step))
-    torch._foreach_lerp_(list(average.parameters()), list(denoiser.parameters()), weight)
+def denoiser_step(cfg: DictConfig, denoiser: Denoiser, average: Denoiser, optimizer: torch.optim.Optimizer,
+                  bank: Bank) -> torch.Tensor:  # fmt: skip
+    """One step on clips from the bank; the average of the weights follows. Returns the loss."""
+    optimizer.zero_grad(set_to_none=True)
+    loss = flow_loss(cfg, denoiser, *bank.draw(cfg.denoiser.batch))
+    loss.backward()
+    apply_gradients(optimizer)
+    with torch.no_grad():
+        torch._foreach_lerp_(list(average.parameters()), list(denoiser.parameters()), 1 - cfg.denoiser.ema)
+    return loss.detach()
 
 
 def train_denoiser(cfg: DictConfig, networks: dict[str, torch.nn.Module], state: dict, device: torch.device) -> None:
     """Teach text encoder and transformer; the best average so far is kept in state["best"]."""
     denoiser = Denoiser(networks["text_encoder"], networks["transformer"])
     average = deepcopy(denoiser).requires_grad_(False)
-    optimizer = torch.optim.AdamW(denoiser.parameters(), betas=(0.9, 0.98), weight_decay=cfg.denoiser.weight_decay,
-                                  fused=device.type == "cuda")  # fmt: skip
+    optimizer = build_optimizer(denoiser, cfg.denoiser.weight_decay, device)
     saved = state.get("denoiser", {})
     if saved:
         for module, key in ((denoiser, "weights"), (average, "average"), (optimizer, "optimizer")):
@@ -356,21 +429,20 @@ def train_denoiser(cfg: DictConfig, networks: dict[str, torch.nn.Module], state:
     clock = Clock(cfg.denoiser.minutes, cfg.denoiser.steps, **saved.get("clock", {}))
     batches = stream(cfg, cfg.denoiser.refresh, cfg.seed + 1 + clock.step)
     bank = fill_bank(cfg, networks["vae"], batches, device)
+    step = Recorded(lambda: denoiser_step(cfg, denoiser, average, optimizer, bank), device)
     evaluation_due, checkpoint_due = Every(cfg.evaluate.every_minutes), Every(cfg.denoiser.checkpoint_minutes)
     while clock.progress < 1:
         if clock.step % cfg.denoiser.refresh_every == 0:
             bank.add(*next(batches))
-        loss = flow_loss(cfg, denoiser, *bank.draw(cfg.denoiser.batch))
-        loss.backward()
-        apply_gradients(optimizer, learning_rate(cfg.denoiser.learning_rate, clock, cfg.denoiser.warmup_steps))
-        update_average(average, denoiser, clock, cfg.denoiser.ema)
+        set_rate(optimizer, learning_rate(cfg.denoiser.learning_rate, clock, cfg.denoiser.warmup_steps))
+        loss = step()
         clock.step += 1
-        if clock.step % 100 == 1:
+        if clock.step % 200 == 1:
             say(stage="denoiser", **clock.state(), loss=loss.item(), clips=bank.added)
         finished = clock.progress >= 1
         if clock.progress >= cfg.evaluate.from_progress and (evaluation_due() or finished):
             keep_best(cfg, networks["vae"], average, clock, state)
-        if checkpoint_due() or finished:
+        if checkpoint_due() or clock.progress >= 1:  # judging takes time: it may be over only now
             state["denoiser"] = {"weights": denoiser.state_dict(), "average": average.state_dict(),
                                  "optimizer": optimizer.state_dict(), "clock": clock.state()}  # fmt: skip
             save_state(cfg, state)
@@ -380,6 +452,7 @@ def fill_bank(cfg: DictConfig, vae: AutoencoderKLWan, batches, device: torch.dev
     bank = Bank(cfg, vae, device)
     while bank.added < cfg.denoiser.bank_start:
         bank.add(*next(batches))
+    say(stage="bank", clips=bank.added)
     return bank
 
 
@@ -428,8 +501,7 @@ def finish(cfg: DictConfig, networks: dict[str, torch.nn.Module], state: dict) -
         "versions": {"python": platform.python_version(), "torch": torch.__version__,
                      "diffusers": diffusers.__version__, "transformers": transformers.__version__},
         "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "steps": {"vae": state["vae"]["clock"]["step"], "denoiser": state["denoiser"]["clock"]["step"]},
-        "minutes": {stage: round(state[stage]["clock"]["elapsed"] / 60, 2) for stage in ("vae", "denoiser")},
+        "stages": {name: stage["clock"] for name, stage in state.items() if "clock" in stage},
         "settings": OmegaConf.to_container(cfg),
     }  # fmt: skip
     if "best" in state:
@@ -460,13 +532,16 @@ def train(cfg: DictConfig) -> None:
     path = Path(cfg.output) / "state.pt"
     state = torch.load(path, map_location=device, weights_only=False) if path.exists() else {}
     networks = build_models(cfg, device)
-    if "latents" not in state.get("vae", {}):
-        train_vae(cfg, networks["vae"], state, device)
-    networks["vae"].load_state_dict(state["vae"]["weights"])
-    mean, deviation = state["vae"]["latents"]
-    networks["vae"].register_to_config(latents_mean=mean, latents_std=deviation)
-    networks["vae"].requires_grad_(False)
-    say(stage="vae", done=True, psnr=rebuild_psnr(networks["vae"], clips=4))
+    vae = networks["vae"]
+    if cfg.vae.minutes and "latents" not in state.get("vae", {}):
+        train_vae(cfg, vae, state, device)
+    if "vae" in state:
+        vae.load_state_dict(state["vae"]["weights"])
+        mean, deviation = state["vae"]["latents"]
+        vae.register_to_config(latents_mean=mean, latents_std=deviation)
+    vae.requires_grad_(False)
+    export(cfg, networks, Path(cfg.output) / "model")
+    say(stage="vae", done=True, psnr=rebuild_psnr(vae, clips=2, size=cfg.clip_size))
     train_denoiser(cfg, networks, state, device)
     finish(cfg, networks, state)
 
