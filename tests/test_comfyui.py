@@ -504,9 +504,11 @@ def test_a_real_server_goes_on_after_cancelling_and_freeing(server, tmp_path):
     time.sleep(2)
     post(server, "/interrupt")
     assert "cancelled on the server" in process.communicate(timeout=120)[1]
+    loads = server.log.read_text().count("transformer: ")
     post(server, "/free", {"unload_models": True, "free_memory": True})
     answer = client(server, tmp_path / "after.mp4", "3.seed=3")
     assert answer.returncode == 0 and (tmp_path / "after.mp4").stat().st_size > 0, answer.stderr
+    assert server.log.read_text().count("transformer: ") == loads + 1, "the weights were not freed"
 
 
 def post(server, path, body=None):
