@@ -159,5 +159,6 @@ def resolve(attention, device, dtype):
     for name, part in parts.items():
         if part.kernel == "auto":
             values = OmegaConf.to_container(OmegaConf.load(CONF / f"{found}.yaml"))[name]
-            parts[name] = replace(schema.Kernel(), **values, window=part.window, smooth_keys=part.smooth_keys)
+            asked = {key: getattr(part, key) for key in ("window", "smooth_keys", "min_keys")}  # what the device does not decide
+            parts[name] = schema.Kernel(**values | asked)
     return replace(attention, **parts)
