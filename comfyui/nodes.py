@@ -33,7 +33,8 @@ def run_stages(names, overrides, results=None, helpers=()):
     """
     import torch
 
-    # ComfyUI runs nodes in inference mode, and modules made in it cannot be traced.
+    # ComfyUI runs nodes in inference mode, which is a thread's own, and the engine builds and traces modules in two
+    # threads: in both, torch is here as it is under run.py.
     with project.at_work(), torch.inference_mode(False):
         import records
         import run
