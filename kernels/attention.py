@@ -32,7 +32,7 @@ def attend_flat(query, key, value, head_dim, kernel, parallel=None, mesh=None, c
     """softmax(query · keyᵀ / sqrt(head_dim)) · value per head, on (batch, tokens, heads * head_dim).
 
     `cross` says that the keys are few and every device holds them all, so that no token has to travel. `rotary`, the cosines
-    and sines of RoPE as (tokens, head_dim / 2) float32, turns queries and keys first.
+    and sines of RoPE as (tokens, head_dim) float32, turns queries and keys first.
     """
     parallel = parallel or schema.Parallel()
     if rotary is not None:

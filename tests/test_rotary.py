@@ -14,14 +14,14 @@ LANES = schema.Kernel(kernel="splash", interpret=True)
 
 def make_inputs(tokens, heads, head_dim, dtype=jnp.float32):
     generator = np.random.default_rng(tokens)
-    angles = generator.uniform(0, 6, (tokens, head_dim // 2))
+    angles = np.repeat(generator.uniform(0, 6, (tokens, head_dim // 2)), 2, axis=1)
     array = jnp.asarray(generator.normal(1, 1, (2, tokens, heads * head_dim)), dtype)
     return array, jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
 
 
 def complex_rotation(array, cosine, sine, head_dim):
     pairs = np.asarray(array, np.float64).reshape(*array.shape[:2], -1, head_dim // 2, 2)
-    turned = (pairs[..., 0] + 1j * pairs[..., 1]) * (np.asarray(cosine, np.float64) + 1j * np.asarray(sine, np.float64))[:, None, :]
+    turned = (pairs[..., 0] + 1j * pairs[..., 1]) * (np.asarray(cosine, np.float64) + 1j * np.asarray(sine, np.float64))[:, None, ::2]
     return np.stack((turned.real, turned.imag), axis=-1).reshape(array.shape)
 
 
@@ -55,7 +55,7 @@ def test_kernel_lowers_for_tpu():
     mesh = AbstractMesh((1,), ("x",), abstract_device=device)
     kernel = schema.Kernel(kernel="splash")
     arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-              for shape, dtype in (((1, 75_600, 5120), jnp.bfloat16), ((75_600, 64), jnp.float32), ((75_600, 64), jnp.float32))]
+              for shape, dtype in (((1, 75_600, 5120), jnp.bfloat16), ((75_600, 128), jnp.float32), ((75_600, 128), jnp.float32))]
     with jax.sharding.use_abstract_mesh(mesh):
         exported = jax.export.export(jax.jit(lambda *arrays: rotary.rotate(*arrays, 128, kernel)), platforms=["tpu"])(*arrays)
     assert "tpu_custom_call" in exported.mlir_module()
