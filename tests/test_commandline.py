@@ -73,7 +73,7 @@ def test_help_lists_groups_and_examples():
     assert answer.returncode == 0
     assert all(group in answer.stdout for group in ("model: demo", "mesh: auto", "resolution: 480p", "sharding:", "preset="))
     assert answer.stdout.count("  python run.py") >= 5
-    assert "guidance_scale: 5.0" in command("--cfg", "job", "--resolve").stdout
+    assert "guidance_scale: 4.0" in command("--cfg", "job", "--resolve").stdout
 
 
 def test_help_loads_neither_jax_nor_torch():
