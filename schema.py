@@ -331,7 +331,7 @@ def nearest_multiple(value: int, base: int, offset: int = 0) -> str:
 
 def validate(config: Config) -> None:
     """Raises one ConfigError that lists everything wrong with a composed config; returns if nothing is."""
-    checks = (choice_problems, resolution_problems, sampling_problems, prompt_problems, mesh_problems, table_problems, op_problems, tune_problems)
+    checks = (choice_problems, resolution_problems, sampling_problems, prompt_problems, mesh_problems, table_problems, op_problems, tune_problems, plan_problems)
     problems = [problem for check in checks for problem in check(config)]
     if not problems:  # the attention checks need sound axes and heads
         transformer = config.model.architecture["transformer"]
@@ -429,6 +429,23 @@ def mesh_problems(config: Config):
     if mesh.devices is not None and not free and product != mesh.devices:
         sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.axes.items())
         yield f"mesh.axes: {sizes} needs {product} devices, {mesh.name} has {mesh.devices}; make the product {mesh.devices}"
+
+
+def plan_problems(config: Config):
+    if config.task != "plan":
+        return
+    mesh, plan = config.mesh, config.plan
+    if mesh.platform is None or mesh.chip.kind is None or mesh.chip.peak_tflops is None:
+        yield f"mesh={mesh.name}: a plan needs a mesh that names its chip; e.g. mesh=v6e_8 or mesh=gpu_1"
+    elif mesh.chip.topology is not None:
+        chips = math.prod(int(size) for size in mesh.chip.topology.partition(":")[2].split("x"))
+        if chips != math.prod(mesh.axes.values()):
+            yield f"mesh.chip.topology={mesh.chip.topology}: has {chips} chips, mesh.axes make {math.prod(mesh.axes.values())}; make them equal"
+    for key in ("self_attention_share", "cross_attention_share"):
+        if not 0 < plan[key] <= 1:
+            yield f"plan.{key}={plan[key]}: a share of peak, above 0 and at most 1"
+    if plan.margin_gib < 0 or plan.correction <= 0:
+        yield f"plan.margin_gib={plan.margin_gib}, plan.correction={plan.correction}: must not be negative"
 
 
 def spec_axes(spec) -> list[str]:

@@ -1,0 +1,163 @@
+"""Plans: the arithmetic is Wan's, bytes are the table's, what does not fit says so and how it would."""
+import json
+import os
+import shlex
+
+import pytest
+from PIL import Image
+
+import compiler
+import plan
+import run
+from schema import ConfigError, validate
+from tests.conftest import make_config
+
+
+def make(folder, *overrides):
+    config = make_config("task=plan", "plan.compiler=none", *overrides)
+    validate(config)
+    return plan.make(config, run.abstract_mesh(config), folder)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    return folder, make(folder, "model=wan21_t2v_14b", "resolution=720p", "mesh=v6e_8")
+
+
+def test_the_arithmetic_is_wans(report):
+    found = report[1]
+    assert found["tokens"] == 75_600
+    assert found["flops_per_step"]["total"] == pytest.approx(2 * 6523e12, rel=0.001)
+    assert found["flops_per_step"]["self-attention"] / found["flops_per_step"]["total"] == pytest.approx(0.72, abs=0.005)
+    assert found["floor_seconds_per_step"] == pytest.approx(1.78, abs=0.01)
+
+
+def test_bytes_are_the_tables(report):
+    transformer = report[1]["components"]["transformer"]
+    assert transformer["parameters"] == pytest.approx(14.29e9, rel=0.001)
+    assert transformer["rules"]["attention_in"]["gib_per_chip"] == pytest.approx(transformer["rules"]["attention_in"]["gib"] / 4)
+    assert report[1]["components"]["text_encoder"]["gib"] == pytest.approx(10.6, abs=0.2), "bf16, as transformers loads it"
+    assert report[1]["fits"]
+
+
+def test_communication_is_three_sums_of_the_hidden_states_in_each_block(report):
+    rows = {(row["kind"], row["axis"]): row for row in report[1]["communication"]["rows"]}
+    sums = rows["all-reduce", "tp"]["bytes"]
+    hidden = 75_600 * 5120 * 2
+    assert sums == pytest.approx(40 * 3 * hidden, rel=0.01)
+
+
+def test_it_is_written_shown_and_drawn(report):
+    folder, found = report
+    assert json.loads((folder / "plan.json").read_text())["tokens"] == found["tokens"]
+    text = (folder / "plan.md").read_text()
+    assert "Floor at 100 % of peak: 1.776 s a step" in text and "| all-reduce | tp |" in text
+    assert "No libtpu here, so no estimated step time" in text and "estimate from shapes" in text
+    assert Image.open(folder / "plan.png").size[0] == 1100
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_would(tmp_path):
+    found = make(tmp_path, "model=wan21_t2v_14b", "resolution=720p", "mesh=v5e_8", "sharding=replicate")
+    assert not found["fits"] and "denoise does not fit, by" in found["why"] and "sharding=tp" in found["why"]
+
+
+@pytest.mark.parametrize("mesh", ["v6e_1", "gpu_1"])
+def test_one_chip_plans_too(tmp_path, mesh):
+    found = make(tmp_path, "model=wan21_t2v_1_3b", "resolution=480p", f"mesh={mesh}")
+    assert found["fits"] and found["chips"] == 1 and not found["communication"]["rows"]
+
+
+def test_plans_are_compared_best_first(report, tmp_path):
+    good = report[1]
+    bad = good | {"fits": False, "why": "denoise does not fit, by 3.0 GiB a chip"}
+    slow = good | {"floor_seconds_per_step": 9.0, "why": "slow"}
+    for number, one in enumerate((bad, slow, good)):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "plan.json").write_text(json.dumps(one))
+    lines = plan.compare(tmp_path).splitlines()[2:]
+    assert [line.split("|")[1].strip() for line in lines] == ["2", "1", "0"]
+    assert "does not fit, by 3.0 GiB" in lines[2]
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["mesh=auto"], "a plan needs a mesh that names its chip"),
+        (["mesh=v6e_8", "mesh.chip.topology='v6e:2x2'"], "has 4 chips, mesh.axes make 8; make them equal"),
+        (["mesh=v6e_8", "plan.self_attention_share=60"], "a share of peak"),
+    ],
+)
+def test_bad_plans_are_told(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(make_config("task=plan", "model=wan21_t2v_14b", "resolution=720p", *overrides))
+
+
+def test_a_compiler_that_fails_is_told(tmp_path):
+    config = make_config("task=plan", "mesh=v6e_8", "plan.compiler='python -c 1/0'")
+    with pytest.raises(ConfigError, match=r"plan.compiler: .* failed"):
+        plan.call_compiler(config, run.abstract_mesh(config), tmp_path / "program.bin")
+
+
+# ---------------------------------------------------------------- reading what compilers write
+
+HLO = """HloModule jit_step
+
+%body.1 (p: (s32[], bf16[8,4])) -> (s32[], bf16[8,4]) {
+  %p = (s32[], bf16[8,4]{1,0}) parameter(0)
+  %gather.1 = (bf16[2,4]{1,0}, bf16[8,4]{1,0}) all-gather-start(%x), replica_groups=[2,4]<=[2,4]T(0,1), dimensions={0}, metadata={op_name="jit(step)/while/body/attn1/to_q/dot"}
+  %fusion.7 = bf16[8,4]{1,0} fusion(%p), kind=kLoop, metadata={op_name="jit(step)/while/body/norm1/mul"}, backend_config={"estimated_cycles":"100"}
+  ROOT %tuple.1 = (s32[], bf16[8,4]{1,0}) tuple(%p)
+}
+
+%condition.1 (p: (s32[], bf16[8,4])) -> pred[] {
+  %limit = s32[] constant(40)
+  ROOT %less = pred[] compare(%i, %limit), direction=LT
+}
+
+ENTRY %main.2 (a: bf16[8,4]) -> bf16[8,4] {
+  %a = bf16[8,4]{1,0} parameter(0)
+  %while.1 = (s32[], bf16[8,4]{1,0}) while(%init), condition=%condition.1, body=%body.1
+  %sum.1 = f32[16]{0} all-reduce(%b), replica_groups={{0,4},{1,5},{2,6},{3,7}}, to_apply=%add
+  ROOT %fusion.9 = bf16[8,4]{1,0} fusion(%a), metadata={op_name="jit(step)/ffn/net/dot"}, backend_config={"estimated_cycles":"7"}
+}
+"""
+
+
+def test_loop_bodies_count_by_their_trips():
+    rows = compiler.cycle_rows(HLO)
+    assert [(row["op"], row["cycles"], row["times"]) for row in rows] == [("fusion.7", 4000, 40), ("fusion.9", 7, 1)]
+    assert plan.by_group(rows) == {"norms": 4000, "feed-forward": 7}
+
+
+def test_collectives_are_counted_by_kind_axis_and_trips():
+    assert compiler.collectives(HLO, {"dp": 2, "tp": 4}) == [
+        {"kind": "all-gather", "axis": "tp", "count": 40, "bytes": 40 * (2 * 4 + 8 * 4) * 2 // 2},
+        {"kind": "all-reduce", "axis": "dp", "count": 1, "bytes": 64},
+    ]
+
+
+@pytest.mark.parametrize(
+    "groups, axis",
+    [
+        ("replica_groups=[2,4]<=[8]", "tp"),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", "dp"),
+        ("replica_groups={{0,1,2,3,4,5,6,7}}", "dp+tp"),
+        ("replica_groups=mesh['a'=2,'b'=4] {'b'}", "tp"),
+        ("replica_groups=mesh['a'=2,'b'=4] {'a'}", "dp"),
+        ("source_target_pairs={{0,4},{1,5}}", "dp"),
+    ],
+)
+def test_every_way_to_write_a_group_is_read(groups, axis):
+    assert compiler.axis_of(f"%x = f32[] all-reduce(%y), {groups}, channel_id=1", {"dp": 2, "tp": 4}) == axis
+
+
+@pytest.mark.skipif("TPU_PYTHON" not in os.environ, reason="TPU_PYTHON names no Python with libtpu")
+def test_libtpu_agrees_with_the_table(tmp_path):
+    """The demo model on a v6e-8: the compiler's argument bytes are the table's and the states'."""
+    config = make_config("task=plan", "mesh=v6e_8", "attention=xla", f"plan.compiler={shlex.quote(os.environ['TPU_PYTHON'])}")
+    found = plan.make(config, run.abstract_mesh(config), tmp_path)
+    compiled = found["compiler"]["denoise"]
+    assert compiled["argument_bytes"] == pytest.approx(found["components"]["transformer"]["gib_per_chip"] * 2**30, rel=0.3)
+    assert found["estimate"]["seconds_per_step"] > 0 and compiled["cycles"] > 0
+    assert sum(compiled["cycles_by_group"].values()) == pytest.approx(compiled["cycles"], rel=0.05)
