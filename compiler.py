@@ -64,7 +64,8 @@ def result_bytes(line: str) -> int:
     """Bytes of an instruction's result, tuples summed."""
     result = line.split(" = ", 1)[1]
     result = result[: result.index(")") + 1] if result.startswith("(") else result.split(" ")[0]
-    return sum(math.prod([int(size) for size in sizes.split(",") if size]) * ITEM_BYTES.get(dtype, 4) for dtype, sizes in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", result))
+    arrays = re.findall(r"([a-z]+\d*)\[([\d,]*)\]", result)
+    return sum(math.prod(int(size) for size in sizes.split(",") if size) * ITEM_BYTES.get(dtype, 4) for dtype, sizes in arrays)
 
 
 def collectives(text: str, axes: dict[str, int]) -> list[dict]:
@@ -165,7 +166,8 @@ def compile_for(path: str, topology_name: str, axes: dict[str, int]) -> dict:
     if devices.size != wanted:
         sys.exit(f"the mesh {axes} has {wanted} devices, the topology {topology_name} has {devices.size}")
     mesh = jax.sharding.Mesh(devices.reshape(tuple(axes.values())), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
-    exported = jax.export.deserialize(bytearray(open(path, "rb").read()))
+    with open(path, "rb") as file:
+        exported = jax.export.deserialize(bytearray(file.read()))
     structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding) for aval, sharding in zip(exported.in_avals, exported.in_shardings_jax(mesh))]
     arguments, keywords = jax.tree.unflatten(exported.in_tree, structs)
     began = time.time()

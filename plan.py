@@ -75,7 +75,8 @@ def component_bytes(stage) -> dict:
         row["gib"] += weights.gib(tensor.bytes)
         row["gib_per_chip"] += weights.gib(tensor.bytes_per_device)
     parameters = sum(math.prod(tensor.shape) for tensor in stage.tensors.values() if tensor.sources)
-    return {"parameters": parameters, "gib": sum(row["gib"] for row in rules.values()), "gib_per_chip": sum(row["gib_per_chip"] for row in rules.values()), "rules": rules}
+    totals = {key: sum(row[key] for row in rules.values()) for key in ("gib", "gib_per_chip")}
+    return {"parameters": parameters, **totals, "rules": rules}
 
 
 def arithmetic(config, chips) -> dict:
@@ -94,7 +95,8 @@ def arithmetic(config, chips) -> dict:
     }
     flops = {name: count * forwards for name, count in flops.items()}
     total, peak = sum(flops.values()), config.mesh.chip.peak_tflops
-    return {"tokens": tokens, "forwards": forwards, "flops_per_step": flops | {"total": total}, "floor_seconds_per_step": peak and total / (chips * peak * 1e12)}
+    floor = peak and total / (chips * peak * 1e12)
+    return {"tokens": tokens, "forwards": forwards, "flops_per_step": flops | {"total": total}, "floor_seconds_per_step": floor}
 
 
 def communication(config, chips) -> dict:
@@ -246,12 +248,16 @@ def render(config, report) -> str:
     lines = [f"# {report['model']} at {width} x {height} x {frames} on {report['mesh']} ({axes}), sharding {report['sharding']}", ""]
     if report["estimate"]:
         told = report["estimate"]
-        lines.append(f"**Estimated step: {told['seconds_per_step']:.2f} s** (uncorrected {told['uncorrected_seconds']:.2f} s times {told['correction']}; {told['source']}).")
+        uncorrected = f"uncorrected {told['uncorrected_seconds']:.2f} s times {told['correction']}"
+        lines.append(f"**Estimated step: {told['seconds_per_step']:.2f} s** ({uncorrected}; {told['source']}).")
     elif config.mesh.platform == "tpu":
         lines.append("No libtpu here, so no estimated step time: install jax[tpu] (x86_64 Linux), or name a Python that has it in plan.compiler.")
-    lines += [f"{'Fits' if report['fits'] else '**Does not fit**'}, with a margin of {config.plan.margin_gib} GiB. {'' if report['fits'] else why_not(config, report)}", ""]
+    verdict = "Fits" if report["fits"] else f"**Does not fit**: {report['why']};"
+    lines += [f"{verdict} with a margin of {config.plan.margin_gib} GiB.", ""]
     lines += ["| stage | weights GiB/chip | temporaries GiB/chip | of GiB | fits | source |", "|---|---|---|---|---|---|"]
-    lines += [f"| {name} | {row['weights_gib']:.2f} | {row['temporaries_gib']:.2f} | {row['limit_gib']} | {'yes' if row['fits'] else 'no'} | {row['source']} |" for name, row in report["memory"].items()]
+    for name, row in report["memory"].items():
+        held = f"{row['weights_gib']:.2f} | {row['temporaries_gib']:.2f} | {row['limit_gib']}"
+        lines.append(f"| {name} | {held} | {'yes' if row['fits'] else 'no'} | {row['source']} |")
     lines += ["", f"{report['tokens']:,} tokens, {report['forwards']} forwards a step, {flops['total'] / 1e12:,.0f} TFLOPs: "
               + ", ".join(f"{name} {count / flops['total']:.0%}" for name, count in flops.items() if name != "total") + "."]
     if floor:
@@ -262,7 +268,8 @@ def render(config, report) -> str:
         lines += ["", "| where a step's time goes (estimate) | s |", "|---|---|"]
         lines += [f"| {name} | {seconds:.3f} |" for name, seconds in sorted(report["estimate"]["parts"].items(), key=lambda item: -item[1])]
         compiled = report["compiler"]["denoise"]
-        lines += ["", f"libtpu compiled the step in {compiled['compile_seconds']:.0f} s: {compiled['code_bytes'] / 2**20:.0f} MiB of code, {compiled['cycles'] / 1e6:,.0f} M cycles outside kernels."]
+        code, cycles = f"{compiled['code_bytes'] / 2**20:.0f} MiB of code", f"{compiled['cycles'] / 1e6:,.0f} M cycles outside kernels"
+        lines += ["", f"libtpu compiled the step in {compiled['compile_seconds']:.0f} s: {code}, {cycles}."]
     lines += ["", "| component | rule | tensors | GiB | GiB/chip |", "|---|---|---|---|---|"]
     for component, row in report["components"].items():
         lines.append(f"| **{component}**, {row['parameters'] / 1e9:.2f} B | | | {row['gib']:.2f} | {row['gib_per_chip']:.2f} |")
@@ -301,8 +308,9 @@ def compare(folder: Path) -> str:
         axes = " ".join(f"{axis}={size}" for axis, size in report["axes"].items())
         most = max(row["total_gib"] for row in report["memory"].values())
         sent = sum(row["bytes"] for row in report["communication"]["rows"]) / 1e9
-        kind = "estimate" if report["estimate"] else "floor"
-        lines.append(f"| {name} | {report['mesh']} | {report['sharding']} | {axes} | {'yes' if report['fits'] else 'no'} | {time_of(report):.3f} s ({kind}) | {most:.1f} | {sent:.1f} | {report['why']} |")
+        step = f"{time_of(report):.3f} s ({'estimate' if report['estimate'] else 'floor'})"
+        fits = "yes" if report["fits"] else "no"
+        lines.append(f"| {name} | {report['mesh']} | {report['sharding']} | {axes} | {fits} | {step} | {most:.1f} | {sent:.1f} | {report['why']} |")
     table = "\n".join(lines) + "\n"
     (folder / "plans.md").write_text(table)
     return table

@@ -331,7 +331,8 @@ def nearest_multiple(value: int, base: int, offset: int = 0) -> str:
 
 def validate(config: Config) -> None:
     """Raises one ConfigError that lists everything wrong with a composed config; returns if nothing is."""
-    checks = (choice_problems, resolution_problems, sampling_problems, prompt_problems, mesh_problems, table_problems, op_problems, tune_problems, plan_problems)
+    checks = (choice_problems, resolution_problems, sampling_problems, prompt_problems, mesh_problems, table_problems, op_problems,
+              tune_problems, plan_problems)
     problems = [problem for check in checks for problem in check(config)]
     if not problems:  # the attention checks need sound axes and heads
         transformer = config.model.architecture["transformer"]

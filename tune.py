@@ -60,7 +60,7 @@ def try_one(config, mesh, values) -> dict:
         schema.validate(tried)
         seconds = median_seconds(program(tried, mesh, values), config.tune.repeats)
         return {"values": values, "seconds": seconds, "error": None}
-    except Exception as error:  # noqa: BLE001 - a combination that cannot run is a result
+    except Exception as error:
         return {"values": values, "seconds": None, "error": str(error).strip().splitlines()[-1].strip(" -")[:300]}
 
 

@@ -6,7 +6,6 @@ import pytest
 
 import commandline
 import run
-from schema import ConfigError
 from tests.conftest import ROOT, make_config
 
 TEXTS = [

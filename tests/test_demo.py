@@ -114,7 +114,7 @@ def test_prompt_is_drawn_right(pipeline):
     clip = pipeline(
         "a big orange ball moving from left to right on a black background", height=128, width=128, num_frames=17,
         num_inference_steps=16, guidance_scale=4.0, generator=torch.Generator().manual_seed(0), output_type="np",
-    ).frames[0]  # fmt: skip
+    ).frames[0]
     verdict = judge.judge((clip * 255).round().astype(np.uint8), scene)
     assert all(verdict.values()), verdict
 

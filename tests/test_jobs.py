@@ -33,7 +33,8 @@ def test_csv_and_jsonl_carry_settings_of_their_own(tmp_path):
 
 
 def test_a_list_on_the_command_line():
-    assert [job.overrides for job in read('prompts=["one, two", {"prompt": "three", "seed": 4}]')] == [["prompt.text='one, two'"], ["prompt.text='three'", "seed=4"]]
+    found = read('prompts=["one, two", {"prompt": "three", "seed": 4}]')
+    assert [job.overrides for job in found] == [["prompt.text='one, two'"], ["prompt.text='three'", "seed=4"]]
 
 
 def test_seeds_multiply_the_prompts():

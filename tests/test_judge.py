@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-import demo_world as world  # noqa: E402
-import judge_demo as judge  # noqa: E402
+import demo_world as world
+import judge_demo as judge
 
 ONE_OF_EACH_MOTION = [
     world.Scene((world.Thing(world.COLOURS[k % 8], shape, motion, world.SIZES[k % 2] if motion != "growing" else None),),
-                "black" if k % 2 else "gray")  # fmt: skip
+                "black" if k % 2 else "gray")
     for k, (shape, motion) in enumerate(
         (shape, motion) for motion in world.MOTIONS for shape in ("square", "heart", "star") if world.can_be(shape, motion)
     )

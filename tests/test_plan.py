@@ -105,7 +105,7 @@ HLO = """HloModule jit_step
 
 %body.1 (p: (s32[], bf16[8,4])) -> (s32[], bf16[8,4]) {
   %p = (s32[], bf16[8,4]{1,0}) parameter(0)
-  %gather.1 = (bf16[2,4]{1,0}, bf16[8,4]{1,0}) all-gather-start(%x), replica_groups=[2,4]<=[2,4]T(0,1), dimensions={0}, metadata={op_name="jit(step)/while/body/attn1/to_q/dot"}
+  %gather.1 = (bf16[2,4]{1,0}, bf16[8,4]{1,0}) all-gather-start(%x), replica_groups=[2,4]<=[2,4]T(0,1), dimensions={0}, metadata={op_name="attn1/to_q/dot"}
   %fusion.7 = bf16[8,4]{1,0} fusion(%p), kind=kLoop, metadata={op_name="jit(step)/while/body/norm1/mul"}, backend_config={"estimated_cycles":"100"}
   ROOT %tuple.1 = (s32[], bf16[8,4]{1,0}) tuple(%p)
 }

@@ -9,6 +9,7 @@ import time
 
 import numpy
 import pytest
+from PIL import Image
 from safetensors.numpy import load_file
 
 import records
@@ -87,6 +88,22 @@ def test_a_sweep_is_reported(sweep):
     assert page.count("<video") == page.count("data:video/mp4;base64,") == 12
     assert page.count("contact sheet") == 12 and page.count("python run.py replay=") == 12
     assert "http" not in page.replace("http-equiv", ""), "the page needs nothing from elsewhere"
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_the_report_opens_in_a_browser(sweep, tmp_path):
+    """Rendered for real: the table's text is in the page, and every video has its size."""
+    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update --disable-sync".split()
+    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1280,2000", f"--screenshot={tmp_path / 'page.png'}"]
+    subprocess.run([CHROMIUM, *flags, f"file://{sweep[0] / 'report.html'}"], capture_output=True, check=True, timeout=120)
+    page = Image.open(tmp_path / "page.png").convert("RGB")
+    colours = {colour for _, colour in page.getcolors(2**24)}
+    assert page.size == (1280, 2000)
+    assert {tuple(bytes.fromhex(colour[1:])) for colour in report.STAGES.values() if colour != "#b8b8b8"} & colours, "bars are drawn"
+    assert len(colours) > 500, "contact sheets are shown"
 
 
 def test_one_failure_does_not_stop_the_others(tmp_path, cache):

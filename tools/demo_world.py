@@ -173,7 +173,7 @@ PLACE_WORDS = {
 TRAVEL = (
     ("moving", "moves"), ("sliding", "slides"), ("gliding", "glides"), ("drifting", "drifts"),
     ("flying", "flies"), ("going", "goes"), ("travelling", "travels"), ("floating", "floats"),
-)  # fmt: skip
+)
 DIRECTION_WORDS = {
     "left": ("left", "to the left", "leftwards", "from right to left", "towards the left"),
     "right": ("right", "to the right", "rightwards", "from left to right", "towards the right"),
@@ -194,7 +194,7 @@ MOTION_WORDS = {
     "growing": (("growing", "grows"), ("getting bigger", "gets bigger"), ("growing larger", "grows larger")),
     "spinning": (("spinning", "spins"), ("rotating", "rotates"), ("spinning around", "spins around")),
     "still": (("staying still", "stays still"), ("standing still", "stands still"), ("not moving", "does not move")),
-}  # fmt: skip
+}
 OPENINGS = ("a video of", "an animation of", "a clip of", "an animation showing", "there is")
 BACKDROPS = ("on a {} background", "against a {} background", "over a {} background", "in front of a {} background")
 
@@ -216,7 +216,7 @@ def _finish(sentence: str, background: str, random: Random) -> str:
         sentence = random.choice((
             f"{sentence} {backdrop}", f"{sentence} {backdrop}", f"{sentence}, {backdrop}", f"{backdrop}, {sentence}",
             f"{sentence}, {colour} background", f"{sentence}. The background is {colour}",
-        ))  # fmt: skip
+        ))
     sentence = re.sub(r"\ba(?= orange)", "an", sentence)
     if random.random() < 0.5:
         sentence = sentence[0].upper() + sentence[1:]
@@ -234,7 +234,7 @@ def _describe_one(things: tuple[Thing, ...], random: Random) -> str:
     return random.choice((
         _join(some, participle, place), _join(some, place, participle), _join(f"a {name}", verb, place),
         _join(f"the {name}", verb, place), _join(f"the {name}", place, "is", participle), _join(name, participle, place),
-    ))  # fmt: skip
+    ))
 
 
 def _describe_pair(things: tuple[Thing, ...], random: Random) -> str:
@@ -264,7 +264,7 @@ def _fragment(scene: Scene, random: Random) -> str:
         f"{_word(COLOUR_WORDS, scene.background, random)} background", _name(thing, random),
         _word(COLOUR_WORDS, thing.colour, random), _word(SHAPE_WORDS, thing.shape, random),
         _motion(thing.motion, random)[0],
-    ))  # fmt: skip
+    ))
 
 
 def _word(table, key: str, random: Random) -> str:
@@ -313,7 +313,7 @@ def vocabulary() -> list[str]:
 
 # One row a thing: what `render` needs to draw it at any time from 0 to 1.
 FIELDS = ("shape", "red", "green", "blue", "x", "y", "travel_x", "travel_y", "bounce", "orbit", "phase",
-          "radius", "radius_end", "turn")  # fmt: skip
+          "radius", "radius_end", "turn")
 RADIUS = {"small": (0.17, 0.20), None: (0.25, 0.30), "big": (0.36, 0.40)}
 OFF_CENTRE = {"left": (-1, 0), "right": (1, 0), "top": (0, -1), "bottom": (0, 1), "middle": (0, 0)}
 HEADING = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
@@ -397,7 +397,7 @@ def outlines() -> torch.Tensor:
     return torch.stack((
         torch.full((ANGLES,), 0.95), _polygon_outline(square), _polygon_outline(_corners(3, 1.2)),
         _polygon_outline(_corners(10, 1.2, 0.52)), _polygon_outline(_heart_corners()), torch.full((ANGLES,), 1.0),
-    ))  # fmt: skip
+    ))
 
 
 HOLES = torch.tensor([0.55 if shape == "ring" else 0.0 for shape in SHAPES])
@@ -405,7 +405,7 @@ OUTLINES = outlines()
 
 
 def cover(shape: torch.Tensor, x: torch.Tensor, y: torch.Tensor, radius: torch.Tensor, turn: torch.Tensor,
-          pixel: float) -> torch.Tensor:  # fmt: skip
+          pixel: float) -> torch.Tensor:
     """How much of each point a shape covers, 0..1. x and y are offsets from its centre; all broadcast together."""
     distance = torch.hypot(x, y)
     index = (torch.atan2(y, x) - turn).remainder(math.tau) * (ANGLES / math.tau)

@@ -310,7 +310,7 @@ def generate(model: str, prompts: list[str], seed: int, **settings) -> list[np.n
     for k, prompt in enumerate(prompts):
         noise = torch.Generator("cpu").manual_seed(seed + k)
         clip = pipeline(prompt, generator=noise, height=world.SIZE, width=world.SIZE, num_frames=world.FRAMES,
-                        output_type="np", **settings).frames[0]  # fmt: skip
+                        output_type="np", **settings).frames[0]
         clips.append((clip * 255).round().astype(np.uint8))
     return clips
 
@@ -332,7 +332,7 @@ def main() -> None:
     if arguments.model:
         prompts, scenes = zip(*world.held_out_prompts())
         clips = generate(arguments.model, prompts, arguments.seed, num_inference_steps=arguments.steps,
-                         guidance_scale=arguments.guidance)  # fmt: skip
+                         guidance_scale=arguments.guidance)
     else:
         random = Random(arguments.seed)
         scenes = [world.sample_scene(random, [combination], 0.0) for combination in world.COMBINATIONS]

@@ -39,7 +39,7 @@ from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 CAPTION_TOKENS = 64  # longer than any caption of the world
 PROMPT_TOKENS = 512  # what the pipeline pads prompts to
 STORED = {"text_encoder": "model.safetensors", "transformer": "diffusion_pytorch_model.safetensors",
-          "vae": "diffusion_pytorch_model.safetensors"}  # fmt: skip
+          "vae": "diffusion_pytorch_model.safetensors"}
 
 
 # ---------------------------------------------------------------- models
@@ -69,9 +69,9 @@ def build_models(cfg: DictConfig, device: torch.device) -> dict[str, torch.nn.Mo
     if cfg.start_from:
         classes = {"text_encoder": UMT5EncoderModel, "transformer": WanTransformer3DModel, "vae": AutoencoderKLWan}
         return {name: kind.from_pretrained(cfg.start_from, subfolder=name).float().to(device).train()
-                for name, kind in classes.items()}  # fmt: skip
+                for name, kind in classes.items()}
     text = UMT5Config(feed_forward_proj="gated-gelu", dropout_rate=0.0, is_encoder_decoder=False, use_cache=False,
-                      pad_token_id=0, eos_token_id=1, **cfg.model.text_encoder)  # fmt: skip
+                      pad_token_id=0, eos_token_id=1, **cfg.model.text_encoder)
     return {
         "text_encoder": UMT5EncoderModel(text).float().to(device),
         "transformer": WanTransformer3DModel(in_channels=16, out_channels=16, **cfg.model.transformer).to(device),
@@ -81,7 +81,7 @@ def build_models(cfg: DictConfig, device: torch.device) -> dict[str, torch.nn.Mo
 
 def pipeline_of(cfg: DictConfig, networks: dict[str, torch.nn.Module]) -> WanPipeline:
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True,
-                                        num_train_timesteps=1000, **cfg.model.scheduler)  # fmt: skip
+                                        num_train_timesteps=1000, **cfg.model.scheduler)
     return WanPipeline(tokenizer=build_tokenizer(), scheduler=scheduler, **networks)
 
 
@@ -404,7 +404,7 @@ def flow_loss(cfg: DictConfig, denoiser: Denoiser, latents: torch.Tensor, tokens
 
 
 def denoiser_step(cfg: DictConfig, denoiser: Denoiser, average: Denoiser, optimizer: torch.optim.Optimizer,
-                  bank: Bank) -> torch.Tensor:  # fmt: skip
+                  bank: Bank) -> torch.Tensor:
     """One step on clips from the bank; the average of the weights follows. Returns the loss."""
     optimizer.zero_grad(set_to_none=True)
     loss = flow_loss(cfg, denoiser, *bank.draw(cfg.denoiser.batch))
@@ -444,7 +444,7 @@ def train_denoiser(cfg: DictConfig, networks: dict[str, torch.nn.Module], state:
             keep_best(cfg, networks["vae"], average, clock, state)
         if checkpoint_due() or clock.progress >= 1:  # judging takes time: it may be over only now
             state["denoiser"] = {"weights": denoiser.state_dict(), "average": average.state_dict(),
-                                 "optimizer": optimizer.state_dict(), "clock": clock.state()}  # fmt: skip
+                                 "optimizer": optimizer.state_dict(), "clock": clock.state()}
             save_state(cfg, state)
 
 
@@ -467,7 +467,7 @@ def draw_prompts(cfg: DictConfig, networks: dict[str, torch.nn.Module], prompts:
     noise = [torch.Generator("cpu").manual_seed(cfg.evaluate.seed + k) for k in range(len(prompts))]
     clips = pipeline(list(prompts), generator=noise, height=world.SIZE, width=world.SIZE, num_frames=world.FRAMES,
                      num_inference_steps=cfg.evaluate.steps, guidance_scale=cfg.evaluate.guidance,
-                     output_type="np").frames  # fmt: skip
+                     output_type="np").frames
     return list((clips * 255).round().astype(np.uint8))
 
 
@@ -485,7 +485,7 @@ def keep_best(cfg: DictConfig, vae: AutoencoderKLWan, average: Denoiser, clock: 
     say(stage="validation", **clock.state(), score=score, **rates)
     if score >= state.get("best", {"score": -1})["score"]:
         state["best"] = {"score": score, "step": clock.step, "rates": rates,
-                         "weights": {key: value.cpu().clone() for key, value in average.state_dict().items()}}  # fmt: skip
+                         "weights": {key: value.cpu().clone() for key, value in average.state_dict().items()}}
         networks = {"vae": vae, "text_encoder": average.text_encoder, "transformer": average.transformer}
         export(cfg, networks, Path(cfg.output) / "model")
 
@@ -503,7 +503,7 @@ def finish(cfg: DictConfig, networks: dict[str, torch.nn.Module], state: dict) -
         "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "stages": {name: stage["clock"] for name, stage in state.items() if "clock" in stage},
         "settings": OmegaConf.to_container(cfg),
-    }  # fmt: skip
+    }
     if "best" in state:
         metrics["vae_psnr_db"] = round(rebuild_psnr(networks["vae"]), 2)
         metrics["best_step"] = state["best"]["step"]
