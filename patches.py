@@ -175,26 +175,18 @@ class AttentionProcessor:
     mesh: object
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
-        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        cross = encoder_hidden_states is not None
+        context = encoder_hidden_states if cross else hidden_states
         query, key, value = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(context)), attn.to_v(context)
-        if rotary_emb is not None:
-            with jax.named_scope("rope"):
-                query, key = rotate(query, *rotary_emb, attn.heads), rotate(key, *rotary_emb, attn.heads)
-        kernel = self.attention.self if encoder_hidden_states is None else self.attention.cross
-        attend = functools.partial(
-            attend_flat, head_dim=query.shape[-1] // attn.heads, kernel=kernel, parallel=self.parallel, mesh=self.mesh,
-            cross=encoder_hidden_states is not None,
-        )
-        return attn.to_out[0](interop.call_jax(attend, query, key, value))
+        tables = () if rotary_emb is None else [table[0, :, 0] for table in rotary_emb]  # (tokens, head_dim)
 
+        def attend(query, key, value, *tables):
+            kernel = self.attention.cross if cross else self.attention.self
+            head_dim = query.shape[-1] // attn.heads
+            with jax.named_scope("attend"):
+                return attend_flat(query, key, value, head_dim, kernel, self.parallel, self.mesh, cross, tables or None)
 
-def rotate(tensor, cosine, sine, heads):
-    """RoPE on interleaved pairs without strided writes: (batch, tokens, heads * head_dim), computed in float32."""
-    pairs = tensor.float().unflatten(2, (heads, -1, 2))
-    real, imaginary = pairs[..., 0], pairs[..., 1]
-    cosine, sine = cosine[..., 0::2], sine[..., 1::2]
-    turned = torch.stack((real * cosine - imaginary * sine, real * sine + imaginary * cosine), dim=-1)
-    return turned.flatten(2).to(tensor.dtype)
+        return attn.to_out[0](interop.call_jax(attend, query, key, value, *tables))
 
 
 class ScannedBlocks(torch.nn.Module):

@@ -9,6 +9,7 @@ its output, the log-sum-exp of every score row, which is all that is needed to m
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from omegaconf import OmegaConf
@@ -49,8 +50,10 @@ def attend_flat(query, key, value, head_dim, kernel, parallel=None, mesh=None, c
 
 
 def turn(array, rotary, head_dim, kernel, parallel, mesh):
+    """RoPE on queries or keys, each device on its own tokens and heads."""
     def function(array, cosine, sine):
-        return rotate(array, cosine, sine, head_dim, kernel)
+        with jax.named_scope("rope"):
+            return rotate(array, cosine, sine, head_dim, kernel)
 
     return function(array, *rotary) if mesh is None else schemes.spread_by_token(function, array, rotary, parallel, mesh)
 

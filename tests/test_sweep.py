@@ -96,7 +96,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 def test_the_report_opens_in_a_browser(sweep, tmp_path):
     """Rendered for real: the table's text is in the page, and every video has its size."""
-    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update --disable-sync".split()
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
     flags += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1280,2000", f"--screenshot={tmp_path / 'page.png'}"]
     subprocess.run([CHROMIUM, *flags, f"file://{sweep[0] / 'report.html'}"], capture_output=True, check=True, timeout=120)
     page = Image.open(tmp_path / "page.png").convert("RGB")
