@@ -340,9 +340,18 @@ def validate(config: Config) -> None:
         problems = attention_problems(
             config.attention, transformer["num_attention_heads"], transformer["attention_head_dim"], axes, config.sharding.attention
         )
+        problems += kernel_dtype_problems(config)
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError(f"{count} in the configuration:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def kernel_dtype_problems(config: Config):
+    dtype = config.model.dtype["transformer"]
+    for part in ("self", "cross"):
+        kernel = config.attention[part].kernel
+        if kernel in ("splash", "cudnn") and dtype == "float32":
+            yield f"attention.{part}.kernel={kernel}: takes bfloat16, and model.dtype.transformer={dtype}; set that to bfloat16, or use kernel=xla"
 
 
 def choice_problems(config: Config):

@@ -148,7 +148,7 @@ def build_denoise(config, mesh) -> Stage:
     # RoPE's tables are computed when the module is made, which the meta device does not do.
     module.rope = type(module.rope)(architecture.attention_head_dim, architecture.patch_size, architecture.rope_max_seq_len)
     dtype = config.model.dtype.transformer
-    attention = resolve(OmegaConf.to_object(config.attention), mesh_device(mesh), dtype)
+    attention = resolve(OmegaConf.to_object(config.attention), mesh_device(mesh), dtype, architecture.attention_head_dim)
     processor = patches.AttentionProcessor(attention, OmegaConf.to_object(config.sharding.attention), mesh)
     module.set_attn_processor(processor)
     if config.model.scan_blocks:

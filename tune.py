@@ -78,7 +78,7 @@ def attention_call(config, mesh, part):
     tokens = frames * height * width // 4
     batch = 2 if stages.guided(config) and config.guidance == "batched" else 1
     keys = tokens if part == "self" else config.model.text_tokens
-    attention = resolve(OmegaConf.to_object(config.attention), stages.mesh_device(mesh), dtype)
+    attention = resolve(OmegaConf.to_object(config.attention), stages.mesh_device(mesh), dtype, head_dim)
     run = functools.partial(
         attend_flat, head_dim=head_dim, kernel=getattr(attention, part), parallel=OmegaConf.to_object(config.sharding.attention),
         mesh=mesh, cross=part == "cross",
@@ -128,7 +128,9 @@ def write_winner(config, mesh, best, tried, conf: Path) -> Path:
     chosen = config.copy()
     for key, value in best["values"].items():
         OmegaConf.update(chosen, key, value)
-    attention = resolve(OmegaConf.to_object(chosen.attention), stages.mesh_device(mesh), config.model.dtype.transformer)
+    transformer = config.model.architecture.transformer
+    dtype, head_dim = config.model.dtype.transformer, transformer.attention_head_dim
+    attention = resolve(OmegaConf.to_object(chosen.attention), stages.mesh_device(mesh), dtype, head_dim)
     axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     won = ", ".join(f"{key}={value}" for key, value in best["values"].items())
     header = (

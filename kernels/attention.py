@@ -148,20 +148,28 @@ def tpu_splash(query, key, value, head_dim, kernel):
 KERNELS = {"xla": xla, "cudnn": cudnn, "splash": tpu_splash}
 
 
-def resolve(attention, device, dtype):
+def resolve(attention, device, dtype, head_dim=128):
     """Replace every `kernel: auto` by what conf/attention/auto.yaml names for this device; read once, at build time.
 
-    A device kind ("TPU v6 lite") goes before its platform ("gpu"). cuDNN has no float32, where `xla` serves.
+    A device kind ("TPU v6 lite") goes before its platform ("gpu"). Where the kernel named there does not serve the dtype or
+    the head dim (splash and cuDNN have no float32, splash only head dims 64 and 128), `xla` does.
     """
-    parts = {name: getattr(attention, name) for name in ("self", "cross")}
     found = attention.devices.get(device.device_kind) or attention.devices.get(device.platform)
-    if found is None and any(part.kernel == "auto" for part in parts.values()):
-        raise ValueError(f"attention=auto: nothing in attention.devices for {device.device_kind!r}; has {', '.join(attention.devices)}")
-    if found == "cudnn" and jnp.dtype(dtype).itemsize != 2:
-        found = "xla"
-    for name, part in parts.items():
-        if part.kernel == "auto":
-            values = OmegaConf.to_container(OmegaConf.load(CONF / f"{found}.yaml"))[name]
-            asked = {key: getattr(part, key) for key in ("window", "smooth_keys", "min_keys")}  # what the device does not decide
-            parts[name] = schema.Kernel(**values | asked)
+    parts = {name: choose(getattr(attention, name), name, attention.devices, found, device, dtype, head_dim) for name in ("self", "cross")}
     return replace(attention, **parts)
+
+
+def choose(part, name, devices, found, device, dtype, head_dim):
+    if part.kernel != "auto":
+        return part
+    if found is None:
+        raise schema.ConfigError(f"attention=auto: nothing in attention.devices for {device.device_kind!r}; has {', '.join(devices)}")
+    kernel = read_kernel(found, name, part)
+    serves = jnp.dtype(dtype).itemsize == 2 and not list(schema.kernel_problems(kernel, head_dim))
+    return kernel if serves else read_kernel("xla", name, part)
+
+
+def read_kernel(file, name, part):
+    """The values of a file in conf/attention, less what the config says beside `kernel: auto`."""
+    values = OmegaConf.to_container(OmegaConf.load(CONF / f"{file}.yaml"))[name]
+    return schema.Kernel(**values | {"window": part.window, "smooth_keys": part.smooth_keys})

@@ -50,6 +50,7 @@ BAD = {
     "attention.self.kernel=flash": "attention.self.kernel=flash: unknown; nearest: splash",
     "attention.self.kernel=splash": "attention.self.kernel=splash: serves head dims 64 and 128, the model has 32",
     "model=wan21_t2v_14b resolution=480p attention=splash_v6e attention.self.block_q=1000": "attention.self.block_q=1000: must be a multiple of 128",
+    "attention=cudnn": "attention.self.kernel=cudnn: takes bfloat16, and model.dtype.transformer=float32",
     "ops.upsample.implementation=os.system": "ops.upsample.implementation=os.system: not in patches or kernels; set allow_external_ops=true",
     "ops.upsample.op=gelu": "ops.upsample.op=gelu: write it as aten.<op>",
     "ops.upsample.platforms=[cuda]": "ops.upsample.platforms=cuda: unknown",

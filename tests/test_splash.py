@@ -246,6 +246,12 @@ def test_auto_takes_the_values_of_the_device_file(kind, platform, dtype, expecte
     assert (resolved.self, resolved.cross) == (shipped(expected).self, shipped(expected).cross)
 
 
+@pytest.mark.parametrize("dtype, head_dim", [("float32", 128), ("bfloat16", 32)])
+def test_auto_takes_xla_where_the_chips_kernel_does_not_serve(dtype, head_dim):
+    resolved = attention.resolve(shipped("auto"), SimpleNamespace(device_kind="TPU v6 lite", platform="tpu"), dtype, head_dim)
+    assert resolved.self == shipped("xla").self and resolved.cross == shipped("xla").cross
+
+
 def test_auto_keeps_a_window_asked_for():
     asked = replace(shipped("auto"), self=replace(shipped("auto").self, window=100))
     resolved = attention.resolve(asked, SimpleNamespace(device_kind="TPU v6 lite", platform="tpu"), "bfloat16")
@@ -253,5 +259,5 @@ def test_auto_keeps_a_window_asked_for():
 
 
 def test_auto_refuses_a_device_it_does_not_know():
-    with pytest.raises(ValueError, match="TPU v9.*TPU v6 lite"):
+    with pytest.raises(schema.ConfigError, match="TPU v9.*TPU v6 lite"):
         attention.resolve(shipped("auto"), SimpleNamespace(device_kind="TPU v9", platform="tpu"), "bfloat16")
