@@ -24,7 +24,7 @@ def rewrite(arguments: list[str]) -> list[str]:
     rewritten = []
     for argument in arguments:
         key, separator, value = argument.partition("=")
-        if separator and key in TEXT_KEYS and not (key == "prompt" and value in options("prompt")):
+        if separator and key in TEXT_KEYS and not (key == "prompt" and set(value.split(",")) <= set(options("prompt"))):
             argument = f"{TEXT_KEYS[key]}={quote(value)}"
         elif separator and key == "prompts":
             argument = f"prompts={quote(value)}"

@@ -152,8 +152,8 @@ def cycle_rows(text: str) -> list[dict]:
 # ---------------------------------------------------------------- compiling
 
 
-def compile_for(path: str, topology_name: str, axes: dict[str, int]) -> dict:
-    """Everything the compiler says of an exported program on a topology's devices."""
+def compile_for(path: str, topology_name: str, axes: dict[str, int]) -> tuple[dict, str]:
+    """Everything the compiler says of an exported program on a topology's devices, and the compiled HLO's text."""
     os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", ALLOW_MULTIPLE_LIBTPU_LOAD="1", JAX_PLATFORMS="cpu")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-8")
     import jax
@@ -183,7 +183,7 @@ def compile_for(path: str, topology_name: str, axes: dict[str, int]) -> dict:
         "output_bytes": memory.output_size_in_bytes - memory.alias_size_in_bytes,
         "code_bytes": memory.generated_code_size_in_bytes,
         "cycles": sum(row["cycles"] for row in rows),
-        "ops": rows[:400],
+        "ops": rows,
         "collectives": collectives(text, axes),
     }, text
 

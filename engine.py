@@ -101,14 +101,14 @@ def weights_key(config, name) -> str:
     """What a stage's arrays depend on."""
     component = schema.COMPONENTS[name]
     model, table = config.model, OmegaConf.to_container(config.sharding[component], resolve=True)
-    architecture = OmegaConf.to_container(model.architecture[component], resolve=True)
     mesh = OmegaConf.to_container(config.mesh, resolve=True)
-    return key_of([model.path, model.revision, model.dtype[component], model.scan_blocks, architecture, table, mesh])
+    return key_of([model.name, model.path, model.revision, model.dtype[component], model.scan_blocks, table, mesh])
 
 
 def programs_key(config, name) -> str:
     """What a stage's programs depend on: its arrays, shapes and settings that are compiled in."""
     settings = [weights_key(config, name), stages.guided(config), OmegaConf.to_container(config.ops, resolve=True), config.model.text_tokens]
+    settings += [config.compile.matmul_precision, config.model.dtype.transformer]
     if name == "denoise":
         attention = OmegaConf.to_container(config.attention, resolve=True), OmegaConf.to_container(config.sharding.attention, resolve=True)
         settings += [*attention, config.guidance, stages.latent_shape(config), stages.scheduler_table(config)[1].shape[1]]
@@ -119,8 +119,8 @@ def programs_key(config, name) -> str:
 
 def build(config, mesh, names):
     """The stages, and those of them that still have to be compiled. What does not fit any more is freed first."""
-    for name in names:
-        if name in kept.arrays and kept.arrays[name][0] != weights_key(config, name):
+    for name in list(kept.arrays):  # all of them: a stage that is not run this time holds memory too
+        if kept.arrays[name][0] != weights_key(config, name):
             free(name, None)
     built, fresh = {}, {}
     for name in names:

@@ -114,7 +114,7 @@ def read_seeds(config) -> list:
     if isinstance(config.seeds, int) and config.seeds > 0:
         return list(range(config.seed, config.seed + config.seeds))
     try:
-        return [int(seed) for seed in config.seeds]
+        return list(dict.fromkeys(int(seed) for seed in config.seeds))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"seeds={config.seeds}: how many, or a list such as seeds=[1,2,3]") from error
 

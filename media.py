@@ -16,16 +16,16 @@ SHEET_FRAMES = 9
 def write_video(path: Path, frames: numpy.ndarray, fps: int, quality: int, title: str, comment: dict) -> None:
     """H.264 in yuv420p, the settings in its metadata. The file appears whole or not at all."""
     partial = path.with_name(f".partial-{path.name}")
-    # ffmpeg reads a metadata value up to the end of its argument: no escaping is needed on a command line.
+    _, height, width, _ = frames.shape
+    source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(fps), "-i", "-"]
+    # A metadata value goes on to the end of its argument: no escaping is needed on a command line.
     metadata = ["-metadata", f"title={title}", "-metadata", f"comment={json.dumps(comment, ensure_ascii=False)}"]
-    writer = imageio_ffmpeg.write_frames(
-        str(partial), (frames.shape[2], frames.shape[1]), fps=fps, codec="libx264", pix_fmt_out="yuv420p", macro_block_size=2,
-        output_params=["-crf", str(quality), "-movflags", "+faststart", *metadata], ffmpeg_log_level="error",
-    )
-    writer.send(None)
-    for frame in frames:
-        writer.send(numpy.ascontiguousarray(frame))
-    writer.close()
+    encoder = ["-c:v", "libx264", "-crf", str(quality), "-pix_fmt", "yuv420p", "-movflags", "+faststart", *metadata]
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *source, *encoder, str(partial)]
+    ran = subprocess.run(command, input=numpy.ascontiguousarray(frames).data, capture_output=True, check=False)
+    if ran.returncode:
+        partial.unlink(missing_ok=True)
+        raise OSError(f"{path}: ffmpeg failed: {ran.stderr.decode(errors='replace').strip()}")
     os.replace(partial, path)
 
 

@@ -293,6 +293,8 @@ def constrain_activations(module, rules, mesh, key):
 
 
 def constrain_tensor(tensor, sharding, key):
+    if tensor.shape[0] == 1:  # a batch of one cannot be spread
+        sharding = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(None, *sharding.spec[1:]))
     problem = spec_problem(sharding.spec, tensor.shape, sharding.mesh)
     if problem:
         raise ConfigError(f"{key}.spec: an activation of shape {tuple(tensor.shape)} {problem}")

@@ -36,7 +36,7 @@ GROUPS = {
     "projections": r"/attn[12]/to_\w+",
     "feed-forward": r"/ffn/",
     "attention": r"/attend/",
-    "embeddings": r"/(patch_embedding|condition_embedder|proj_out|rope)/",
+    "embeddings": r"/(patch_embedding|condition_embedder|proj_out)/",
 }
 COLOURS = {"self-attention kernel": "#2f6690", "cross-attention kernel": "#7aa6c2", "feed-forward": "#f2a65a", "projections": "#d1495b", "norms": "#81b29a",
            "rope": "#b5838d", "attention": "#577590", "collectives": "#6d597a", "embeddings": "#bdbdbd", "modulation and rest": "#888888"}

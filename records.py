@@ -27,10 +27,11 @@ PACKAGES = ("jax", "jaxlib", "libtpu", "torch", "torchax", "diffusers", "transfo
 RESULTS = {"text": "embeddings", "denoise": "latents", "decode": "frames"}
 
 # What each stage's result depends on, beside what the stages before it depend on. Meshes, shardings and kernels are not
-# here: they change the last bits, not the video.
+# here: they change the last bits, not the video. A window does change it.
 SETTINGS = {
-    "text": ("model.path", "model.revision", "model.text_tokens", "model.dtype.text_encoder", "model.dtype.transformer"),
-    "denoise": ("seed", "steps", "guidance_scale", "scheduler", "resolution.height", "resolution.width", "resolution.frames", "resolution.flow_shift"),
+    "text": ("model.path", "model.revision", "model.text_tokens", "model.dtype.text_encoder", "model.dtype.transformer", "ops"),
+    "denoise": ("seed", "steps", "guidance_scale", "scheduler", "resolution.height", "resolution.width", "resolution.frames",
+                "resolution.flow_shift", "attention.self.window"),
     "decode": ("model.dtype.vae",),
 }
 
@@ -130,8 +131,10 @@ CALL = ("task", "stages", "resume", "replay", "prompts", "seeds", "shard", "swee
 
 def settle(config, prompts) -> dict:
     """The configuration as it stands before this machine adds to it: kept as config.yaml, carried by the video."""
-    prompt = {"text": prompts[0], "negative": prompts[1], "file": None, "negative_file": None}
-    return OmegaConf.to_container(config, resolve=True) | {"prompt": prompt}
+    settled = OmegaConf.to_container(config, resolve=True)
+    settled["prompt"] = {"text": prompts[0], "negative": prompts[1], "file": None, "negative_file": None}
+    settled["compile"]["cache_dir"] = None  # a place on this machine
+    return settled
 
 
 def config_hash(settled: dict) -> str:
@@ -152,8 +155,11 @@ def take_over(config, overrides):
     said = [override.lstrip("+~").partition("=")[0] for override in overrides]
     if "preset" in said:
         raise schema.ConfigError(f"{key}={config[key]}: takes its whole configuration from there; leave preset out")
-    for name in [*CALL, *said]:
+    for name in [*CALL, "compile.cache_dir", *said]:
         OmegaConf.update(taken, name, OmegaConf.select(config, name), merge=False, force_add=True)
+    if any(name.startswith("resolution") for name in said) and not any(name.startswith("scheduler") for name in said):
+        for name in {"flow_shift", "shift"} & set(taken.scheduler.arguments):  # it goes with the resolution
+            taken.scheduler.arguments[name] = taken.resolution.flow_shift
     return taken
 
 
@@ -186,7 +192,7 @@ def finished_before(settled: dict, folder: Path) -> float | None:
     """What the same job gave in an earlier try at this sweep, or None if it has to be done."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         metrics = json.loads((folder / "metrics.json").read_text())
-        if metrics["config_hash"] == config_hash(settled):
+        if metrics["config_hash"] == config_hash(settled) and metrics["stages"] == settled["stages"]:
             log.info("%s: done before", folder)
             return metrics["step_seconds_median"] or metrics["seconds"]["total"]
     return None
@@ -224,12 +230,16 @@ def write_preview(folder: Path, frame: numpy.ndarray) -> None:
     os.replace(partial, folder / "preview.png")
 
 
-def metrics(settled: dict, mesh, clock: Clock, overrides: list[str]) -> dict:
-    """Everything about a run but its times: memory, hardware, versions, settings."""
+def metrics(settled: dict, mesh, overrides: list[str]) -> dict:
+    """Everything about a run but its times: memory, hardware, versions, settings.
+
+    Peaks are the process's so far: in a sweep, the largest of the jobs up to this one.
+    """
     device = mesh.devices.flat[0]
     statistics = device.memory_stats() or {}
     return {
         "overrides": list(overrides),
+        "stages": settled["stages"],
         "config_hash": config_hash(settled),
         "device": device.device_kind,
         "devices": mesh.devices.size,

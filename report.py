@@ -1,13 +1,16 @@
 """One page for a sweep or a list of prompts: what was run, how fast it was, what it looks like, how to run it again.
 
 Reads the job folders, so that it works for a sweep that was interrupted too, and for jobs of other processes.
-Writes results.csv, results.jsonl and report.html, which needs no other file.
+Writes results.csv, results.jsonl and report.html, which holds pictures and videos itself (up to EMBEDDED_BYTES, then links).
 """
 import base64
 import csv
 import html
+import io
 import json
 from pathlib import Path
+
+from PIL import Image
 
 EMBEDDED_BYTES = 40e6  # videos beyond this much in all are linked, not embedded: a browser must still open the page
 STAGES = {"text": "#7aa6c2", "denoise": "#2f6690", "decode": "#f2a65a", "load": "#b8b8b8", "compile": "#d1495b", "write": "#81b29a"}
@@ -54,7 +57,7 @@ def read_job(folder: Path, job: Path) -> dict:
         "peak_host_gib": metrics.get("peak_host_gib"),
         "device": metrics.get("device"),
         "mesh": metrics.get("mesh"),
-        "estimated_seconds_per_step": metrics.get("estimated_seconds_per_step"),
+        "floor_seconds_per_step": metrics.get("floor_seconds_per_step"),
         "video": str((job / "video.mp4").relative_to(folder)) if (job / "video.mp4").is_file() else None,
         "replay": f"python run.py replay={job}" if metrics else None,
     }
@@ -77,7 +80,7 @@ def varying_keys(rows) -> list[str]:
 
 
 def columns(row, varying) -> dict:
-    numbers = ("seconds_per_step", "estimated_seconds_per_step", "seconds_total", "peak_device_gib", "peak_host_gib")
+    numbers = ("seconds_per_step", "floor_seconds_per_step", "seconds_total", "peak_device_gib", "peak_host_gib")
     return {"job": row["job"], "status": row["status"]} | {key: row["overrides"].get(key, "") for key in varying} | {key: row[key] for key in numbers}
 
 
@@ -188,13 +191,21 @@ def render_cards(folder: Path, rows, varying):
     for row in rows:
         if row["video"] is None:
             continue
-        video, sheet = folder / row["video"], (folder / row["video"]).with_name("contact_sheet.png")
-        budget -= video.stat().st_size
-        source = data_uri(video, "video/mp4") if budget > 0 else html.escape(row["video"])
-        picture = f"<img src='{data_uri(sheet, 'image/png')}' alt='contact sheet'>" if sheet.is_file() else ""
+        video, sheet = folder / row["video"], small_picture((folder / row["video"]).with_name("contact_sheet.png"))
+        budget -= video.stat().st_size + len(sheet)
+        source = data_uri(video.read_bytes(), "video/mp4") if budget > 0 else html.escape(row["video"])
+        picture = f"<img src='{data_uri(sheet, 'image/jpeg')}' alt='contact sheet'>"
         command = f"<code>{html.escape(row['replay'] or '')}</code>"
         yield f"<div class=card>{picture}<video src='{source}' controls loop muted></video>{html.escape(label(row, varying))}<br>{command}</div>"
 
 
-def data_uri(path: Path, kind: str) -> str:
-    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+def small_picture(path: Path) -> bytes:
+    """A contact sheet as a JPEG no wider than it is shown."""
+    picture, buffer = Image.open(path).convert("RGB"), io.BytesIO()
+    picture.thumbnail((640, 640))
+    picture.save(buffer, "JPEG", quality=85)
+    return buffer.getvalue()
+
+
+def data_uri(content: bytes, kind: str) -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"

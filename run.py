@@ -92,7 +92,7 @@ def explain(error: Exception) -> str:
     """What to tell the user: our own errors as they are, a full disk with its remedy, others with their type."""
     if isinstance(error, commandline.USER_ERRORS):
         return commandline.explain(error)
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    if getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error):
         return f"{error}: the disk is full; free some space and go on with resume=<run folder>, where finished stages are kept"
     if isinstance(error, (schema.ConfigError, OSError)) or type(error).__name__ == "NotFinite":
         return str(error)
@@ -161,15 +161,19 @@ def generate(config, folder: Path, overrides=()) -> float:
     with clock("start"):
         mesh = start_jax(config)
         import engine  # brings in torch and diffusers: after the flags are set, and never for --help
+        import plan as plans
     log.info("%s on %s", config.model.name, describe(mesh))
 
     def keep_result(name, result):
         if config.output.save_stages:
             records.save(config, folder, name, result, prompts)
 
+    for name, result in results.items():  # so that this run can be resumed too
+        keep_result(name, result)
     watcher = engine.Watcher(bar, keep_result, lambda step, frame: records.write_preview(folder, frame))
     results = engine.execute(config, mesh, wanted, checkpoints, prompts, results, clock, watcher)
-    metrics = records.metrics(settled, mesh, clock, overrides)
+    floor = plans.arithmetic(config, mesh.devices.size)["floor_seconds_per_step"]
+    metrics = records.metrics(settled, mesh, overrides) | {"floor_seconds_per_step": floor}
     with clock("write"):
         made = records.write_outputs(config, folder, settled, results, metrics)
     records.write_metrics(folder, metrics | clock.report())
@@ -234,6 +238,8 @@ def find_checkpoint(config, stage: str) -> Path:
     component = schema.COMPONENTS[stage]
     folder = checkpoint.find(config.model, component)
     config.model.architecture[component] = checkpoint.read_architecture(folder, config.model.architecture[component], component)
+    if stage == "text":
+        checkpoint.find(config.model, "tokenizer")
     return folder
 
 
@@ -261,8 +267,12 @@ def use_fake_devices(config) -> None:
 
 
 def append_flags(variable: str, flags) -> None:
+    """Add flags to an environment variable that is read once, when JAX starts."""
     present = os.environ.get(variable, "").split()
-    os.environ[variable] = " ".join(present + [flag for flag in flags if flag not in present])
+    missing = [flag for flag in flags if flag not in present]
+    if missing and "engine" in sys.modules:  # JAX runs since an earlier job
+        raise schema.ConfigError(f"compile: {' '.join(missing)} comes too late, JAX runs already; give each set of flags a process of its own")
+    os.environ[variable] = " ".join(present + missing)
 
 
 def make_mesh(config):
@@ -275,6 +285,8 @@ def make_mesh(config):
     except RuntimeError as error:
         wanted = mesh.platform or "device"
         raise schema.ConfigError(f"mesh={mesh.name}: no {wanted} to be had here ({error}); use mesh=auto for what this machine has") from error
+    if jax.process_count() > 1:
+        raise schema.ConfigError(f"mesh={mesh.name}: {jax.process_count()} processes; one video over several hosts is not supported, use a slice of one host")
     if mesh.platform is None and devices[0].platform == "cpu":
         devices = devices[:1]  # fake CPU devices are for meshes that ask for them
     needed = mesh.devices or len(devices)

@@ -24,6 +24,14 @@ GUIDANCE = ("batched", "sequential")
 PLATFORMS = ("cpu", "gpu", "tpu")
 
 
+def longer_side(height: int, width: int, axes: list) -> list:
+    """The spec of a video (batch, channels, frames, height, width) whose longer side is spread over axes: ${longer_side:…}."""
+    return [None, None, None, list(axes), None] if height > width else [None, None, None, None, list(axes)]
+
+
+OmegaConf.register_new_resolver("longer_side", longer_side, replace=True)
+
+
 class ConfigError(Exception):
     """What the user can fix: shown as one paragraph, without a traceback."""
 
@@ -216,6 +224,12 @@ def attention_problems(attention, heads: int, head_dim: int, axes: dict[str, int
 def kernel_problems(kernel: Kernel, head_dim: int):
     """Messages that start with the key, for one Kernel."""
     yield from one_of("kernel", kernel.kernel, KERNELS)
+    if kernel.kernel == "auto":
+        plain = Kernel()
+        for name in ("block_q", "block_kv", "tile_kv", "sub_q", "chunk_kv", "vmem_mib", "min_keys"):
+            if getattr(kernel, name) != getattr(plain, name):
+                yield f"{name}={getattr(kernel, name)}: kernel=auto brings its own; name the kernel's file, e.g. attention=xla or attention=splash_v6e"
+        return
     for name in ("block_q", "block_kv", "tile_kv", "sub_q", "chunk_kv", "vmem_mib"):
         if getattr(kernel, name) < 1:
             yield f"{name}={getattr(kernel, name)}: must be positive"
@@ -334,10 +348,11 @@ def validate(config: Config) -> None:
     checks = (choice_problems, resolution_problems, sampling_problems, prompt_problems, mesh_problems, table_problems, op_problems,
               tune_problems, plan_problems)
     problems = [problem for check in checks for problem in check(config)]
-    if not problems:  # the attention checks need sound axes and heads
+    if not problems:  # these need sound axes and heads
+        problems += picture_problems(config)
         transformer = config.model.architecture["transformer"]
         axes = {} if -1 in config.mesh.axes.values() else dict(config.mesh.axes)
-        problems = attention_problems(
+        problems += attention_problems(
             config.attention, transformer["num_attention_heads"], transformer["attention_head_dim"], axes, config.sharding.attention
         )
         problems += kernel_dtype_problems(config)
@@ -405,6 +420,8 @@ def sampling_problems(config: Config):
         yield f"guidance_scale={config.guidance_scale}: must be from 0 to 20; usual {config.model.guidance_scale} (1 turns guidance off)"
     if config.preview_every < 0:
         yield f"preview_every={config.preview_every}: a number of steps; 0 for no previews"
+    if config.preview_every > 0 and not {"denoise", "decode"} <= set(config.stages):
+        yield f"preview_every={config.preview_every}: previews need the decoder; add denoise and decode to stages, or set 0"
     if not 0 <= config.seed < 2**63:
         yield f"seed={config.seed}: must be from 0 to 2**63 - 1; nearest {min(max(config.seed, 0), 2**63 - 1)}"
 
@@ -479,6 +496,18 @@ def table_problems(config: Config):
             yield f"sharding.attention.{key}={axis}: the mesh has no such axis; {nearest(axis, config.mesh.axes)}"
 
 
+def picture_problems(config: Config):
+    """Sides of the latent picture against the axes that share them in the decoder."""
+    specs = {f"sharding.vae.activations.{name}.spec": rule.spec for name, rule in config.sharding.vae.activations.items()}
+    for key, spec in (specs | {"sharding.vae.carry": config.sharding.vae.carry}).items():
+        for dimension, side in ((3, "height"), (4, "width")):
+            entry = spec[dimension] if len(spec) > dimension else None
+            ways = math.prod(config.mesh.axes.get(axis, 1) for axis in spec_axes([entry]))
+            if ways > 0 and config.resolution[side] // 8 % ways:
+                yield (f"{key}: resolution.{side}={config.resolution[side]} is {config.resolution[side] // 8} in latents, not divisible by {ways} devices; "
+                       f"use a {side} that is a multiple of {8 * ways}, or {key}=[]")
+
+
 def rule_problems(key: str, rule: Rule, axes):
     try:
         re.compile(rule.pattern)
@@ -498,7 +527,8 @@ def rule_problems(key: str, rule: Rule, axes):
 
 def tune_problems(config: Config):
     for key, values in search_lists(config).items():
-        if OmegaConf.select(config, key) is None:
+        parent, _, name = key.rpartition(".")
+        if name not in (OmegaConf.select(config, parent) if parent else config):
             yield f"tune.search: no key {key}; e.g. attention.self.block_q=512,1024"
         if not values or None in values:
             yield f"tune.search: {key} needs values to try; write {key}=512,1024"

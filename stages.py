@@ -6,6 +6,7 @@ the `run_…` functions is numpy; between them JAX arrays stay on the devices.
 """
 import contextlib
 import functools
+import logging
 import threading
 import time
 from concurrent.futures import Future
@@ -25,6 +26,8 @@ import patches
 import weights
 from kernels.attention import resolve
 from schema import ConfigError
+
+log = logging.getLogger("wan")
 
 # Tensors that checkpoints hold and a stage has no use for.
 IGNORED = {"text_encoder": (), "transformer": (r".*norm_added_q",), "vae": (r"encoder\.", r"quant_conv\.")}
@@ -149,7 +152,12 @@ def build_denoise(config, mesh) -> Stage:
     module.rope = type(module.rope)(architecture.attention_head_dim, architecture.patch_size, architecture.rope_max_seq_len)
     dtype = config.model.dtype.transformer
     attention = resolve(OmegaConf.to_object(config.attention), mesh_device(mesh), dtype, architecture.attention_head_dim)
-    processor = patches.AttentionProcessor(attention, OmegaConf.to_object(config.sharding.attention), mesh)
+    parallel = OmegaConf.to_object(config.sharding.attention)
+    if not guided(config) or config.guidance == "sequential":  # a batch of one: nothing to spread
+        if parallel.batch and mesh.shape[parallel.batch] > 1:
+            log.warning("one forward at a time: the %d parts of axis %s do the same work", mesh.shape[parallel.batch], parallel.batch)
+        parallel = replace(parallel, batch=None)
+    processor = patches.AttentionProcessor(attention, parallel, mesh)
     module.set_attn_processor(processor)
     if config.model.scan_blocks:
         patches.scan_blocks(module, replicated(mesh) if config.sharding.transformer.gather else None)
@@ -230,7 +238,24 @@ def scheduler_table(config):
     if not numpy.isfinite(coefficients).all():
         settings = f"steps={config.steps}, flow_shift={config.resolution.flow_shift}"
         raise ConfigError(f"scheduler={config.scheduler.name}: not finite at {settings}; use more steps or scheduler=unipc")
+    check_linear(config, coefficients)
     return scheduler.timesteps.numpy().astype(numpy.float32), coefficients
+
+
+def check_linear(config, coefficients) -> None:
+    """Refuse a scheduler that a table cannot stand for: one that draws random numbers, clips, or rescales the noise."""
+    scheduler, generator = make_scheduler(config), torch.Generator().manual_seed(0)
+    latents = torch.randn(1, 4, 1, 1, 2, generator=generator)
+    state = numpy.zeros((coefficients.shape[1], *latents.shape), numpy.float32)
+    state[0] = latents
+    for timestep, rows in zip(scheduler.timesteps, coefficients):
+        velocity = torch.randn(latents.shape, generator=generator)
+        latents = scheduler.step(velocity, timestep, latents, return_dict=False)[0]
+        terms = numpy.stack([*state, velocity.numpy()])
+        state = numpy.einsum("ij,j...->i...", rows, terms)
+    if getattr(scheduler, "init_noise_sigma", 1) != 1 or not numpy.allclose(state[0], latents.numpy(), atol=1e-3):
+        what = f"{config.scheduler.target} with these arguments is not deterministic and linear"
+        raise ConfigError(f"scheduler={config.scheduler.name}: {what}; use scheduler=unipc, euler or dpm")
 
 
 def make_scheduler(config):

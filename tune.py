@@ -30,6 +30,7 @@ log = logging.getLogger("wan")
 def search(config, mesh, folder: Path, bar, conf: Path = commandline.CONF) -> float:
     """Time every combination, write tune.json and the winner's config; returns the winner's seconds."""
     lists = schema.search_lists(config)
+    config = resolved(config, mesh)
     rows = []
     combinations = [dict(zip(lists, values)) for values in itertools.product(*lists.values())]
     with bar(len(combinations), "tuning", unit="try") as progress:
@@ -45,6 +46,14 @@ def search(config, mesh, folder: Path, bar, conf: Path = commandline.CONF) -> fl
     path = write_winner(config, mesh, best, len(timed), conf)
     print(path)
     return best["seconds"]
+
+
+def resolved(config, mesh):
+    """The config with `kernel: auto` replaced by the kernel that serves here, whose blocks can then be changed."""
+    transformer, chosen = config.model.architecture.transformer, config.copy()
+    attention = resolve(OmegaConf.to_object(config.attention), stages.mesh_device(mesh), config.model.dtype.transformer, transformer.attention_head_dim)
+    OmegaConf.update(chosen, "attention", {part: dataclasses.asdict(getattr(attention, part)) for part in ("self", "cross")})
+    return chosen
 
 
 def told(row) -> str:
@@ -83,7 +92,10 @@ def attention_call(config, mesh, part):
         attend_flat, head_dim=head_dim, kernel=getattr(attention, part), parallel=OmegaConf.to_object(config.sharding.attention),
         mesh=mesh, cross=part == "cross",
     )
-    make = jax.jit(lambda seed, length: jax.random.normal(jax.random.key(seed), (batch, length, heads * head_dim), dtype), static_argnums=1)
+    # On every device whole: each takes its part, and nothing travels that the step would not send too.
+    everywhere = stages.replicated(mesh)
+    make = jax.jit(lambda seed, length: jax.random.normal(jax.random.key(seed), (batch, length, heads * head_dim), dtype),
+                   static_argnums=1, out_shardings=everywhere)
     inputs = [make(seed, length) for seed, length in enumerate((tokens, keys, keys))]
     return functools.partial(jax.jit(run), *inputs)
 
@@ -128,9 +140,7 @@ def write_winner(config, mesh, best, tried, conf: Path) -> Path:
     chosen = config.copy()
     for key, value in best["values"].items():
         OmegaConf.update(chosen, key, value)
-    transformer = config.model.architecture.transformer
-    dtype, head_dim = config.model.dtype.transformer, transformer.attention_head_dim
-    attention = resolve(OmegaConf.to_object(chosen.attention), stages.mesh_device(mesh), dtype, head_dim)
+    attention = OmegaConf.to_object(chosen.attention)
     axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     won = ", ".join(f"{key}={value}" for key, value in best["values"].items())
     header = (

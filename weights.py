@@ -152,9 +152,13 @@ def index(folder: Path) -> dict[str, Path]:
     for file in files:
         try:
             with safe_open(file, framework="pt") as handle:
-                found.update(dict.fromkeys(handle.keys(), file))
+                names = list(handle.keys())
         except Exception as error:
             raise ConfigError(f"{file}: not a readable safetensors file ({error}); download it again") from error
+        twice = next((name for name in names if name in found), None)
+        if twice is not None:
+            raise ConfigError(f"{folder}: {twice} is in {found[twice].name} and in {file.name}; keep one set of files")
+        found.update(dict.fromkeys(names, file))
     return found
 
 

@@ -165,8 +165,13 @@ def choose(part, name, devices, found, device, dtype, head_dim):
     if found is None:
         raise schema.ConfigError(f"attention=auto: nothing in attention.devices for {device.device_kind!r}; has {', '.join(devices)}")
     kernel = read_kernel(found, name, part)
-    serves = jnp.dtype(dtype).itemsize == 2 and not list(schema.kernel_problems(kernel, head_dim))
-    return kernel if serves else read_kernel("xla", name, part)
+    unfit = {"splash": head_dim not in (64, 128), "cudnn": head_dim % 8 or head_dim > 128 or part.window is not None}
+    if jnp.dtype(dtype).itemsize != 2 or unfit.get(kernel.kernel):
+        kernel = read_kernel("xla", name, part)
+    problems = list(schema.kernel_problems(kernel, head_dim))
+    if problems:
+        raise schema.ConfigError(f"conf/attention/{found}.yaml: {name}.{problems[0]}")
+    return kernel
 
 
 def read_kernel(file, name, part):

@@ -305,7 +305,7 @@ def made(cache):
 
 def pipeline(cache, **inputs):
     with torch.inference_mode():
-        everything = SMALL_INPUTS | {"prompt": PROMPT, "negative_prompt": "", "guidance_scale": 5.0, "seed": 7} | inputs
+        everything = SMALL_INPUTS | {"prompt": PROMPT, "negative_prompt": "", "guidance_scale": 4.0, "seed": 7} | inputs
         return nodes.Wan21TPUPipeline().generate(**everything, config=(cache,))[0]
 
 

@@ -34,6 +34,7 @@ def test_any_prompt_arrives_as_typed(text):
 
 def test_a_prompt_of_the_group_is_still_chosen_by_name():
     assert make_config("prompt=default").prompt.text == make_config().prompt.text
+    assert commandline.rewrite(["prompt=star_spin,two_lanes"]) == ["prompt=star_spin,two_lanes"], "a sweep over the group"
 
 
 def test_in_a_sweep_prompts_stay_whole_and_cheap_axes_go_last():

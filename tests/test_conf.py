@@ -24,7 +24,10 @@ def test_every_option_composes(group, option):
 @pytest.mark.parametrize("resolution", ["480p", "480p_portrait", "720p", "720p_portrait"])
 @pytest.mark.parametrize("attention", options("attention"))
 def test_every_real_combination_is_valid(resolution, attention):
-    validate(make_config("model=wan21_t2v_14b", "mesh=v6e_8", f"resolution={resolution}", f"attention={attention}"))
+    config = make_config("model=wan21_t2v_14b", "mesh=v6e_8", f"resolution={resolution}", f"attention={attention}")
+    validate(config)
+    spread = config.sharding.vae.activations.decoder.spec[3 if "portrait" in resolution else 4]
+    assert spread == ["dp", "sp", "tp"], "the longer side is spread"
 
 
 def build(model, mesh, sharding, stage):

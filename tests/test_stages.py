@@ -35,6 +35,13 @@ def test_a_scheduler_that_is_none_is_told():
         stages.scheduler_table(make_config("scheduler.target=WanPipeline"))
 
 
+@pytest.mark.parametrize("argument", ["algorithm_type=sde-dpmsolver++", "+thresholding=true"])
+def test_a_scheduler_that_no_table_can_stand_for_is_told(argument):
+    sign, argument = ("+", argument[1:]) if argument[0] == "+" else ("", argument)
+    with pytest.raises(ConfigError, match="is not deterministic and linear"):
+        stages.scheduler_table(make_config("scheduler=dpm", f"{sign}scheduler.arguments.{argument}", "steps=8"))
+
+
 def test_noise_is_the_seed_alone():
     first, again, other = (stages.noise(make_config(*overrides)) for overrides in (["seed=1"], ["seed=1", "mesh=cpu_8"], ["seed=2"]))
     assert numpy.array_equal(first, again) and not numpy.array_equal(first, other)
@@ -66,6 +73,13 @@ def test_guidance(generate):
     plain = latents(generate(only, "guidance_scale=1", "negative_prompt=a blue star", folder="plain"))
     again = latents(generate(only, "guidance_scale=1", "negative_prompt=", folder="again"))
     assert numpy.array_equal(plain, again)
+
+
+@pytest.mark.parametrize("override", ["guidance=sequential", "guidance_scale=1"])
+def test_one_forward_at_a_time_runs_on_a_mesh_with_dp(generate, override):
+    one = latents(generate("stages=[text,denoise]", override, folder="one"))
+    eight = latents(generate("stages=[text,denoise]", override, "mesh=cpu_8", folder="eight"))
+    numpy.testing.assert_allclose(eight, one, atol=1e-4)
 
 
 def test_bfloat16_everywhere_is_close_to_float32(generate):

@@ -159,6 +159,17 @@ def test_overrides_go_on_top_of_a_replay(sweep):
     assert taken.prompt.text == PROMPTS[0]
 
 
+def test_the_flow_shift_follows_the_resolution_of_a_replay(sweep):
+    source = sweep[0] / min(sweep[1])
+    config = make_config(f"replay={source}", "resolution.flow_shift=7")
+    assert records.take_over(config, ["resolution.flow_shift=7"]).scheduler.arguments.flow_shift == 7
+    assert records.take_over(make_config(f"replay={source}"), []).scheduler.arguments.flow_shift == 3
+
+
+def test_nothing_of_this_machine_is_stored(sweep):
+    assert records.read_stored(sweep[0] / min(sweep[1]) / "video.mp4", "replay")["config"]["compile"]["cache_dir"] is None
+
+
 def test_a_replay_elsewhere_says_what_differs(sweep, caplog):
     folder, before, _ = sweep
     source = folder / min(before)

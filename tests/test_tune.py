@@ -42,6 +42,13 @@ def test_the_fastest_blocks_become_a_config(tmp_path, conf):
         target.unlink()
 
 
+def test_auto_is_resolved_first(tmp_path, conf):
+    search(tmp_path, conf, "attention=auto", 'tune.search=["attention.self.block_kv=8,32"]')
+    (written,) = (conf / "attention").iterdir()
+    found = yaml.safe_load(written.read_text())["self"]
+    assert found["kernel"] == "xla" and found["block_kv"] in (8, 32)
+
+
 def test_other_keys_time_the_whole_step(tmp_path, conf):
     assert search(tmp_path, conf, 'tune.search=["guidance=batched,sequential"]') > 0
     tries = json.loads((tmp_path / "tune.json").read_text())["tries"]

@@ -99,6 +99,13 @@ def test_only_safetensors_are_read(mesh, tmp_path):
         weights.index(tmp_path)
 
 
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    for name in ("a", "b"):
+        save_file({"0.bias": numpy.zeros(16)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(ConfigError, match="0.bias is in a.safetensors and in b.safetensors; keep one set"):
+        weights.index(tmp_path)
+
+
 @pytest.mark.parametrize("path, message", [("no/such/folder", "neither a local folder"), ("some-org/some-model", "the Hub cannot be reached")])
 def test_absent_checkpoints_are_told(path, message):
     with pytest.raises(ConfigError, match=message):
