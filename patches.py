@@ -24,7 +24,7 @@ from torchax import interop  # noqa: E402
 torch.backends.mha.set_fastpath_enabled(_fast_path)
 
 from kernels.attention import attend_flat  # noqa: E402
-from schema import Attention, ConfigError, Kernel, Parallel, nearest  # noqa: E402
+from schema import Attention, ConfigError, Kernel, Op, Parallel, nearest  # noqa: E402
 
 # ---------------------------------------------------------------- torchax's lifetime
 
@@ -70,9 +70,10 @@ def call_module(module, parameters, *arguments, **keywords):
 
 def load_ops(table, platform, allow_external) -> dict:
     """The rows of the config's op table that serve this platform, as {torch op: implementation}."""
+    rows = {name: Op(**row) for name, row in table.items()}
     return {
         find_op(name, row.op): find_function(f"ops.{name}.implementation", row.implementation, allow_external)
-        for name, row in table.items()
+        for name, row in rows.items()
         if not row.platforms or platform in row.platforms
     }
 

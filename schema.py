@@ -310,7 +310,7 @@ class Config:
     sharding: Sharding = field(default_factory=Sharding)
     resolution: Resolution = field(default_factory=Resolution)
     attention: Attention = field(default_factory=lambda: Attention())
-    ops: dict[str, Op] = field(default_factory=dict)
+    ops: dict[str, Any] = field(default_factory=dict)  # rows of Op; Any, so that a command line can add one
     scheduler: Scheduler = field(default_factory=Scheduler)
     prompt: Prompt = field(default_factory=Prompt)
     compile: Compile = field(default_factory=Compile)
@@ -545,11 +545,16 @@ def search_lists(config) -> dict[str, list]:
 
 
 def op_problems(config: Config):
-    for name, op in config.ops.items():
-        module = op.implementation.split(".")[0]
+    for name, row in config.ops.items():
+        try:
+            op = Op(**row)
+        except TypeError:
+            yield f"ops.{name}={row}: needs op, implementation and why, may have platforms; see conf/ops/default.yaml"
+            continue
+        module = str(op.implementation).split(".")[0]
         if module not in ("patches", "kernels") and not config.allow_external_ops:
             yield f"ops.{name}.implementation={op.implementation}: not in patches or kernels; set allow_external_ops=true to trust it"
         for platform in op.platforms:
             yield from one_of(f"ops.{name}.platforms", platform, PLATFORMS)
-        if not re.fullmatch(r"(torch|aten)(\.\w+)+", op.op):
+        if not re.fullmatch(r"(torch|aten)(\.\w+)+", str(op.op)):
             yield f"ops.{name}.op={op.op}: write it as aten.<op>[.<overload>] or torch.<function>"

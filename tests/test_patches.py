@@ -10,7 +10,7 @@ from diffusers import AutoencoderKLWan
 
 import patches
 from patches import interop, torchax
-from schema import ConfigError, Op
+from schema import ConfigError, validate
 from tests.conftest import make_config
 
 # ---------------------------------------------------------------- lifetime
@@ -121,6 +121,10 @@ def test_conv3d_as_2d_is_conv3d(kernel, stride, padding):
     numpy.testing.assert_allclose(ours, wanted.numpy(), atol=1e-5)
 
 
+def row(op, implementation):
+    return {"op": op, "implementation": implementation, "why": "a test"}
+
+
 def test_overrides_follow_their_platform():
     table = make_config().ops
     assert torch.nn.functional.conv3d in patches.load_ops(table, "cpu", False)
@@ -128,21 +132,28 @@ def test_overrides_follow_their_platform():
 
 
 @pytest.mark.parametrize(
-    "row, message",
+    "bad, message",
     [
-        (Op("aten.gelo", "patches.type_as", ""), "torch has no such op; nearest: gelu"),
-        (Op("aten.gelu", "patches.type_a", ""), "no such function; nearest: type_as"),
-        (Op("aten.gelu", "patches.nothing.here", ""), "No module named"),
-        (Op("aten.gelu", "math.sin", ""), "set allow_external_ops=true"),
+        (row("aten.gelo", "patches.type_as"), "torch has no such op; nearest: gelu"),
+        (row("aten.gelu", "patches.type_a"), "no such function; nearest: type_as"),
+        (row("aten.gelu", "patches.nothing.here"), "No module named"),
+        (row("aten.gelu", "math.sin"), "set allow_external_ops=true"),
     ],
 )
-def test_bad_op_rows_are_told(row, message):
+def test_bad_op_rows_are_told(bad, message):
     with pytest.raises(ConfigError, match=message):
-        patches.load_ops({"mine": row}, "cpu", False)
+        patches.load_ops({"mine": bad}, "cpu", False)
+
+
+def test_an_op_is_added_from_the_command_line():
+    added = "+ops.mine={op: torch.nn.functional.silu, implementation: torch.nn.functional.relu, why: to see a difference}"
+    config = make_config(added, "allow_external_ops=true")
+    validate(config)
+    assert patches.load_ops(config.ops, "cpu", True)[torch.nn.functional.silu] is torch.nn.functional.relu
 
 
 def test_external_ops_work_when_allowed():
-    loaded = patches.load_ops({"mine": Op("torch.nn.functional.silu", "torch.nn.functional.relu", "")}, "cpu", True)
+    loaded = patches.load_ops({"mine": row("torch.nn.functional.silu", "torch.nn.functional.relu")}, "cpu", True)
     assert loaded == {torch.nn.functional.silu: torch.nn.functional.relu}
 
 

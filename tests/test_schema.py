@@ -55,6 +55,7 @@ BAD = {
     "preview_every=2 stages=[text,denoise]": "preview_every=2: previews need the decoder",
     "mesh=cpu_8 resolution.width=144": "resolution.width=144 is 18 in latents, not divisible by 8 devices; use a width that is a multiple of 64",
     "ops.upsample.implementation=os.system": "ops.upsample.implementation=os.system: not in patches or kernels; set allow_external_ops=true",
+    "+ops.mine={op:aten.gelu}": "ops.mine={'op': 'aten.gelu'}: needs op, implementation and why",
     "ops.upsample.op=gelu": "ops.upsample.op=gelu: write it as aten.<op>",
     "ops.upsample.platforms=[cuda]": "ops.upsample.platforms=cuda: unknown",
     "model=wan21_t2v_14b": "resolution.height=128: wan21_t2v_14b takes 256 to 1280; nearest 256",
