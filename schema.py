@@ -112,9 +112,9 @@ class Resolution:
 class Op:
     """One torchax override: the op, the function that takes its place, and why."""
 
-    op: str = MISSING
-    implementation: str = MISSING
-    why: str = MISSING
+    op: str
+    implementation: str
+    why: str
     platforms: list[str] = field(default_factory=list)  # where it applies; empty: everywhere
 
 

@@ -57,7 +57,7 @@ BAD = {
     "ops.upsample.implementation=os.system": "ops.upsample.implementation=os.system: not in patches or kernels; set allow_external_ops=true",
     "+ops.mine={op:aten.gelu}": "ops.mine={'op': 'aten.gelu'}: needs op, implementation and why",
     "ops.upsample.op=gelu": "ops.upsample.op=gelu: write it as aten.<op>",
-    "ops.upsample.platforms=[cuda]": "ops.upsample.platforms=cuda: unknown",
+    "ops.conv3d.platforms=[cuda]": "ops.conv3d.platforms=cuda: unknown",
     "model=wan21_t2v_14b": "resolution.height=128: wan21_t2v_14b takes 256 to 1280; nearest 256",
 }
 
