@@ -136,7 +136,7 @@ def render(folder: Path, rows, varying) -> str:
 def render_table(rows, varying) -> str:
     names = shown(rows, varying)
     fastest = min((row["seconds_per_step"] for row in rows if row["seconds_per_step"]), default=None)
-    lines = ["<tr>" + "".join(f"<th>{html.escape(name.replace('_', ' '))}</th>" for name in names) + "<th>error</th></tr>"]
+    lines = ["<tr>" + "".join(f"<th>{html.escape(name if name in varying else name.replace('_', ' '))}</th>" for name in names) + "<th>error</th></tr>"]
     for row in rows:
         marks = " ".join(mark for mark, on in (("failed", row["status"] == "failed"), ("best", fastest and row["seconds_per_step"] == fastest)) if on)
         cells = "".join(render_cell(columns(row, varying)[name]) for name in names)
