@@ -71,7 +71,7 @@ def known_keys() -> list[str]:
     def walk(node, prefix):
         for name in node:
             yield prefix + name
-            child = OmegaConf.select(node, name, throw_on_missing=False) if OmegaConf.is_missing(node, name) else node._get_node(name)
+            child = node._get_node(name)
             if OmegaConf.is_dict(child):
                 yield from walk(child, f"{prefix}{name}.")
 

@@ -28,7 +28,6 @@ import stages
 import weights
 
 log = logging.getLogger("wan")
-GIB = 2**30
 # The part of the program an op belongs to, by the names its scopes have; the first that matches counts.
 GROUPS = {
     "rope": r"/rope/",
@@ -128,14 +127,10 @@ def tpu_compiler(config) -> list[str] | None:
 def compile_stage(config, mesh, stage) -> dict:
     """Export a stage's last program (the one that runs most) and have libtpu compile it for the mesh's topology."""
     with jax.sharding.use_abstract_mesh(mesh), tempfile.TemporaryDirectory() as scratch:
-        lowered = {}
-        for name, program in stage.programs.items():
-            structs = program.arguments(lowered) if callable(program.arguments) else program.arguments
-            jitted = jax.jit(program.function, donate_argnums=program.donated, out_shardings=program.outputs)
-            arrays = {key: tensor.struct for key, tensor in stage.tensors.items()}
-            lowered[name] = jitted.trace(arrays, *structs).lower(lowering_platforms=("tpu",))
+        lowered = stages.lower(stage, platforms=("tpu",))
+        jitted, structs = stages.callable_of(stage, list(stage.programs)[-1], lowered)
         artifact = Path(scratch) / "program.bin"
-        artifact.write_bytes(jax.export.export(jitted, platforms=["tpu"])(arrays, *structs).serialize())
+        artifact.write_bytes(jax.export.export(jitted, platforms=["tpu"])(*structs).serialize())
         return call_compiler(config, mesh, artifact)
 
 
@@ -173,8 +168,8 @@ def memory(config, report) -> dict:
         compiled = (report["compiler"] or {}).get(name)
         held = report["components"][component]["gib_per_chip"]
         if compiled:
-            temporaries, source = (compiled["temporary_bytes"] + compiled["output_bytes"] + compiled["code_bytes"]) / GIB, "libtpu"
-            held = compiled["argument_bytes"] / GIB
+            temporaries, source = weights.gib(compiled["temporary_bytes"] + compiled["output_bytes"] + compiled["code_bytes"]), "libtpu"
+            held = weights.gib(compiled["argument_bytes"])
         else:
             temporaries, source = estimated_temporaries(config, report)[name], "estimate from shapes"
         total = held + temporaries
@@ -197,7 +192,7 @@ def estimated_temporaries(config, report) -> dict[str, float]:
     width = transformer.ffn_dim / size(parallel.heads) * 2 + dim * (4 + 2 * 4)
     text = 4 * 64 * config.model.text_tokens**2 * 4
     pixels = config.resolution.height * config.resolution.width * 4 * config.model.architecture.vae.get("base_dim", 96) * 2 * 4 / report["chips"]
-    return {"text": text / GIB, "denoise": rows * width / GIB, "decode": 6 * pixels / GIB}
+    return {"text": weights.gib(text), "denoise": weights.gib(rows * width), "decode": weights.gib(6 * pixels)}
 
 
 def estimate(config, report) -> dict | None:

@@ -42,12 +42,9 @@ def main() -> None:
     try:
         sys.argv[1:] = commandline.rewrite(sys.argv[1:])
         job()
-    except schema.ConfigError as error:
+    except (schema.ConfigError, *commandline.USER_ERRORS) as error:
         failures.append(str(error))
-        print(f"error: {error}", file=sys.stderr)
-    except commandline.USER_ERRORS as error:
-        failures.append(str(error))
-        print(f"error: {commandline.explain(error)}", file=sys.stderr)
+        print(f"error: {explain(error)}", file=sys.stderr)
         if "traceback=true" in sys.argv:
             traceback.print_exc()
     except KeyboardInterrupt:
@@ -81,11 +78,18 @@ def attempt(config, folder: Path, overrides: list[str]) -> float | None:
             return before
         return TASKS[config.task](config, folder, overrides)
     except Exception as error:
-        failures.append(f"{folder}: {error}")
-        log.error("error: %s", explain(error))
+        fail(folder, overrides, explain(error))
         if config.traceback:
             log.error(traceback.format_exc())
-        records.write_failure(folder, overrides, explain(error))
+
+
+def fail(folder: Path, overrides: list[str], message: str) -> None:
+    """Tell and record why a job failed; the exit status and the report know of it too."""
+    import records
+
+    failures.append(f"{folder}: {message}")
+    log.error("error: %s", message)
+    records.write_failure(folder, overrides, message)
 
 
 def explain(error: Exception) -> str:
@@ -101,37 +105,28 @@ def explain(error: Exception) -> str:
 
 def make_all(config, folder: Path, overrides: list[str]) -> float | None:
     """Every video of a list, each in a folder of its own; what fails is told with its line and the others are made."""
-    import records
-
     shared = [override for override in overrides if override.partition("=")[0] not in ("prompts", "seeds", "shard")]
     listed = jobs.read(config)
     sweep_folders[folder] = None
     seconds = []
     with bar(len(listed), "videos", unit="video", position=1) as progress:
         for one in listed:
-            target = folder / one.name
-            target.mkdir(parents=True, exist_ok=True)
-            if one.error is None:
-                seconds.append(attempt_listed(target, [*shared, "sweep.active=true", *one.overrides]))
-            else:
-                failures.append(f"{target}: {one.error}")
-                log.error("error: prompts=%s: %s; skipped", config.prompts, one.error)
-                records.write_failure(target, one.overrides, one.error)
+            seconds.append(make_one(one, folder / one.name, shared))
             progress.update(1)
     made = [value for value in seconds if value is not None]
     return sum(made) / len(made) if made else None
 
 
-def attempt_listed(folder: Path, overrides: list[str]) -> float | None:
-    import records
-
+def make_one(one: jobs.Job, folder: Path, shared: list[str]) -> float | None:
+    """One video of a list: its own overrides on top of those of the command line."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if one.error is not None:
+        return fail(folder, one.overrides, f"{one.error}; skipped")
+    overrides = [*shared, "sweep.active=true", *one.overrides]
     try:
         config = hydra.compose("config", overrides)
     except commandline.USER_ERRORS as error:
-        failures.append(f"{folder}: {error}")
-        log.error("error: %s: %s; skipped", folder.name, commandline.explain(error))
-        records.write_failure(folder, overrides, commandline.explain(error))
-        return None
+        return fail(folder, overrides, f"{folder.name}: {explain(error)}; skipped")
     return attempt(config, folder, overrides)
 
 

@@ -150,21 +150,21 @@ class Sweep:
 @dataclass
 class Plan:
     compiler: Optional[str] = None  # a Python with libtpu; null: this one if it has it; none: do not compile
-    margin_gib: float = 2.0
-    self_attention_share: float = 0.6
-    cross_attention_share: float = 0.4
-    correction: float = 1.0
+    margin_gib: float = MISSING
+    self_attention_share: float = MISSING
+    cross_attention_share: float = MISSING
+    correction: float = MISSING
 
 
 @dataclass
 class Tune:
     search: list[str] = field(default_factory=list)  # key=value,value,…
-    repeats: int = 5
+    repeats: int = MISSING
 
 
 @dataclass
 class Output:
-    quality: int = 18
+    quality: int = MISSING
     save_stages: bool = True
 
 
@@ -236,17 +236,22 @@ def kernel_problems(kernel: Kernel, head_dim: int):
             return
     if kernel.window is not None and kernel.window < 0:
         yield f"window={kernel.window}: how many tokens away a key may be; null for all"
-    if kernel.kernel == "cudnn" and kernel.window is not None:
-        yield f"window={kernel.window}: cuDNN has only causal windows; use kernel=xla or window=null"
-    if kernel.kernel == "cudnn" and (head_dim > 128 or head_dim % 8):
-        yield f"kernel=cudnn: serves head dims that are multiples of 8 up to 128, the model has {head_dim}; use kernel=xla"
+    yield from unserved(kernel, head_dim)
     if kernel.kernel == "splash":
         yield from splash_problems(kernel, head_dim)
 
 
-def splash_problems(kernel: Kernel, head_dim: int):
-    if head_dim not in (64, 128):
+def unserved(kernel: Kernel, head_dim: int):
+    """What a kernel cannot do at all, whatever its blocks."""
+    if kernel.kernel == "cudnn" and kernel.window is not None:
+        yield f"window={kernel.window}: cuDNN has only causal windows; use kernel=xla or window=null"
+    if kernel.kernel == "cudnn" and (head_dim > 128 or head_dim % 8):
+        yield f"kernel=cudnn: serves head dims that are multiples of 8 up to 128, the model has {head_dim}; use kernel=xla"
+    if kernel.kernel == "splash" and head_dim not in (64, 128):
         yield f"kernel=splash: serves head dims 64 and 128, the model has {head_dim}; use kernel=xla"
+
+
+def splash_problems(kernel: Kernel, head_dim: int):
     for block, part in (("block_q", "sub_q"), ("block_kv", "tile_kv"), ("tile_kv", "chunk_kv")):
         size, inner = getattr(kernel, block), getattr(kernel, part)
         if part != "tile_kv" and inner % 128:  # a tile is checked as a block of chunks
@@ -292,7 +297,7 @@ class Config:
 
     task: str = "generate"
     stages: list[str] = field(default_factory=lambda: list(STAGES))
-    seed: int = 2025
+    seed: int = MISSING
     steps: int = MISSING
     guidance_scale: float = MISSING
     guidance: str = "batched"

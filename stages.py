@@ -6,6 +6,7 @@ the `run_…` functions is numpy; between them JAX arrays stay on the devices.
 """
 import contextlib
 import functools
+import json
 import logging
 import threading
 import time
@@ -48,7 +49,6 @@ class Stage:
     """One component of the model and the programs that run on it."""
 
     component: str
-    module: torch.nn.Module
     tensors: dict
     programs: dict  # name -> Program
     compiled: dict = field(default_factory=dict)  # name -> Future of a compiled program
@@ -62,9 +62,8 @@ def replicated(mesh):
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
-def struct(mesh, shape, dtype, spec=()):
-    sharding = jax.sharding.NamedSharding(mesh, patches.partition_spec(spec))
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+def struct(mesh, shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(mesh))
 
 
 def make_stage(config, mesh, component, module, programs, layers=1) -> Stage:
@@ -84,7 +83,7 @@ def make_stage(config, mesh, component, module, programs, layers=1) -> Stage:
         return program
 
     programs = {name: replace(program, function=traced(program.function)) for name, program in programs.items()}
-    return Stage(component, module, tensors, programs)
+    return Stage(component, tensors, programs)
 
 
 # ---------------------------------------------------------------- text
@@ -221,49 +220,63 @@ def scheduler_table(config):
     steps. So each of those is given to it as a unit vector, and what comes back are the coefficients. The step then
     runs inside the compiled program, for any scheduler, with no tensor leaving the device. Slot 0 is the latents.
     """
-    scheduler = make_scheduler(config)
-    slots = [None, *memory_slots(scheduler, config.steps)]
-    scheduler = make_scheduler(config)
-    size, rows = len(slots), []
-    sample = unit_vector(0, size)
+    arguments = OmegaConf.to_container(config.scheduler.arguments, resolve=True)
+    return read_off(config.scheduler.target, json.dumps(arguments, sort_keys=True), config.steps)
+
+
+@functools.lru_cache(maxsize=8)  # building, running and keeping a stage all ask
+def read_off(target, arguments, steps):
+    velocities = torch.randn(steps + 1, 1, 4, 1, 1, 2, generator=torch.Generator().manual_seed(0))
+    slots, wanted = rehearse(make_scheduler(target, arguments, steps), velocities)
+    scheduler, size, rows = make_scheduler(target, arguments, steps), len(slots) + 1, []
     for timestep in scheduler.timesteps:
-        for number, slot in enumerate(slots[1:], start=1):
+        for number, slot in enumerate(slots, start=1):
             if slot.get(scheduler) is not None:
                 slot.set(scheduler, unit_vector(number, size))
-        sample = scheduler.step(unit_vector(size, size), timestep, sample, return_dict=False)[0]
-        after = [sample] + [slot.get(scheduler) for slot in slots[1:]]
+        sample = scheduler.step(unit_vector(size, size), timestep, unit_vector(0, size), return_dict=False)[0]
+        after = [sample, *(slot.get(scheduler) for slot in slots)]
         rows.append([numpy.zeros(size + 1) if vector is None else vector.flatten().numpy() for vector in after])
-        sample = unit_vector(0, size)
     coefficients = numpy.asarray(rows, dtype=numpy.float32)
     if not numpy.isfinite(coefficients).all():
-        settings = f"steps={config.steps}, flow_shift={config.resolution.flow_shift}"
-        raise ConfigError(f"scheduler={config.scheduler.name}: not finite at {settings}; use more steps or scheduler=unipc")
-    check_linear(config, coefficients)
+        raise ConfigError(f"scheduler.target={target}: not finite with steps={steps} and {arguments}; use more steps or scheduler=unipc")
+    if getattr(scheduler, "init_noise_sigma", 1) != 1 or not numpy.allclose(replay(coefficients, velocities), wanted, atol=1e-3):
+        raise ConfigError(f"scheduler.target={target}: with {arguments} it is not deterministic and linear; use scheduler=unipc, euler or dpm")
     return scheduler.timesteps.numpy().astype(numpy.float32), coefficients
 
 
-def check_linear(config, coefficients) -> None:
-    """Refuse a scheduler that a table cannot stand for: one that draws random numbers, clips, or rescales the noise."""
-    scheduler, generator = make_scheduler(config), torch.Generator().manual_seed(0)
-    latents = torch.randn(1, 4, 1, 1, 2, generator=generator)
-    state = numpy.zeros((coefficients.shape[1], *latents.shape), numpy.float32)
-    state[0] = latents
-    for timestep, rows in zip(scheduler.timesteps, coefficients):
-        velocity = torch.randn(latents.shape, generator=generator)
+def rehearse(scheduler, velocities):
+    """Where a scheduler keeps tensors between steps, and what it makes of made-up velocities, the last of them as noise."""
+    latents = velocities[-1]
+    for timestep, velocity in zip(scheduler.timesteps, velocities):
         latents = scheduler.step(velocity, timestep, latents, return_dict=False)[0]
-        terms = numpy.stack([*state, velocity.numpy()])
-        state = numpy.einsum("ij,j...->i...", rows, terms)
-    if getattr(scheduler, "init_noise_sigma", 1) != 1 or not numpy.allclose(state[0], latents.numpy(), atol=1e-3):
-        what = f"{config.scheduler.target} with these arguments is not deterministic and linear"
-        raise ConfigError(f"scheduler={config.scheduler.name}: {what}; use scheduler=unipc, euler or dpm")
+
+    def remembered(value):
+        return isinstance(value, torch.Tensor) and value.shape == latents.shape
+
+    slots = []
+    for name, value in vars(scheduler).items():
+        if remembered(value):
+            slots.append(Slot(name))
+        elif isinstance(value, list):
+            slots += [Slot(name, index) for index, item in enumerate(value) if remembered(item)]
+    return slots, latents.numpy()
 
 
-def make_scheduler(config):
-    wanted = getattr(diffusers, config.scheduler.target, None)
+def replay(coefficients, velocities):
+    """The rehearsal's end by the table."""
+    state = numpy.zeros((coefficients.shape[1], *velocities.shape[1:]), numpy.float32)
+    state[0] = velocities[-1]
+    for rows, velocity in zip(coefficients, velocities.numpy()):
+        state = numpy.einsum("ij,j...->i...", rows, numpy.stack([*state, velocity]))
+    return state[0]
+
+
+def make_scheduler(target, arguments, steps):
+    wanted = getattr(diffusers, target, None)
     if not (isinstance(wanted, type) and issubclass(wanted, diffusers.SchedulerMixin)):
-        raise ConfigError(f"scheduler.target={config.scheduler.target}: not a scheduler in diffusers; use scheduler=unipc, euler or dpm")
-    scheduler = wanted(**config.scheduler.arguments)
-    scheduler.set_timesteps(config.steps)
+        raise ConfigError(f"scheduler.target={target}: not a scheduler in diffusers; use scheduler=unipc, euler or dpm")
+    scheduler = wanted(**json.loads(arguments))
+    scheduler.set_timesteps(steps)
     scheduler.set_begin_index(0)
     return scheduler
 
@@ -289,20 +302,6 @@ class Slot:
             setattr(scheduler, self.name, value)
         else:
             getattr(scheduler, self.name)[self.index] = value
-
-
-def memory_slots(scheduler, steps) -> list[Slot]:
-    """Where a scheduler keeps tensors between steps, found by a rehearsal on a marked shape."""
-    marked = torch.zeros(1, 3, 1, 1, 7)
-    for timestep in scheduler.timesteps:
-        scheduler.step(marked, timestep, marked)
-    slots = []
-    for name, value in vars(scheduler).items():
-        if isinstance(value, torch.Tensor) and value.shape == marked.shape:
-            slots.append(Slot(name))
-        elif isinstance(value, list):
-            slots += [Slot(name, index) for index, item in enumerate(value) if isinstance(item, torch.Tensor) and item.shape == marked.shape]
-    return slots
 
 
 def noise(config) -> numpy.ndarray:
@@ -405,24 +404,29 @@ def lower(stage, stop=None, platforms=None) -> dict:
 
     `stop` (an Event) ends it early; `platforms` lowers for devices that are not here, on an abstract mesh.
     """
-    arrays = {name: tensor.struct for name, tensor in stage.tensors.items()}
     lowered = {}
-    for name, program in stage.programs.items():
+    for name in stage.programs:
         if stop is not None and stop.is_set():
             break
-        arguments = program.arguments(lowered) if callable(program.arguments) else program.arguments
-        jitted = jax.jit(program.function, donate_argnums=program.donated, out_shardings=program.outputs)
-        lowered[name] = jitted.trace(arrays, *arguments).lower(lowering_platforms=platforms)
+        jitted, structs = callable_of(stage, name, lowered)
+        lowered[name] = jitted.trace(*structs).lower(lowering_platforms=platforms)
     return lowered
 
 
-compilations = {"cache_hits": 0, "cache_misses": 0, "outside": 0}  # counted by JAX's own events
+def callable_of(stage, name, lowered):
+    """A program as a jitted function, and the structs of what it takes; `lowered` has the programs before it."""
+    program = stage.programs[name]
+    arguments = program.arguments(lowered) if callable(program.arguments) else program.arguments
+    arrays = {key: tensor.struct for key, tensor in stage.tensors.items()}
+    return jax.jit(program.function, donate_argnums=program.donated, out_shardings=program.outputs), (arrays, *arguments)
+
+
+compilations = {"cache_hits": 0, "outside": 0}  # counted by JAX's own events
 
 
 def count_event(event, **_):
-    name = event.rpartition("/")[2]
-    if event.startswith("/jax/compilation_cache/") and name in compilations and threading.current_thread().name == "compile":
-        compilations[name] += 1
+    if event == "/jax/compilation_cache/cache_hits" and threading.current_thread().name == "compile":
+        compilations["cache_hits"] += 1
 
 
 def count_duration(event, seconds, **_):

@@ -15,13 +15,13 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import yaml
 from omegaconf import OmegaConf
 
 import commandline
 import schema
 import stages
+import weights
 from kernels.attention import attend_flat, resolve
 
 log = logging.getLogger("wan")
@@ -87,9 +87,8 @@ def attention_call(config, mesh, part):
     tokens = frames * height * width // 4
     batch = 2 if stages.guided(config) and config.guidance == "batched" else 1
     keys = tokens if part == "self" else config.model.text_tokens
-    attention = resolve(OmegaConf.to_object(config.attention), stages.mesh_device(mesh), dtype, head_dim)
     run = functools.partial(
-        attend_flat, head_dim=head_dim, kernel=getattr(attention, part), parallel=OmegaConf.to_object(config.sharding.attention),
+        attend_flat, head_dim=head_dim, kernel=OmegaConf.to_object(config.attention[part]), parallel=OmegaConf.to_object(config.sharding.attention),
         mesh=mesh, cross=part == "cross",
     )
     # On every device whole: each takes its part, and nothing travels that the step would not send too.
@@ -104,13 +103,10 @@ def step_call(config, mesh):
     """One denoising step on weights of zeros, which take as long as any."""
     stage = stages.build_denoise(config, mesh)
     compiled = stages.lower(stage)["step"].compile()
-
-    def zeros(struct):
-        return jax.jit(lambda: jnp.zeros(struct.shape, struct.dtype), out_shardings=struct.sharding)()
-
-    arrays = {name: zeros(tensor.struct) for name, tensor in stage.tensors.items()}
-    _, *rest = (zeros(argument) for argument in stage.programs["step"].arguments)
-    return lambda: compiled(arrays, zeros(stage.programs["step"].arguments[0]), *rest)  # the state is donated: a new one each time
+    arrays = {name: weights.zeros(tensor.struct) for name, tensor in stage.tensors.items()}
+    state, *rest = stage.programs["step"].arguments
+    rest = [weights.zeros(struct) for struct in rest]
+    return lambda: compiled(arrays, weights.zeros(state), *rest)  # the state is donated: a new one each time
 
 
 def median_seconds(call, repeats) -> float:

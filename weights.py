@@ -141,8 +141,8 @@ def gib(count: float) -> float:
 # ---------------------------------------------------------------- loading
 
 
-def index(folder: Path) -> dict[str, Path]:
-    """Which safetensors file holds each tensor of a component."""
+def index(folder: Path) -> dict[str, tuple[Path, tuple]]:
+    """The safetensors file and the shape of each tensor of a component."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         others = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt*"))
@@ -152,13 +152,13 @@ def index(folder: Path) -> dict[str, Path]:
     for file in files:
         try:
             with safe_open(file, framework="pt") as handle:
-                names = list(handle.keys())
+                shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118 - it is no dict
         except Exception as error:
             raise ConfigError(f"{file}: not a readable safetensors file ({error}); download it again") from error
-        twice = next((name for name in names if name in found), None)
+        twice = next(iter(found.keys() & shapes.keys()), None)
         if twice is not None:
-            raise ConfigError(f"{folder}: {twice} is in {found[twice].name} and in {file.name}; keep one set of files")
-        found.update(dict.fromkeys(names, file))
+            raise ConfigError(f"{folder}: {twice} is in {found[twice][0].name} and in {file.name}; keep one set of files")
+        found |= {name: (file, shape) for name, shape in shapes.items()}
     return found
 
 
@@ -189,7 +189,7 @@ def check_names(tensors, files, folder, ignored):
     missing = [name for name in wanted if name not in files]
     problems = [f"missing: {name}" for name in missing] + [f"unexpected: {name}" for name in unexpected]
     for name in wanted.keys() & files.keys():
-        shape = shape_of(files, name)
+        shape = files[name][1]
         if shape != wanted[name]:
             problems.append(f"{name}: shape {shape} in the checkpoint, {wanted[name]} in the model")
     if problems:
@@ -197,30 +197,27 @@ def check_names(tensors, files, folder, ignored):
         raise ConfigError(f"{folder} does not hold this model's weights:\n" + "\n".join(f"  - {line}" for line in shown))
 
 
-def shape_of(files, name) -> tuple:
-    with safe_open(files[name], framework="pt") as handle:
-        return tuple(handle.get_slice(name).get_shape())
-
-
 def read(files, name, dtype, sharding) -> jax.Array:
     """One tensor, each device's part read for that device alone."""
-    with safe_open(files[name], framework="pt") as handle:
+    file, shape = files[name]
+    with safe_open(file, framework="pt") as handle:
         stored = handle.get_slice(name)
-        return jax.make_array_from_callback(tuple(stored.get_shape()), sharding, lambda part: to_numpy(stored[part], dtype))
+        return jax.make_array_from_callback(shape, sharding, lambda part: to_numpy(stored[part], dtype))
 
 
 def read_stack(files, tensor: Tensor) -> jax.Array:
     """The same tensor of every layer into one array, written layer by layer into memory that is already on the devices."""
     layer_sharding = jax.sharding.NamedSharding(tensor.sharding.mesh, jax.sharding.PartitionSpec(*tensor.sharding.spec[1:]))
-    stack = empty(tensor.shape, tensor.dtype, tensor.sharding)
+    stack = zeros(tensor.struct)
     for layer, source in enumerate(tensor.sources):
         stack = write_layer(stack, read(files, source, tensor.dtype, layer_sharding), layer)
         jax.block_until_ready(stack)  # or the layers queue up in host memory faster than they are written
     return stack
 
 
-def empty(shape, dtype, sharding):
-    return jax.jit(lambda: jax.numpy.zeros(shape, dtype), out_shardings=sharding)()
+def zeros(struct) -> jax.Array:
+    """Zeros made on the devices that a struct names."""
+    return jax.jit(lambda: jax.numpy.zeros(struct.shape, struct.dtype), out_shardings=struct.sharding)()
 
 
 @jax.jit(donate_argnums=0)

@@ -151,7 +151,7 @@ class Wan21Config:
     @classmethod
     def INPUT_TYPES(cls):
         choices = {group: ([UNCHANGED, *project.options(group)],) for group in ("preset", "model", "resolution", "mesh")}
-        tooltip = "One a line, as on run.py's command line: sharding.transformer.attn_qkv.spec=[null]"
+        tooltip = "One a line, as on run.py's command line: sharding.transformer.weights.attention_out.spec=[null]"
         return {"required": choices | {"overrides": ("STRING", {"multiline": True, "default": "", "placeholder": "key=value", "tooltip": tooltip})}}
 
     @classmethod

@@ -1,9 +1,8 @@
 """Attention as the config asks for it: which kernel, on which devices.
 
-    out = attend(query, key, value, kernel, parallel, mesh)     # (batch, tokens, heads, head_dim)
-    out = attend_flat(query, key, value, head_dim, kernel, …)   # (batch, tokens, heads * head_dim)
+    out = attend_flat(query, key, value, head_dim, kernel, parallel, mesh)   # (batch, tokens, heads * head_dim)
 
-Both run inside `jax.jit`. A kernel sees only the tokens and heads of its own device and returns, beside
+It runs inside `jax.jit`. A kernel sees only the tokens and heads of its own device and returns, beside
 its output, the log-sum-exp of every score row, which is all that is needed to merge two partial results.
 """
 from dataclasses import replace
@@ -21,12 +20,6 @@ from kernels.rotary import rotate
 
 CONF = Path(__file__).parent.parent / "conf" / "attention"
 MASKED = splash.LOWEST  # finite: a row masked so far must not become inf - inf
-
-
-def attend(query, key, value, kernel, parallel=None, mesh=None, cross=False):
-    """Full attention on (batch, tokens, heads, head_dim); see `attend_flat`."""
-    flat = [x.reshape(*x.shape[:2], -1) for x in (query, key, value)]
-    return attend_flat(*flat, query.shape[-1], kernel, parallel, mesh, cross).reshape(query.shape)
 
 
 def attend_flat(query, key, value, head_dim, kernel, parallel=None, mesh=None, cross=False, rotary=None):
@@ -120,7 +113,8 @@ def online_step(carry, scores, value_block):
 def cudnn(query, key, value, head_dim, kernel):
     """cuDNN's fused attention (NVIDIA, bf16 or fp16).
 
-    It is 4 to 9 % slower where the keys are no multiple of 128 (75,600 are not): there, the last few are attended to apart.
+    It is 7 to 9 % slower where the keys are no multiple of 128 (75,600 are not): there, the last few are attended to apart
+    (benchmarks/attention_gpu.py).
     """
     whole = key.shape[1] // 128 * 128
     if whole in (0, key.shape[1]):
@@ -165,8 +159,7 @@ def choose(part, name, devices, found, device, dtype, head_dim):
     if found is None:
         raise schema.ConfigError(f"attention=auto: nothing in attention.devices for {device.device_kind!r}; has {', '.join(devices)}")
     kernel = read_kernel(found, name, part)
-    unfit = {"splash": head_dim not in (64, 128), "cudnn": head_dim % 8 or head_dim > 128 or part.window is not None}
-    if jnp.dtype(dtype).itemsize != 2 or unfit.get(kernel.kernel):
+    if jnp.dtype(dtype).itemsize != 2 or list(schema.unserved(kernel, head_dim)):
         kernel = read_kernel("xla", name, part)
     problems = list(schema.kernel_problems(kernel, head_dim))
     if problems:

@@ -178,13 +178,6 @@ def test_xla_never_holds_the_score_matrix():
     assert compiled.memory_analysis().temp_size_in_bytes < 8192 * 8192 * 4 / 10
 
 
-def test_four_dimensions_are_the_flat_ones_split():
-    query, key, value = random_inputs(70, 90, 64, heads=2)
-    split = [x.reshape(1, -1, 2, 64) for x in (query, key, value)]
-    out = jax.jit(lambda *arrays: attention.attend(*arrays, XLA), compiler_options=QUICK)(*split)
-    np.testing.assert_array_equal(out.reshape(query.shape), attend((query, key, value), 64, XLA))
-
-
 def test_few_keys_go_to_xla():
     kernel = replace(SPLASH, min_keys=20_000)
     assert attention.chosen(kernel, 19_999) == "xla" and attention.chosen(kernel, 20_000) == "splash"
