@@ -30,8 +30,7 @@ import numpy as np
 import torch
 import transformers
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
-from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample
-from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample, WanRMS_norm
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file, save_file
@@ -69,19 +68,18 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_models(cfg: DictConfig, device: torch.device) -> dict[str, torch.nn.Module]:
     """The three networks in float32: those of `start_from`, or new ones, seeded."""
     torch.manual_seed(cfg.seed)
-    if cfg.start_from:
-        classes = {"text_encoder": UMT5EncoderModel, "transformer": WanTransformer3DModel, "vae": AutoencoderKLWan}
-        return {name: kind.from_pretrained(cfg.start_from, subfolder=name).float().to(device).train()
-                for name, kind in classes.items()}
     text = UMT5Config(feed_forward_proj="gated-gelu", dropout_rate=0.0, is_encoder_decoder=False, use_cache=False,
                       pad_token_id=0, eos_token_id=1, **cfg.model.text_encoder)
-    transformer = WanTransformer3DModel(in_channels=16, out_channels=16, **cfg.model.transformer)
-    look_away_from_padding(transformer)
-    return {
-        "text_encoder": UMT5EncoderModel(text).float().to(device),
-        "transformer": transformer.to(device),
-        "vae": AutoencoderKLWan(**cfg.model.vae).to(device),
+    networks = {
+        "text_encoder": UMT5EncoderModel(text),
+        "transformer": WanTransformer3DModel(in_channels=16, out_channels=16, **cfg.model.transformer),
+        "vae": AutoencoderKLWan(**cfg.model.vae),
     }
+    look_away_from_padding(networks["transformer"])
+    for name, folder in cfg.start_from.items():
+        if folder:
+            networks[name] = type(networks[name]).from_pretrained(folder, subfolder=name)
+    return {name: network.float().to(device).train() for name, network in networks.items()}
 
 
 @torch.no_grad()
@@ -247,15 +245,15 @@ def learning_rate(peak: float, clock: Clock, warmup_steps: int) -> float:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum made orthogonal, for weight matrices: a step moves in all directions alike. As large as AdamW's steps.
+    """Momentum made orthogonal, for weight matrices: a step moves in all directions alike, `size` times as far as AdamW's.
 
     Matrices of one shape are stepped together, and the learning rate is a tensor.
     """
 
-    def __init__(self, matrices: list[torch.Tensor], rate: torch.Tensor, momentum: float = 0.95, weight_decay: float = 0.0):
+    def __init__(self, matrices: list[torch.Tensor], rate: torch.Tensor, size: float, weight_decay: float, momentum: float = 0.95):
         shapes = sorted({matrix.shape for matrix in matrices})
         groups = [{"params": [matrix for matrix in matrices if matrix.shape == shape]} for shape in shapes]
-        super().__init__(groups, {"lr": rate, "momentum": momentum, "weight_decay": weight_decay})
+        super().__init__(groups, {"lr": rate, "size": size, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self) -> None:
@@ -265,7 +263,8 @@ class Muon(torch.optim.Optimizer):
             state = self.state[matrices[0]]
             average = state.setdefault("average", torch.zeros_like(gradient))
             average.lerp_(gradient, 1 - group["momentum"])
-            change = orthogonal(gradient.lerp(average, group["momentum"])) * (-0.2 * max(gradient.shape[1:]) ** 0.5 * rate)
+            scale = 0.2 * group["size"] * max(gradient.shape[1:]) ** 0.5
+            change = orthogonal(gradient.lerp(average, group["momentum"])) * (-scale * rate)
             torch._foreach_mul_(matrices, 1 - rate * group["weight_decay"])
             torch._foreach_add_(matrices, list(change.unbind()))
 
@@ -281,8 +280,8 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
     return (x.mT if tall else x).to(matrices.dtype)
 
 
-def build_optimizers(module: torch.nn.Module, weight_decay: float, muon: bool) -> list[torch.optim.Optimizer]:
-    """AdamW, and Muon for the matrices of the blocks if asked for. Rates are tensors: a recorded step sees them change."""
+def build_optimizers(module: torch.nn.Module, weight_decay: float, muon: float) -> list[torch.optim.Optimizer]:
+    """AdamW, and for the matrices of the blocks Muon, with `muon` times its steps, unless that is 0. Rates are tensors: a recorded step sees them change."""
     parameters = {name: value for name, value in module.named_parameters() if value.requires_grad}
     matrices = [name for name, value in parameters.items()
                 if muon and value.ndim == 2 and ".block" in name and "relative_attention_bias" not in name]
@@ -290,7 +289,7 @@ def build_optimizers(module: torch.nn.Module, weight_decay: float, muon: bool) -
     rate = torch.zeros((), device=rest[0].device)
     optimizers = [torch.optim.AdamW(rest, rate, (0.9, 0.98), weight_decay=weight_decay, fused=rate.is_cuda, capturable=rate.is_cuda)]
     if matrices:
-        optimizers.append(Muon([parameters[name] for name in matrices], rate.clone(), weight_decay=weight_decay))
+        optimizers.append(Muon([parameters[name] for name in matrices], rate.clone(), muon, weight_decay))
     return optimizers
 
 
@@ -348,6 +347,14 @@ def say(**values) -> None:
 # ---------------------------------------------------------------- stage one: the VAE
 
 
+class QuickNorm(WanRMS_norm):
+    """Wan's norm without its steps in float32, which take as long as the convolutions."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32).clamp(min=1e-12)
+        return x * (self.scale / size).to(x.dtype) * self.gamma.to(x.dtype)
+
+
 class WholeResample(WanResample):
     """Wan's resampling, also for clips as a whole: a fifth of the launches of four frames at a time, the same function."""
 
@@ -367,8 +374,10 @@ class WholeResample(WanResample):
 def take_whole_clips(vae: AutoencoderKLWan) -> None:
     """Make `encode_whole` and `decode_whole` possible; the VAE's own methods stay what they are."""
     for module in vae.modules():
-        if type(module) is WanResample:
-            module.__class__ = WholeResample
+        module.__class__ = {WanResample: WholeResample, WanRMS_norm: QuickNorm}.get(type(module), type(module))
+    for weight in vae.parameters():
+        if weight.ndim == 5:  # the layout GPUs convolve in
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
 
 
 def encode_whole(vae: AutoencoderKLWan, clips: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -388,7 +397,7 @@ def train_vae(cfg: DictConfig, vae: AutoencoderKLWan, state: dict, device: torch
     clock = Clock(cfg.vae.minutes, cfg.vae.steps, **saved.get("clock", {}))
     for part in (vae.encoder, vae.quant_conv):
         part.requires_grad_(cfg.vae.train_encoder)
-    optimizers = build_optimizers(vae, 0.0, muon=False)
+    optimizers = build_optimizers(vae, 0.0, muon=0)
     if saved:
         vae.load_state_dict(saved["weights"])
         load_optimizers(optimizers, saved)
@@ -468,7 +477,7 @@ def rebuild_psnr(vae: AutoencoderKLWan, clips: int = 32, size: int = world.SIZE,
 def train_text(cfg: DictConfig, encoder: UMT5EncoderModel, state: dict, device: torch.device) -> None:
     """Teach the text encoder to put what a caption says into every one of its words, where the transformer finds it at once."""
     head = torch.nn.Linear(encoder.config.d_model, sum(len(names) + 1 for names in world.LABELS), device=device)
-    optimizers = build_optimizers(torch.nn.ModuleList((encoder, head)), 0.0, muon=False)
+    optimizers = build_optimizers(torch.nn.ModuleList((encoder, head)), 0.0, cfg.text.muon)
     clock, batches = Clock(math.inf, cfg.text.steps), stream(cfg, cfg.text.batch, cfg.seed + 2)
 
     def step(tokens, labels):
@@ -506,16 +515,32 @@ def reading_loss(encoder: UMT5EncoderModel, head: torch.nn.Linear, tokens: torch
 # ---------------------------------------------------------------- stage three: text encoder and transformer
 
 
-class PaddedOnce(WanAttnProcessor):
-    """Attention in which the last token of the text stands for all padding: to attend to n equal tokens is to attend to
-    one of them with log(n) more."""
+class QuickAttention:
+    """What diffusers' processor does, quicker to train: one padding stands for all, and pairs are turned without copies.
+
+    The last token of the text is that padding: to attend to n equal tokens is to attend to one of them with log(n) more.
+    """
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
+        text = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        query, key, value = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(text)), attn.to_v(text)
+        query, key, value = (one.unflatten(2, (attn.heads, -1)) for one in (query, key, value))
+        if rotary_emb is not None:
+            query, key = turn_pairs(query, *rotary_emb), turn_pairs(key, *rotary_emb)
+        query, key, value = (one.to(value.dtype).transpose(1, 2) for one in (query, key, value))
+        bias = None
         if encoder_hidden_states is not None:
-            count = encoder_hidden_states.shape[1]
-            attention_mask = hidden_states.new_zeros(1, 1, 1, count)
-            attention_mask[..., -1] = math.log(PROMPT_TOKENS - count + 1)
-        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
+            bias = query.new_zeros(1, 1, 1, text.shape[1])
+            bias[..., -1] = math.log(PROMPT_TOKENS - text.shape[1] + 1)
+        seen = functional.scaled_dot_product_attention(query, key, value, bias)
+        return attn.to_out[0](seen.transpose(1, 2).flatten(2))
+
+
+def turn_pairs(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding; x [batch, tokens, heads, channels]."""
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cosine, sine = cosines[..., 0::2], sines[..., 1::2]
+    return torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), -1).flatten(-2)
 
 
 class Denoiser(torch.nn.Module):
@@ -527,7 +552,8 @@ class Denoiser(torch.nn.Module):
 
     def pad_once(self) -> Denoiser:
         """The same function of CAPTION_TOKENS and one padding instead of PROMPT_TOKENS."""
-        self.transformer.set_attn_processor(PaddedOnce())
+        for block in self.transformer.blocks:
+            block.attn1.processor = block.attn2.processor = QuickAttention()
         return self
 
     def forward(self, latents: torch.Tensor, timestep: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
