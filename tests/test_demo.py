@@ -121,8 +121,6 @@ DRAWN = {
     "a big red heart bouncing on the left and a yellow star spinning on the right on a blue background": world.Scene(
         (world.Thing("red", "heart", "bouncing", "big", "left"), world.Thing("yellow", "star", "spinning", place="right")), "blue"),
 }
-
-
 BALL = "a red ball moving to the right"  # over whatever background
 
 
