@@ -140,6 +140,22 @@ def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.
     return interop.call_jax(blockwise, query, key, value)
 
 
+def layer_norm(array, normalized_shape, weight=None, bias=None, eps=1e-5):
+    """Layer norm over the last dimension with its mean and variance from one pass, which XLA joins to whatever made the array."""
+    def normalize(array, *affine):
+        wide = array.astype(jnp.float32)
+        mean = wide.mean(axis=-1, keepdims=True)
+        variance = jnp.maximum((wide * wide).mean(axis=-1, keepdims=True) - mean * mean, 0)
+        out = (wide - mean) * jax.lax.rsqrt(variance + eps)
+        out = out * affine[0] if weight is not None else out
+        out = out + affine[-1] if bias is not None else out
+        return out.astype(array.dtype)
+
+    if tuple(normalized_shape) != tuple(array.shape[-1:]):
+        raise NotImplementedError(f"layer norm over {tuple(normalized_shape)} of {tuple(array.shape)}: only the last dimension")
+    return interop.call_jax(normalize, array, *(part for part in (weight, bias) if part is not None))
+
+
 def conv3d_as_2d(video, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
     """A 3D convolution as one 2D convolution, the taps in time side by side as channels: (batch, channels, frames, height, width)."""
     stride, padding, dilation = (value if isinstance(value, (tuple, list)) else (value,) * 3 for value in (stride, padding, dilation))
@@ -174,6 +190,7 @@ class AttentionProcessor:
     attention: Attention  # kernels already resolved for the platform
     parallel: Parallel
     mesh: object
+    tokens: int  # of the video; what comes after them is padding
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
         cross = encoder_hidden_states is not None
@@ -185,7 +202,8 @@ class AttentionProcessor:
             kernel = self.attention.cross if cross else self.attention.self
             head_dim = query.shape[-1] // attn.heads
             with jax.named_scope("attend"):
-                return attend_flat(query, key, value, head_dim, kernel, self.parallel, self.mesh, cross, tables or None)
+                keys = None if cross else self.tokens
+                return attend_flat(query, key, value, head_dim, kernel, self.parallel, self.mesh, cross, tables or None, keys)
 
         return attn.to_out[0](interop.call_jax(attend, query, key, value, *tables))
 
@@ -195,29 +213,38 @@ class ScannedBlocks(torch.nn.Module):
 
     It stands in the model's `blocks` list as its only element: diffusers' own loop over the blocks runs it once.
     Its parameters carry a leading dimension, the layer. With `gathered`, a sharding, each layer's weights are brought to
-    it before use: XLA gathers the next layer's while this one computes.
+    it before use: XLA gathers the next layer's while this one computes. Tokens are padded to a multiple of `multiple` from
+    here to the end of the blocks, so that every device's share fills whole tiles of its memory: 18,900 would not, and XLA
+    copies an array wherever its tiles shift.
     """
 
-    def __init__(self, block, gathered=None):
+    def __init__(self, block, gathered=None, multiple=1):
         super().__init__()
-        self.block, self.gathered = block, gathered
+        self.block, self.gathered, self.multiple = block, gathered, multiple
 
-    def forward(self, hidden_states, *rest):
+    def forward(self, hidden_states, text, modulation, rotary):
+        """hidden_states (batch, tokens, channels); rotary: two tables (1, tokens, 1, head_dim)."""
         stacked = interop.jax_view(dict(self.block.named_parameters()))
-        rest = interop.jax_view(rest)
+        tokens = hidden_states.shape[1]
+        hidden, *rotary = (self.pad(array) for array in interop.jax_view((hidden_states, *rotary)))
+        rest = *interop.jax_view((text, modulation)), tuple(rotary)
 
         def one_block(hidden, weights):
             if self.gathered is not None:
                 weights = jax.lax.with_sharding_constraint(weights, self.gathered)
             return call_module(self.block, weights, hidden, *rest), None
 
-        hidden, _ = jax.lax.scan(one_block, interop.jax_view(hidden_states), stacked)
-        return interop.torch_view(hidden)
+        hidden, _ = jax.lax.scan(one_block, hidden, stacked)
+        return interop.torch_view(hidden[:, :tokens])
+
+    def pad(self, array):
+        """Zeros after the last token."""
+        return jnp.pad(array, [(0, 0), (0, -array.shape[1] % self.multiple)] + [(0, 0)] * (array.ndim - 2))
 
 
-def scan_blocks(transformer, gathered=None):
+def scan_blocks(transformer, gathered=None, multiple=1):
     """Put the blocks of a transformer (on the meta device) under one scan."""
-    transformer.blocks = torch.nn.ModuleList([ScannedBlocks(transformer.blocks[0], gathered)])
+    transformer.blocks = torch.nn.ModuleList([ScannedBlocks(transformer.blocks[0], gathered, multiple)])
 
 
 # ---------------------------------------------------------------- VAE

@@ -126,7 +126,7 @@ def read(path: Path, stage: str, settings: dict) -> numpy.ndarray:
 
 
 # What belongs to one call of the program, not to the video it makes.
-CALL = ("task", "stages", "resume", "replay", "prompts", "seeds", "shard", "sweep", "traceback", "keep_resident", "preview_every")
+CALL = ("task", "stages", "resume", "replay", "prompts", "seeds", "shard", "sweep", "traceback", "keep_resident", "preview_every", "profile")
 
 
 def settle(config, prompts) -> dict:

@@ -166,7 +166,8 @@ def generate(config, folder: Path, overrides=()) -> float:
     for name, result in results.items():  # so that this run can be resumed too
         keep_result(name, result)
     watcher = engine.Watcher(bar, keep_result, lambda step, frame: records.write_preview(folder, frame))
-    results = engine.execute(config, mesh, wanted, checkpoints, prompts, results, clock, watcher)
+    with profiled(folder / "profile") if config.profile else contextlib.nullcontext():
+        results = engine.execute(config, mesh, wanted, checkpoints, prompts, results, clock, watcher)
     floor = plans.arithmetic(config, mesh.devices.size)["floor_seconds_per_step"]
     metrics = records.metrics(settled, mesh, overrides) | {"floor_seconds_per_step": floor}
     with clock("write"):
@@ -175,6 +176,13 @@ def generate(config, folder: Path, overrides=()) -> float:
     records.compare_replay(config, metrics)
     print(made)
     return clock.median_step() or clock.report()["seconds"]["total"]
+
+
+def profiled(folder: Path):
+    """A JAX trace of what runs inside, for Perfetto and xprof."""
+    import jax
+
+    return jax.profiler.trace(str(folder), create_perfetto_trace=True)
 
 
 def tune(config, folder: Path, overrides=()) -> float:

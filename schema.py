@@ -304,6 +304,7 @@ class Config:
     guidance: str = "batched"
     keep_resident: Optional[bool] = None
     preview_every: int = 0
+    profile: bool = False
     resume: Optional[str] = None
     replay: Optional[str] = None
     prompts: Optional[str] = None

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import threading
 import time
 from concurrent.futures import Future
@@ -30,6 +31,7 @@ from schema import ConfigError
 
 log = logging.getLogger("wan")
 
+LANES = 128  # of a tile in a TPU's memory
 # Tensors that checkpoints hold and a stage has no use for.
 IGNORED = {"text_encoder": (), "transformer": (r".*norm_added_q",), "vae": (r"encoder\.", r"quant_conv\.")}
 
@@ -156,10 +158,12 @@ def build_denoise(config, mesh) -> Stage:
         if parallel.batch and mesh.shape[parallel.batch] > 1:
             log.warning("one forward at a time: the %d parts of axis %s do the same work", mesh.shape[parallel.batch], parallel.batch)
         parallel = replace(parallel, batch=None)
-    processor = patches.AttentionProcessor(attention, parallel, mesh)
-    module.set_attn_processor(processor)
+    tokens = math.prod(latent_shape(config)[2:]) // math.prod(architecture.patch_size)
+    module.set_attn_processor(patches.AttentionProcessor(attention, parallel, mesh, tokens))
     if config.model.scan_blocks:
-        patches.scan_blocks(module, replicated(mesh) if config.sharding.transformer.gather else None)
+        shards = math.prod(mesh.shape[axis] for axis in (parallel.ring, parallel.ulysses) if axis)
+        multiple = LANES * shards if shards > 1 else 1
+        patches.scan_blocks(module, replicated(mesh) if config.sharding.transformer.gather else None, multiple)
     batched = config.guidance == "batched"
 
     def forward(arrays, latents, timestep, embeddings):
@@ -167,7 +171,9 @@ def build_denoise(config, mesh) -> Stage:
         batch = embeddings.shape[0]
         hidden = jnp.broadcast_to(latents.astype(dtype), (batch, *latents.shape[1:]))
         times = jnp.broadcast_to(timestep, (batch,))
-        return patches.call_module(module, arrays, hidden, times, embeddings, return_dict=False)[0].astype(jnp.float32)
+        velocity = patches.call_module(module, arrays, hidden, times, embeddings, return_dict=False)[0].astype(jnp.float32)
+        # Small, and what follows would otherwise be spread over the devices in pieces that have to be put together again.
+        return jax.lax.with_sharding_constraint(velocity, replicated(mesh))
 
     def predict(arrays, latents, timestep, scale, embeddings):
         if not guided(config):

@@ -157,11 +157,10 @@ def transformer(case, overrides, options):
     model = random_module(lambda: diffusers.WanTransformer3DModel(**architecture), dtype)
     latents = torch.randn(stages.latent_shape(config), device=DEVICE)
     texts = torch.randn(2, 1, config.model.text_tokens, architecture["text_dim"], device=DEVICE, dtype=dtype)
-    if not options.no_project:
-        mesh = run.start_jax(config)
-        for what, changed in (("transformer forward", ["guidance_scale=1"]), ("guided step", [])):
-            project_step(what, case, configure(*overrides, *changed), mesh, model, latents, texts)
-            free()
+    mesh = run.start_jax(config)
+    for what, changed in (("transformer forward", ["guidance_scale=1"]), ("guided step", [])):
+        project_step(what, case, configure(*overrides, *changed), mesh, model, latents, texts)
+        free()
     timestep, repeats = torch.tensor([500.0], device=DEVICE), repeats_for(config)
 
     @torch.no_grad()
@@ -176,10 +175,10 @@ def transformer(case, overrides, options):
         prompt, negative = forward(texts[0]), forward(texts[1])
         return scheduler.step(negative + config.guidance_scale * (prompt - negative), scheduler.timesteps[0], latents, return_dict=False)[0]
 
-    if repeats > 1:
+    if case in options.eager:
         time_peer(case, "a", (forward, guided_step), repeats)
     else:
-        skipped.append(f"{case} (a): takes minutes and is never the faster of the two")
+        skipped.append(f"transformer {case} (a): not in --eager")
     if DEVICE == "cuda":
         model.set_attention_backend("_native_cudnn")
         model.compile_repeated_blocks(fullgraph=True)
@@ -354,8 +353,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--eager", nargs="*", choices=CASES, default=["1.3b-480p"], help="cases to run the transformer without torch.compile in too")
     parser.add_argument("--set", nargs="*", default=[], help="overrides for the project's configs, e.g. compile.xla_flags=[...]")
-    parser.add_argument("--no-project", action="store_true", help="only the peers")
     parser.add_argument("--smoke", action="store_true", help="small shapes of the demo model")
     parser.add_argument("--json", help="also write the rows here")
     options = parser.parse_args()

@@ -22,33 +22,32 @@ CONF = Path(__file__).parent.parent / "conf" / "attention"
 MASKED = splash.LOWEST  # finite: a row masked so far must not become inf - inf
 
 
-def attend_flat(query, key, value, head_dim, kernel, parallel=None, mesh=None, cross=False, rotary=None):
+def attend_flat(query, key, value, head_dim, kernel, parallel=None, mesh=None, cross=False, rotary=None, keys=None):
     """softmax(query · keyᵀ / sqrt(head_dim)) · value per head, on (batch, tokens, heads * head_dim).
 
     `cross` says that the keys are few and every device holds them all, so that no token has to travel. `rotary`, the cosines
-    and sines of RoPE as (tokens, head_dim) float32, turns queries and keys first.
+    and sines of RoPE as (tokens, head_dim) float32, turns queries and keys first. Only the first `keys` keys count, where
+    given; the rest is padding.
     """
-    parallel = parallel or schema.Parallel()
-    if rotary is not None:
-        query, key = (turn(x, rotary, head_dim, kernel, parallel, mesh) for x in (query, key))
-    if kernel.smooth_keys:  # here, where the mean is over all tokens, not one device's
-        key = key - jnp.mean(key, axis=1, keepdims=True, dtype=jnp.float32).astype(key.dtype)
+    parallel, keys = parallel or schema.Parallel(), keys or key.shape[1]
 
-    def local(query, key, value):
-        return KERNELS[chosen(kernel, key.shape[1])](query, key, value, head_dim, kernel)
+    def prepare(query, key, tables=(), first=0, axes=(), parts=1):
+        """RoPE and smoothing on one device's tokens, these from `first` on, the others over `axes`; the heads cut into parts."""
+        with jax.named_scope("rope"):
+            query, key = (rotate(x, *tables, head_dim, kernel, parts) if tables else schemes.cut(x, parts, 2) for x in (query, key))
+        if kernel.smooth_keys:
+            real = first + jnp.arange(key.shape[2]) < keys
+            total = jnp.sum(jnp.where(real[:, None], key, 0), axis=2, keepdims=True, dtype=jnp.float32)
+            key = key - (lax.psum(total, axes) / keys).astype(key.dtype)
+        return query, key
+
+    def local(query, key, value, keys):
+        return KERNELS[chosen(kernel, keys)](query, key, value, keys, head_dim, kernel)
 
     if mesh is None:
-        return local(query, key, value)[0]
-    return schemes.spread(local, query, key, value, head_dim, parallel, mesh, cross)
-
-
-def turn(array, rotary, head_dim, kernel, parallel, mesh):
-    """RoPE on queries or keys, each device on its own tokens and heads."""
-    def function(array, cosine, sine):
-        with jax.named_scope("rope"):
-            return rotate(array, cosine, sine, head_dim, kernel)
-
-    return function(array, *rotary) if mesh is None else schemes.spread_by_token(function, array, rotary, parallel, mesh)
+        query, key = prepare(query, key, rotary or ())
+        return local(query[0], key[0], value, keys)[0]
+    return schemes.spread(local, prepare, query, key, value, rotary or (), keys, head_dim, parallel, mesh, cross)
 
 
 def chosen(kernel, keys):
@@ -56,10 +55,10 @@ def chosen(kernel, keys):
     return kernel.kernel if keys >= kernel.min_keys else "xla"
 
 
-def xla(query, key, value, head_dim, kernel):
+def xla(query, key, value, keys, head_dim, kernel):
     """Blockwise attention with an online softmax in plain JAX: no platform holds the whole score matrix."""
     batch, queries, width = query.shape
-    keys, heads = key.shape[1], width // head_dim
+    heads = width // head_dim
     query_blocks = blocks(query, min(kernel.block_q, queries), heads)
     key_blocks = blocks(key, min(kernel.block_kv, keys), heads)
     value_blocks = blocks(value, min(kernel.block_kv, keys), heads)
@@ -110,16 +109,16 @@ def online_step(carry, scores, value_block):
     return out * correction[..., None] + product, new_maximum, total * correction + weights.sum(axis=-1)
 
 
-def cudnn(query, key, value, head_dim, kernel):
+def cudnn(query, key, value, keys, head_dim, kernel):
     """cuDNN's fused attention (NVIDIA, bf16 or fp16).
 
     It is 7 to 9 % slower where the keys are no multiple of 128 (75,600 are not): there, the last few are attended to apart
     (benchmarks/attention_gpu.py).
     """
-    whole = key.shape[1] // 128 * 128
-    if whole in (0, key.shape[1]):
-        return cudnn_call(query, key, value, head_dim)
-    most, rest = (cudnn_call(query, key[:, part], value[:, part], head_dim) for part in (slice(whole), slice(whole, None)))
+    whole = keys // 128 * 128
+    if whole in (0, keys):
+        return cudnn_call(query, key[:, :keys], value[:, :keys], head_dim)
+    most, rest = (cudnn_call(query, key[:, part], value[:, part], head_dim) for part in (slice(whole), slice(whole, keys)))
     out, log_sum = schemes.merge(most, rest, head_dim)
     return out.astype(query.dtype), log_sum
 
@@ -133,9 +132,9 @@ def cudnn_call(query, key, value, head_dim):
     return out.reshape(query.shape), log_sum
 
 
-def tpu_splash(query, key, value, head_dim, kernel):
+def tpu_splash(query, key, value, keys, head_dim, kernel):
     """The Pallas kernel, which takes values and gives outputs with tokens along the lanes."""
-    out, log_sum = splash.attention(query, key, value.swapaxes(1, 2), head_dim, kernel)
+    out, log_sum = splash.attention(query, key, value.swapaxes(1, 2), keys, head_dim, kernel)
     return out.swapaxes(1, 2), log_sum
 
 

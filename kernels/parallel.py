@@ -19,35 +19,32 @@ from jax.sharding import PartitionSpec
 EMPTY = -1e30  # log-sum-exp of no keys at all, finite so that two empty parts merge without NaN
 
 
-def spread(local, query, key, value, head_dim, parallel, mesh, cross):
-    """Run `local(query, key, value) -> (out, log_sum)` on every device's share; with `cross`, keys stay whole."""
+def spread(local, prepare, query, key, value, tables, keys, head_dim, parallel, mesh, cross):
+    """Run attention on every device's share; with `cross`, keys stay whole.
+
+    There, `prepare(query, key, tables, first, axes, parts)` turns queries and keys by RoPE's tables (tokens, …) and cuts their heads
+    into parts, and `local(query, key, value, keys) -> (out, log_sum)` attends to the first `keys` keys.
+    """
     token_axes = tuple(axis for axis in (parallel.ring, parallel.ulysses) if axis)
     shards = prod(mesh.shape[axis] for axis in token_axes)
-    queries, keys = query.shape[1], key.shape[1]
+    queries = query.shape[1]
     tokens_spread = PartitionSpec(parallel.batch, token_axes or None, parallel.heads)
     tokens_whole = PartitionSpec(parallel.batch, None, parallel.heads)
     key_spec = tokens_whole if cross else tokens_spread
 
-    def on_device(query, key, value):
+    def on_device(query, key, value, *tables):
         if cross:
-            return local(query, key, value)[0]
-        return exchange(local, query, key, value, head_dim, parallel, keys)
+            query, key = prepare(query, key)
+            return local(query[0], key[0], value, keys)[0]
+        first = lax.axis_index(token_axes) * key.shape[1] if token_axes else 0
+        parts = lax.axis_size(parallel.ulysses) if parallel.ulysses else 1
+        return exchange(local, *prepare(query, key, tables, first, token_axes, parts), value, head_dim, parallel, keys)
 
-    sharded = jax.shard_map(on_device, mesh=mesh, in_specs=(tokens_spread, key_spec, key_spec), out_specs=tokens_spread,
-                            check_vma=False)  # Pallas kernels carry no varying-axes types
+    sharded = jax.shard_map(on_device, mesh=mesh, in_specs=(tokens_spread, key_spec, key_spec, *(PartitionSpec(token_axes or None) for _ in tables)),
+                            out_specs=tokens_spread, check_vma=False)  # Pallas kernels carry no varying-axes types
     query = pad_tokens(query, shards)
     key, value = (x if cross else pad_tokens(x, shards) for x in (key, value))
-    return sharded(query, key, value)[:, :queries]
-
-
-def spread_by_token(function, array, tables, parallel, mesh):
-    """Run `function(array, *tables)`, which works token by token, on every device's share; tables are (tokens, …)."""
-    token_axes = tuple(axis for axis in (parallel.ring, parallel.ulysses) if axis)
-    shards = prod(mesh.shape[axis] for axis in token_axes)
-    spec, table_spec = PartitionSpec(parallel.batch, token_axes or None, parallel.heads), PartitionSpec(token_axes or None)
-    sharded = jax.shard_map(function, mesh=mesh, in_specs=(spec, *(table_spec for _ in tables)), out_specs=spec, check_vma=False)
-    padded = (pad_tokens(table[None], shards)[0] for table in tables)
-    return sharded(pad_tokens(array, shards), *padded)[:, :array.shape[1]]
+    return sharded(query, key, value, *(pad_tokens(table[None], shards)[0] for table in tables))[:, :queries]
 
 
 def pad_tokens(array, shards):
@@ -55,17 +52,45 @@ def pad_tokens(array, shards):
 
 
 def exchange(local, query, key, value, head_dim, parallel, keys):
-    """One device's part of Ulysses, ring or both; `keys` is how many of all keys are real."""
-    if parallel.ulysses:
-        to_heads = [lax.all_to_all(x, parallel.ulysses, split_axis=2, concat_axis=1, tiled=True) for x in (query, key, value)]
-        query, key, value = to_heads
+    """One device's part of Ulysses, ring or both; `keys` is how many of all keys are real.
+
+    query, key (parts, batch, tokens, width of a part): what every device of the Ulysses axis gets. Values and outputs travel
+    transposed, which is how the TPU's kernel takes and gives them.
+    """
+    axis = parallel.ulysses
+    if axis:
+        query, key = (join(travel(x, axis), 1) for x in (query, key))
+        value = join(travel(cut(value.swapaxes(1, 2), lax.axis_size(axis), 1), axis), 2).swapaxes(1, 2)
+    else:
+        query, key = query[0], key[0]
     if parallel.ring:
         out = ring(local, query, key, value, head_dim, parallel.ring, keys)
     else:
-        out = local(query, key[:, :keys], value[:, :keys])[0]
-    if parallel.ulysses:
-        out = lax.all_to_all(out, parallel.ulysses, split_axis=1, concat_axis=2, tiled=True)
-    return out
+        out = local(query, key, value, keys)[0]
+    return join(travel(cut(out.swapaxes(1, 2), lax.axis_size(axis), 2), axis), 1).swapaxes(1, 2) if axis else out
+
+
+# The parts that an all-to-all sends stand in front while they travel: one that is told to cut the last dimension where it lies
+# has XLA copy the array five times from one layout to the next.
+
+
+def cut(array, parts, dimension):
+    """(batch, …, …) -> (parts, batch, …, …), cut along a dimension."""
+    if dimension == 1:
+        return jnp.moveaxis(array.reshape(array.shape[0], parts, -1, array.shape[2]), 1, 0)
+    return jnp.stack(jnp.split(array, parts, axis=2))
+
+
+def travel(pieces, axis):
+    """Part i to the i-th device of the axis; what the i-th sent becomes part i."""
+    return lax.all_to_all(pieces, axis, split_axis=0, concat_axis=0, tiled=True)
+
+
+def join(pieces, dimension):
+    """(parts, batch, …, …) -> (batch, …, …), side by side along a dimension."""
+    if dimension == 1:
+        return jnp.moveaxis(pieces, 0, 1).reshape(pieces.shape[1], -1, pieces.shape[3])
+    return jnp.concatenate(pieces, axis=2)
 
 
 def ring(local, query, key, value, head_dim, axis, keys):
@@ -95,7 +120,7 @@ def ring(local, query, key, value, head_dim, axis, keys):
 def attend_real(local, query, key, value, head_dim, length):
     """`local` on the first `length` keys; a shard that is all padding contributes nothing."""
     if length:
-        return local(query, key[:, :length], value[:, :length])
+        return local(query, key, value, length)
     batch, queries, width = query.shape
     return jnp.zeros_like(query), jnp.full((batch, width // head_dim, queries), EMPTY)
 

@@ -10,15 +10,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels.parallel import cut
+
 LANES = 128
 ROWS = 256  # tokens of a block: a few MiB even for 40 heads
 
 
-def rotate(array, cosine, sine, head_dim, kernel):
-    """Turn every head of one device's tokens, in float32, rounded once."""
-    if kernel.kernel != "splash" or array.shape[2] % LANES:
-        return rotate_plain(array, cosine, sine)
-    return rotate_lanes(array, cosine, sine, head_dim, kernel)
+def rotate(array, cosine, sine, head_dim, kernel, parts=1):
+    """Turn every head of one device's tokens, in float32, rounded once; gives (parts, batch, tokens, width / parts)."""
+    if kernel.kernel != "splash" or array.shape[2] % (LANES * parts):
+        return cut(rotate_plain(array, cosine, sine), parts, 2)
+    return rotate_lanes(array, cosine, sine, head_dim, kernel, parts)
 
 
 def rotate_plain(array, cosine, sine):
@@ -29,8 +31,8 @@ def rotate_plain(array, cosine, sine):
     return turned.reshape(array.shape).astype(array.dtype)
 
 
-def rotate_lanes(array, cosine, sine, head_dim, kernel):
-    """The Pallas kernel: each lane times its cosine, plus its neighbour times its signed sine."""
+def rotate_lanes(array, cosine, sine, head_dim, kernel, parts):
+    """The Pallas kernel: each lane times its cosine, plus its neighbour times its signed sine, written where its part is."""
     batch, tokens, width = array.shape
     sine = jnp.where(jnp.arange(head_dim) % 2 == 0, -sine, sine)
     cosine, sine = (jnp.concatenate([table] * (LANES // head_dim), axis=1) for table in (cosine, sine))
@@ -41,8 +43,8 @@ def rotate_lanes(array, cosine, sine, head_dim, kernel):
         rotary_kernel,
         grid=(batch, pl.cdiv(tokens, rows)),
         in_specs=[block, table, table],
-        out_specs=block,
-        out_shape=jax.ShapeDtypeStruct(array.shape, array.dtype),
+        out_specs=pl.BlockSpec((parts, None, rows, width // parts), lambda b, i: (0, b, i, 0)),
+        out_shape=jax.ShapeDtypeStruct((parts, batch, tokens, width // parts), array.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=kernel.vmem_mib * 2**20),
         interpret=kernel.interpret,
         name="rotary_kernel",
@@ -50,9 +52,10 @@ def rotate_lanes(array, cosine, sine, head_dim, kernel):
 
 
 def rotary_kernel(array, cosine, sine, turned):
-    """array, turned (rows, width)   cosine, sine (rows, 128)"""
+    """array (rows, width)   turned (parts, rows, width / parts)   cosine, sine (rows, 128)"""
     even = lax.broadcasted_iota(jnp.int32, cosine.shape, 1) % 2 == 0
     for begin in range(0, array.shape[1], LANES):
         lanes = array[:, begin:begin + LANES].astype(jnp.float32)
         neighbours = jnp.where(even, pltpu.roll(lanes, LANES - 1, 1), pltpu.roll(lanes, 1, 1))
-        turned[:, begin:begin + LANES] = (lanes * cosine[...] + neighbours * sine[...]).astype(turned.dtype)
+        part, place = divmod(begin, turned.shape[2])
+        turned[part, :, place:place + LANES] = (lanes * cosine[...] + neighbours * sine[...]).astype(turned.dtype)

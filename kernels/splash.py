@@ -1,10 +1,11 @@
 """Full attention for TPU in Pallas: forward, bf16 in and out, float32 in between. kernels/README.md explains it.
 
-    out_t, log_sum = attention(query, key, value_t, head_dim, kernel)
+    out_t, log_sum = attention(query, key, value_t, keys, head_dim, kernel)
 
     query    (batch, queries, heads * head_dim)     value_t  (batch, heads * head_dim, keys)
     key      (batch, keys, heads * head_dim)        out_t    (batch, heads * head_dim, queries)
     log_sum  (batch, heads, queries) float32: log of the sum of exp(score), for merging with other keys
+    keys     how many of the keys count; the rest is padding
 
 Scores are kept transposed, (keys, queries): softmax reductions then run over sublanes, a query's statistics
 lie along the lanes, and both matrix products reach the MXU without a transpose inside the loop.
@@ -33,28 +34,28 @@ def reference(query, key, value, head_dim, window=None):
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), split[2]).reshape(query.shape)
 
 
-def attention(query, key, value_t, head_dim, kernel):
+def attention(query, key, value_t, keys, head_dim, kernel):
     """The fast kernel, and behind it the exact one for inputs on which the fast one reports a lost row."""
     batch, queries, width = query.shape
     heads = width // head_dim
     if head_dim % 128:  # a block's last dimension must be whole lanes or the whole array: fold the heads into the batch
         query, key = (x.reshape(batch, -1, heads, head_dim).swapaxes(1, 2).reshape(batch * heads, -1, head_dim) for x in (query, key))
         value_t = value_t.reshape(batch * heads, head_dim, -1)
-    exact = partial(call, exact_kernel, query, key, value_t, head_dim, kernel)
+    exact = partial(call, exact_kernel, query, key, value_t, keys, head_dim, kernel)
     if kernel.window is not None:
         out_t, log_sum = exact()
     else:
-        out_t, log_sum = call(fast_kernel, query, key, value_t, head_dim, kernel)
+        out_t, log_sum = call(fast_kernel, query, key, value_t, keys, head_dim, kernel)
         lost = ~jnp.all(jnp.isfinite(log_sum))
         # A loop that runs at most once, not lax.cond: its result takes over the buffers it starts from, without a copy.
         _, out_t, log_sum = lax.while_loop(lambda state: state[0], lambda state: (False, *exact()), (lost, out_t, log_sum))
     return out_t.reshape(batch, width, queries), log_sum.reshape(batch, heads, queries)
 
 
-def call(body, query, key, value_t, head_dim, kernel):
+def call(body, query, key, value_t, keys, head_dim, kernel):
     """One Pallas call: a grid over batch, heads, query blocks and, innermost, key blocks. Edge blocks overhang the arrays."""
     batch, queries, width = query.shape
-    keys, heads = key.shape[1], width // head_dim
+    heads = width // head_dim
     block_q, block_kv = fitting(kernel.block_q, kernel.sub_q, queries), fitting(kernel.block_kv, kernel.chunk_kv, keys)
     return pl.pallas_call(
         outline if kernel.outline else partial(body, keys=keys, kernel=kernel),

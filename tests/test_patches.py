@@ -111,6 +111,18 @@ def test_attention_holds_no_score_matrix(masked):
     assert masked or f"{tokens}x{tokens}" not in after
 
 
+@pytest.mark.parametrize("affine", [False, True])
+def test_layer_norm_is_torchs(affine):
+    torch.manual_seed(0)
+    tensors = [3 + 2 * torch.randn(2, 5, 64), *(torch.randn(2, 64) if affine else ())]
+
+    def norm(array, *weights):
+        return torch.nn.functional.layer_norm(array, (64,), *weights, eps=1e-6)
+
+    _, ours = traced(norm, *(jnp.asarray(tensor.numpy()) for tensor in tensors), ops=shipped("layer_norm"))
+    numpy.testing.assert_allclose(ours, norm(*tensors).numpy(), atol=2e-6)
+
+
 @pytest.mark.parametrize("kernel, stride, padding", [((3, 3, 3), 1, (0, 1, 1)), ((3, 1, 1), (2, 1, 1), 0), ((1, 2, 2), (1, 2, 2), 0)])
 def test_conv3d_as_2d_is_conv3d(kernel, stride, padding):
     torch.manual_seed(0)

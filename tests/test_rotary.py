@@ -29,12 +29,19 @@ def complex_rotation(array, cosine, sine, head_dim):
 @pytest.mark.parametrize("tokens, heads, head_dim", [(300, 2, 128), (7, 2, 64), (19, 3, 64)])
 def test_rotation_is_multiplication_by_a_complex_number(tokens, heads, head_dim, kernel):
     inputs = make_inputs(tokens, heads, head_dim)
-    np.testing.assert_allclose(rotary.rotate(*inputs, head_dim, kernel), complex_rotation(*inputs, head_dim), atol=1e-5)
+    np.testing.assert_allclose(rotary.rotate(*inputs, head_dim, kernel)[0], complex_rotation(*inputs, head_dim), atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [PLAIN, LANES], ids=lambda kernel: kernel.kernel)
+def test_parts_are_runs_of_heads(kernel):
+    inputs = make_inputs(20, 4, 128)
+    whole, parts = rotary.rotate(*inputs, 128, kernel)[0], rotary.rotate(*inputs, 128, kernel, parts=2)
+    np.testing.assert_array_equal(jnp.concatenate(parts, axis=2), whole)
 
 
 def test_bf16_is_rounded_once():
     inputs = make_inputs(40, 2, 128, jnp.bfloat16)
-    out = rotary.rotate(*inputs, 128, LANES)
+    out = rotary.rotate(*inputs, 128, LANES)[0]
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(out, np.float32), complex_rotation(*inputs, 128), rtol=2**-8, atol=1e-6)
 

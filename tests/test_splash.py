@@ -44,7 +44,7 @@ def attend(inputs, head_dim, kernel):
 
 def fast_alone(query, key, value, head_dim=128, kernel=SPLASH):
     """Output and log_sum of the fast kernel without the exact one behind it."""
-    run = jax.jit(lambda *arrays: splash.call(splash.fast_kernel, *arrays, head_dim, kernel), compiler_options=QUICK)
+    run = jax.jit(lambda *arrays: splash.call(splash.fast_kernel, *arrays, arrays[1].shape[1], head_dim, kernel), compiler_options=QUICK)
     out_t, log_sum = run(query, key, value.swapaxes(1, 2))
     return out_t.swapaxes(1, 2), log_sum
 
@@ -158,7 +158,7 @@ def test_inputs_that_are_not_finite_end():
 @pytest.mark.parametrize("name, kernel", [("splash", SPLASH), ("splash", replace(SPLASH, window=90)), ("xla", XLA)])
 def test_log_sum_is_the_log_of_the_softmax_denominator(name, kernel):
     query, key, value = random_inputs(300, 300, 64, mean=1, heads=2)
-    _, log_sum = jax.jit(lambda *arrays: attention.KERNELS[name](*arrays, 64, kernel), compiler_options=QUICK)(query, key, value)
+    _, log_sum = jax.jit(lambda *arrays: attention.KERNELS[name](*arrays, arrays[1].shape[1], 64, kernel), compiler_options=QUICK)(query, key, value)
     scores = np.einsum("qhd,khd->hqk", *(np.asarray(x[0], np.float64).reshape(300, 2, 64) for x in (query, key))) / 8
     if kernel.window is not None:
         scores = np.where(abs(np.subtract.outer(np.arange(300), np.arange(300))) <= kernel.window, scores, -np.inf)
