@@ -3,6 +3,7 @@ import re
 from pathlib import Path
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -12,6 +13,16 @@ import schema
 CHEAP = ("seed", "prompt", "prompt.text", "prompt.negative", "guidance_scale", "steps", "resolution.fps", "resolution.flow_shift", "output.quality")
 CONF = Path(__file__).parent / "conf"
 TEXT_KEYS = {"prompt": "prompt.text", "prompt.text": "prompt.text", "negative_prompt": "prompt.negative", "prompt.negative": "prompt.negative"}
+
+
+sweep_folders: dict[Path, None] = {}  # folders of several jobs, which get a report at the end
+
+
+class SweepFolder(Callback):
+    """Hydra tells it where the jobs of a sweep will be, whichever launcher runs them and wherever (hydra.callbacks in conf/config.yaml)."""
+
+    def on_multirun_start(self, config, **_):
+        sweep_folders[Path(config.hydra.sweep.dir)] = None
 
 
 def rewrite(arguments: list[str]) -> list[str]:
