@@ -10,7 +10,7 @@ from schema import COMPONENTS, validate
 from tests.conftest import make_config
 
 REAL = {"wan21_t2v_1_3b": 1.42e9, "wan21_t2v_14b": 14.29e9}
-GROUPS = ("model", "mesh", "sharding", "resolution", "attention", "ops", "scheduler", "prompt")
+GROUPS = ("model", "mesh", "distributed", "sharding", "resolution", "attention", "ops", "scheduler", "prompt")
 
 
 @pytest.mark.parametrize("group, option", [(group, option) for group in GROUPS for option in options(group)])

@@ -16,7 +16,7 @@ import jobs
 from schema import ConfigError
 from tests.conftest import ROOT, SMALL
 
-PROMPTS = json.dumps(["a red circle", "a blue square", "a green star", "a yellow ring", "a white heart", "a pink square"])
+PROMPTS = json.dumps(["a red circle", "a blue square", "a green star", "a yellow ring"])
 LIGHT = [*SMALL, "steps=2", "stages=[text,denoise]", f"prompts={PROMPTS}"]
 
 
@@ -43,7 +43,7 @@ def workers(folder) -> list[int]:
 
 def test_a_lost_worker_loses_its_running_job_and_a_restart_makes_it(tmp_path, cache):
     """Two workers of submitit's local launcher, one of them killed while it makes a video."""
-    command = ["-m", "hydra/launcher=workers", "shard=1/2,2/2", "steps=150", "sweep.resume=true", f"hydra.sweep.dir={tmp_path}"]
+    command = ["-m", "hydra/launcher=workers", "shard=1/2,2/2", "steps=12", "sweep.resume=true", f"hydra.sweep.dir={tmp_path}"]
     process = start(cache, *command)
     while not done(tmp_path):
         assert process.poll() is None, process.communicate()[0]
@@ -52,14 +52,14 @@ def test_a_lost_worker_loses_its_running_job_and_a_restart_makes_it(tmp_path, ca
     output = process.communicate(timeout=300)[0]
     assert process.returncode == 1 and "has not produced any output" in output and "Traceback" not in output, output
     before = done(tmp_path)
-    assert 3 <= len(before) < 6, "the other worker's three, and what this one had finished"
+    assert 2 <= len(before) < 4, "the other worker's two, and what this one had finished"
     assert f"{tmp_path / 'report.html'}" in output
     process = start(cache, *command)
     output = process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
     after = done(tmp_path)
-    assert len(after) == 6 and all(after[name] == time for name, time in before.items())
-    assert rows(tmp_path) == {"done": 6}
+    assert len(after) == 4 and all(after[name] == time for name, time in before.items())
+    assert rows(tmp_path) == {"done": 4}
 
 
 def rows(folder) -> dict[str, int]:
@@ -73,10 +73,10 @@ def test_shards_in_one_folder_are_one_list_and_one_report(tmp_path, cache):
     processes = [start(cache, f"shard={part}/2", f"hydra.run.dir={tmp_path}") for part in (1, 2)]
     outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
-    assert sorted(done(tmp_path)) == [f"{number:04d}" for number in range(1, 7)]
-    assert rows(tmp_path) == {"done": 6}, "whoever ends last reports on all"
+    assert sorted(done(tmp_path)) == [f"{number:04d}" for number in range(1, 5)]
+    assert rows(tmp_path) == {"done": 4}, "whoever ends last reports on all"
     made = [line for output in outputs for line in output.splitlines() if line.startswith(str(tmp_path / "0"))]
-    assert len(made) == len(set(made)) == 6, "each video once"
+    assert len(made) == len(set(made)) == 4, "each video once"
 
 
 # ---------------------------------------------------------------- one job, one host
