@@ -10,6 +10,7 @@ silent is given up after `lost_seconds`, and either ends all the others with its
 
 Without `distributed=auto` there is one process, and every function here returns at once.
 """
+import contextlib
 import ctypes
 import json
 import logging
@@ -29,6 +30,7 @@ from schema import ConfigError
 
 log = logging.getLogger("wan")
 BEAT_SECONDS = 1.0
+PATIENCE = 24 * 3600  # seconds to wait for a process that is alive: it may be fetching weights, or writing
 SHOWN = 10  # differences between two configurations that are listed
 
 
@@ -36,15 +38,16 @@ SHOWN = 10  # differences between two configurations that are listed
 class Group:
     """The processes of this run, as one of them sees them."""
 
+    coordinator: str  # host:port
     process: int
     processes: int
-    join_seconds: int
     lost_seconds: int
     stores: list  # connections to process 0's store: one for the main thread, one for the thread that beats
-    names: list[str] = field(default_factory=list)  # "process 1 of 4 (its host)"
+    names: list[str]  # "process 1 of 4 (its host)"
     job: int = 0  # jobs begun: part of every key, so that nothing of an earlier job is taken for this one's
     farewell: str | None = None  # why this process leaves, for the others
     over: threading.Event = field(default_factory=threading.Event)
+    abort_handler: object = None  # kept, or C would call what is no longer there
     watcher: threading.Thread = field(default_factory=lambda: threading.Thread(target=watch, name="watch", daemon=True))
 
     @property
@@ -81,11 +84,13 @@ def join(config) -> None:
 
     coordinator, processes, process = find(settings)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a scheduler's stop says farewell as Ctrl-C does
-    group = Group(process, processes, settings.join_seconds, settings.lost_seconds, sign_in(coordinator, processes, process, settings))
-    group.names = [f"process {number} of {processes} ({host})" for number, host in enumerate(meet("host", socket.gethostname()))]
+    stores = sign_in(coordinator, processes, process, settings)
+    names = [f"process {number} of {processes}" for number in range(processes)]
+    group = Group(coordinator, process, processes, settings.lost_seconds, stores, names)
     tag_logs(f"{process}/{processes}")
-    speak_on_abort()
     group.watcher.start()
+    group.names = [f"{name} ({host})" for name, host in zip(group.names, meet("host", socket.gethostname(), settings.join_seconds))]
+    speak_on_abort()
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
     jax.distributed.initialize(coordinator, processes, process, initialization_timeout=settings.join_seconds, cluster_detection_method="deactivate")
     log.info("%s; all are here", group.names[process])
@@ -143,19 +148,15 @@ def tag_logs(tag: str) -> None:
 # ---------------------------------------------------------------- doing the same
 
 
-def meet(what: str, value, seconds: float | None = None) -> list:
-    """Every process's value, by number, as soon as all have called this."""
-    from torch.distributed import DistStoreError
-
-    seconds = seconds or group.join_seconds
+def meet(what: str, value, seconds: float = PATIENCE) -> list:
+    """Every process's value, by number, as soon as all have called this. `watch` ends a wait for one that died."""
     keys = [f"{group.job}/{what}/{number}" for number in range(group.processes)]
     group.store.set(keys[group.process], json.dumps(value))
-    try:
-        group.store.wait(keys, timedelta(seconds=seconds))
-    except DistStoreError as error:
-        missing = [number for number, key in enumerate(keys) if not group.store.check([key])]
-        told = ", ".join(group.names[number] if group.names else f"process {number} of {group.processes}" for number in missing)
-        raise ConfigError(f"{told} did not arrive within {seconds:g} s ({what}); the same command must run on every host") from error
+    deadline = time.monotonic() + seconds
+    while missing := [name for name, key in zip(group.names, keys) if not group.store.check([key])]:
+        if time.monotonic() > deadline:
+            raise ConfigError(f"{', '.join(missing)} did not arrive within {seconds:g} s; the same command must run on every host")
+        time.sleep(0.05)  # not the store's own wait, which would not hear Ctrl-C
     return [json.loads(found) for found in group.store.multi_get(keys)]
 
 
@@ -172,11 +173,11 @@ def begin(config) -> None:
     agree("configuration", settings | {"package": records.versions(), "git_revision": records.git_revision()})
 
 
-def agree(what: str, value) -> None:
-    """Raises on every process if the value is not the same on all."""
+def agree(what: str, values: dict) -> None:
+    """Raises on every process if the values are not the same on all."""
     if group is None:
         return
-    values = [dict(flatten(found)) for found in meet(what, {what: value} if not isinstance(value, dict) else value)]
+    values = [dict(flatten(found)) for found in meet(what, values)]
     for number, found in enumerate(values):
         keys = [key for key in values[0] | found if values[0].get(key) != found.get(key)]
         if keys:
@@ -213,7 +214,9 @@ def watch() -> None:
         except RuntimeError:  # the store went with its process
             end(f"{group.names[0]}, which coordinates, is gone")
         for other, state in zip(group.others, found):
-            if state is not None and (farewell := json.loads(state)[1]):
+            if state is None:  # still to arrive
+                continue
+            if (farewell := json.loads(state)[1]) is not None:
                 end(f"{group.names[other]} {farewell}")
             last, since = changed.get(other, (None, time.monotonic()))
             changed[other] = state, since if state == last else time.monotonic()
@@ -225,6 +228,8 @@ def regroup(message: str) -> None:
     """After an error: when every process has had one, all go on with the next job; else this process leaves, which ends the others."""
     if group is None:
         return
+    if group.job == 0:  # not even all are here
+        leave(f"failed: {message}")
     try:
         meet("error", message, group.lost_seconds + 2 * BEAT_SECONDS)  # by then a process that is lost has been named
     except ConfigError:
@@ -256,11 +261,15 @@ def speak_on_abort() -> None:
 
     Python's own signal handlers would run too late, after the handler has returned to abort().
     """
+    host, _, port = group.coordinator.rpartition(":")
+
     def aborted(_):
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=2):
+            return  # it answers, so this process has a trouble of its own: abort() goes on
         end(f"{group.names[0]}, which coordinates, is gone")
 
-    speak_on_abort.handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(aborted)  # must outlive this call
-    ctypes.CDLL(None).signal(signal.SIGABRT, speak_on_abort.handler)
+    group.abort_handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(aborted)
+    ctypes.CDLL(None).signal(signal.SIGABRT, group.abort_handler)
 
 
 def finish() -> None:
@@ -270,8 +279,9 @@ def finish() -> None:
     import jax
 
     group.job += 1
-    meet("end", None, seconds=24 * 3600)  # process 0 may have much to write; `watch` ends a wait for one that died
+    meet("end", None)
     group.over.set()
+    group.watcher.join()
     jax.distributed.shutdown()
 
 

@@ -270,7 +270,8 @@ def render(config, report) -> str:
               + ", ".join(f"{name} {count / flops['total']:.0%}" for name, count in flops.items() if name != "total") + "."]
     if floor:
         lines.append(f"Floor at 100 % of peak: {floor:.3f} s a step.")
-    lines += ["", f"Communication a step and chip ({report['communication']['source']}):", "", "| kind | axis | count | MB | MB into a host |", "|---|---|---|---|---|"]
+    lines += ["", f"Communication a step and chip ({report['communication']['source']}):", ""]
+    lines += ["| kind | axis | count | MB | MB into a host |", "|---|---|---|---|---|"]
     rows, hosts = report["communication"]["rows"], config.mesh.hosts or 1
     lines += [f"| {row['kind']} | {row['axis']} | {row['count']} | {row['bytes'] / 1e6:,.1f} | {row['host_bytes'] / 1e6:,.1f} |" for row in rows]
     if hosts > 1:

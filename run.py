@@ -50,7 +50,8 @@ def main() -> None:
         if "traceback=true" in sys.argv:
             traceback.print_exc()
         distributed.leave(f"failed: {explain(error)}")
-        wait_for_workers()
+        if type(error).__module__.startswith("submitit"):
+            wait_for_workers()
     except KeyboardInterrupt:
         print("interrupted: finished stages are in the run folder; go on with resume=<run folder>", file=sys.stderr)
         status = 130
@@ -59,12 +60,12 @@ def main() -> None:
         if not sweep_folders.keys() & set(folder.parents):  # a list inside a sweep is in the sweep's report
             write_report(folder)
     distributed.finish()
-    failed = failures or any(next(folder.rglob("failure.json"), None) for folder in sweep_folders)
+    failed = failures or any(next(folder.rglob("failure.json"), None) for folder, elsewhere in sweep_folders.items() if elsewhere)
     sys.exit(status or (1 if failed else 0))
 
 
 def wait_for_workers() -> None:
-    """A launcher gives up at the first worker that is lost; the others go on, and their jobs belong into the report."""
+    """Submitit gives up at the first worker that is lost; those on this machine go on, and their jobs belong into the report."""
     with contextlib.suppress(ChildProcessError):
         while True:
             os.wait()
@@ -75,7 +76,6 @@ def job(config) -> float | None:
     """One Hydra job: one composed config. Returns a number to minimise: seconds a step, or of the whole."""
     folder, overrides = Path(HydraConfig.get().runtime.output_dir), list(HydraConfig.get().overrides.task)
     jobs.check_launcher(HydraConfig.get().launcher, config.mesh)
-    distributed.join(config)
     return attempt(config, folder, overrides)
 
 
@@ -84,6 +84,7 @@ def attempt(config, folder: Path, overrides: list[str]) -> float | None:
     import records
 
     try:
+        distributed.join(config)
         distributed.begin(config)
         config = records.take_over(config, overrides)
         if jobs.wanted(config):
@@ -124,8 +125,8 @@ def make_all(config, folder: Path, overrides: list[str]) -> float | None:
     """Every video of a list, each in a folder of its own; what fails is told with its line and the others are made."""
     shared = [override for override in overrides if override.partition("=")[0] not in ("prompts", "seeds", "shard")]
     listed = jobs.read(config)
-    distributed.agree("prompts", [one.overrides for one in listed])
-    sweep_folders[folder] = None
+    distributed.agree("list", {"prompts": [one.overrides for one in listed]})
+    sweep_folders[folder] = False
     seconds = []
     with bar(len(listed), "videos", unit="video", position=1) as progress:
         for one in listed:
@@ -167,13 +168,13 @@ def generate(config, folder: Path, overrides=()) -> float:
     clock = records.Clock()
     prompts = read_prompts(config)
     settled = records.settle(config, prompts)
-    results = records.finished(config, prompts)
-    distributed.agree("prompts and finished stages", [*prompts, sorted(results)])
-    first = distributed.is_first()
+    first = distributed.is_first()  # the process that writes
     if first:
         records.write_config(folder, settled)
+    results = records.finished(config, prompts)
     wanted = [stage for stage in config.stages if stage not in results]
     checkpoints = {name: find_checkpoint(config, name) for name in wanted}
+    distributed.agree("stages", {"prompts": prompts, "stages to run": wanted})
     with clock("start"):
         mesh = start_jax(config)
         import engine  # brings in torch and diffusers: after the flags are set, and never for --help
@@ -181,26 +182,25 @@ def generate(config, folder: Path, overrides=()) -> float:
     log.info("%s on %s", config.model.name, describe(mesh))
 
     def keep_result(name, result):
-        if config.output.save_stages and first:
+        if first and config.output.save_stages:
             records.save(config, folder, name, result, prompts)
 
-    for name, result in results.items():  # so that this run can be resumed too
-        keep_result(name, result)
-    def show_preview(step, frame):
+    def keep_preview(step, frame):
         if first:
             records.write_preview(folder, frame)
 
-    watcher = engine.Watcher(bar, keep_result, show_preview)
+    for name, result in results.items():  # so that this run can be resumed too
+        keep_result(name, result)
+    watcher = engine.Watcher(bar, keep_result, keep_preview)
     results = engine.execute(config, mesh, wanted, checkpoints, prompts, results, clock, watcher)
-    if not first:
-        return clock.median_step() or clock.report()["seconds"]["total"]
-    floor = plans.arithmetic(config, mesh.devices.size)["floor_seconds_per_step"]
-    metrics = records.metrics(settled, mesh, overrides) | {"floor_seconds_per_step": floor}
-    with clock("write"):
-        made = records.write_outputs(config, folder, settled, results, metrics)
-    records.write_metrics(folder, metrics | clock.report())
-    records.compare_replay(config, metrics)
-    print(made)
+    if first:
+        floor = plans.arithmetic(config, mesh.devices.size)["floor_seconds_per_step"]
+        metrics = records.metrics(settled, mesh, overrides) | {"floor_seconds_per_step": floor}
+        with clock("write"):
+            made = records.write_outputs(config, folder, settled, results, metrics)
+        records.write_metrics(folder, metrics | clock.report())
+        records.compare_replay(config, metrics)
+        print(made)
     return clock.median_step() or clock.report()["seconds"]["total"]
 
 
