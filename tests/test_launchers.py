@@ -14,14 +14,15 @@ from hydra import compose, initialize_config_dir
 
 import jobs
 from schema import ConfigError
-from tests.conftest import ROOT, SMALL
+from tests.conftest import FAST, ROOT, SMALL
 
 PROMPTS = json.dumps(["a red circle", "a blue square", "a green star", "a yellow ring"])
 LIGHT = [*SMALL, "steps=2", "stages=[text,denoise]", f"prompts={PROMPTS}"]
 
 
 def start(cache, *arguments):
-    return subprocess.Popen([sys.executable, "run.py", *LIGHT, cache, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command, environment = [sys.executable, "run.py", *LIGHT, cache, *arguments], os.environ | FAST
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def done(folder) -> dict[str, int]:
