@@ -181,11 +181,15 @@ def test_mismatched_configurations_end_both_at_once(tmp_path):
 
 
 WAIT = """
-import sys, time, distributed
+import os, sys, time, distributed
 from tests.conftest import make_config
 try:
-    distributed.join(make_config("distributed.lost_seconds=5", *sys.argv[1:]))
+    config = make_config("distributed.lost_seconds=5", *sys.argv[1:])
+    distributed.join(config)
+    distributed.begin(config)
     print("joined", flush=True)
+    if "ERROR" in os.environ:
+        distributed.regroup(os.environ["ERROR"])
     time.sleep(60)
 except KeyboardInterrupt:
     distributed.leave("was interrupted", 130)
@@ -205,6 +209,22 @@ def test_slurm_is_found_and_ctrl_c_on_one_ends_all(tmp_path):
     pair.processes[1].send_signal(signal.SIGINT)
     assert pair.ends(30) == [1, 130]
     assert re.search(r"process 1 of 2 \(.*\) was interrupted; this process ends too", pair.text(0))
+
+
+def test_an_error_on_one_ends_all_with_its_message(tmp_path):
+    pair = Pair(tmp_path, ["-c", WAIT, *by_config(free_port())], [{}, {"ERROR": "no such file here"}])
+    assert pair.ends(60) == [1, 1]
+    assert re.search(r"process 1 of 2 \(.*\) failed: no such file here; this process ends too", pair.text(0))
+
+
+def test_two_processes_with_one_number_are_told():
+    port, settings = free_port(), make_config("distributed=auto", "distributed.join_seconds=4").distributed
+    kept = [distributed.sign_in(f"localhost:{port}", 2, number, settings) for number in (0, 1)]
+    with pytest.raises(schema.ConfigError, match="distributed.process=1: there is one already"):
+        distributed.sign_in(f"localhost:{port}", 2, 1, settings)
+    with pytest.raises(schema.ConfigError, match=f"cannot listen on port {port - 1}"):
+        distributed.sign_in(f"localhost:{port}", 2, 0, settings)
+    del kept
 
 
 def test_a_coordinator_that_dies_is_named(tmp_path):
