@@ -198,6 +198,7 @@ class Kernel:
     window: Optional[int] = None  # a query sees keys at most this many tokens away
     smooth_keys: bool = False  # subtract the mean key first: the same result in exact arithmetic
     interpret: bool = False  # run the Pallas kernel on CPU, for tests
+    outline: bool = False  # leave the Pallas kernel's body out, for plans: compiling it takes minutes, and the compiler gives it no cycles
 
 
 @dataclass(frozen=True)

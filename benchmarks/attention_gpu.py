@@ -20,7 +20,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import schema
-from kernels.attention import attend
+from kernels.attention import attend_flat
 
 HEAD_DIM, REPEATS = 128, 15
 
@@ -39,16 +39,16 @@ def torch_call(tokens, heads):
 
 def our_call(tokens, heads):
     keys = jax.random.split(jax.random.key(0), 3)
-    arrays = [jax.random.normal(key, (1, tokens, heads, HEAD_DIM), jnp.bfloat16) for key in keys]
-    attention = jax.jit(lambda *arrays: attend(*arrays, schema.Kernel(kernel="cudnn")))
+    arrays = [jax.random.normal(key, (1, tokens, heads * HEAD_DIM), jnp.bfloat16) for key in keys]
+    attention = jax.jit(lambda *arrays: attend_flat(*arrays, HEAD_DIM, schema.Kernel(kernel="cudnn")))
     return lambda: attention(*arrays).block_until_ready()
 
 
 def check():
     """The cuDNN path is right where the keys are no multiple of 128, which it serves in two parts."""
-    arrays = [jax.random.normal(key, (2, 1000, 3, HEAD_DIM), jnp.bfloat16) for key in jax.random.split(jax.random.key(1), 3)]
-    ours = attend(*arrays, schema.Kernel(kernel="cudnn")).astype(jnp.float32)
-    exact = attend(*(x.astype(jnp.float32) for x in arrays), schema.Kernel(kernel="xla"))
+    arrays = [jax.random.normal(key, (2, 1000, 3 * HEAD_DIM), jnp.bfloat16) for key in jax.random.split(jax.random.key(1), 3)]
+    ours = attend_flat(*arrays, HEAD_DIM, schema.Kernel(kernel="cudnn")).astype(jnp.float32)
+    exact = attend_flat(*(x.astype(jnp.float32) for x in arrays), HEAD_DIM, schema.Kernel(kernel="xla"))
     error = float(jnp.linalg.norm(ours - exact) / jnp.linalg.norm(exact))
     assert error < 5e-3, error
     print(f"relative error at 1000 tokens: {error:.1e}")

@@ -41,6 +41,7 @@ MOTIONS = ("left", "right", "up", "down", "bouncing", "circling", "growing", "sp
 SIZES = ("small", "big")
 ROUND = ("circle", "ring")  # a turn of these cannot be seen, so they never spin
 
+OFF_CENTRE = {"left": (-1, 0), "right": (1, 0), "top": (0, -1), "bottom": (0, 1), "middle": (0, 0)}
 # Where a thing may be said to be, by its motion; a moving thing has a place only across its path.
 PLACES = {
     "left": ("top", "middle", "bottom"),
@@ -93,6 +94,18 @@ def can_be(shape: str, motion: str) -> bool:
 COMBINATIONS = [(c, s, m) for c in COLOURS for s in SHAPES for m in MOTIONS if can_be(s, m)]
 HELD_OUT = [combination for combination in COMBINATIONS if is_held_out(*combination)]
 SEEN = [combination for combination in COMBINATIONS if not is_held_out(*combination)]
+
+
+# What `labels` numbers: these of each thing, then the background; 0 stands for what is not there or not said.
+ASPECTS = {"colour": COLOURS, "shape": SHAPES, "motion": MOTIONS, "size": SIZES, "place": tuple(OFF_CENTRE)}
+LABELS = (*ASPECTS.values(), *ASPECTS.values(), BACKGROUNDS)
+
+
+def labels(scene: Scene) -> list[int]:
+    """The scene as one number per entry of LABELS."""
+    things = [*scene.things, None][:2]
+    said = [getattr(thing, aspect, None) for thing in things for aspect in ASPECTS] + [scene.background]
+    return [0 if value is None else 1 + names.index(value) for value, names in zip(said, LABELS)]
 
 
 # ---------------------------------------------------------------- drawing scenes by lot
@@ -315,7 +328,6 @@ def vocabulary() -> list[str]:
 FIELDS = ("shape", "red", "green", "blue", "x", "y", "travel_x", "travel_y", "bounce", "orbit", "phase",
           "radius", "radius_end", "turn")
 RADIUS = {"small": (0.17, 0.20), None: (0.25, 0.30), "big": (0.36, 0.40)}
-OFF_CENTRE = {"left": (-1, 0), "right": (1, 0), "top": (0, -1), "bottom": (0, 1), "middle": (0, 0)}
 HEADING = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 
 
@@ -341,13 +353,13 @@ def _thing_numbers(thing: Thing, random: Random, shrink: float) -> list[float]:
 def _moving(thing: Thing, at: dict[str, float], random: Random, shrink: float) -> dict[str, float]:
     """What the thing's motion changes in its numbers."""
     if thing.motion in HEADING:
-        distance = random.uniform(0.9, 1.05)
+        distance = random.uniform(0.8, 0.95)
         x, y = HEADING[thing.motion]
         return {"travel_x": x * distance, "travel_y": y * distance}
     if thing.motion == "bouncing":
-        return {"y": 0.45 + random.uniform(-0.03, 0.03), "bounce": random.uniform(0.8, 0.9)}
+        return {"y": 0.35 + random.uniform(-0.03, 0.03), "bounce": random.uniform(0.58, 0.66)}
     if thing.motion == "circling":
-        return {"orbit": random.uniform(0.40, 0.46), "phase": random.uniform(0, math.tau)}
+        return {"orbit": random.uniform(0.28, 0.34), "phase": random.uniform(0, math.tau)}
     if thing.motion == "growing":
         return {"radius": 0.15 * shrink, "radius_end": random.uniform(0.40, 0.46) * shrink}
     if thing.motion == "spinning":
@@ -358,6 +370,7 @@ def _moving(thing: Thing, at: dict[str, float], random: Random, shrink: float) -
 # ---------------------------------------------------------------- pictures
 
 ANGLES = 720  # entries of a shape's outline
+SOFTNESS = 2.0  # pixels over which an edge fades
 
 
 def _polygon_outline(corners: list[tuple[float, float]]) -> torch.Tensor:
@@ -413,24 +426,23 @@ def cover(shape: torch.Tensor, x: torch.Tensor, y: torch.Tensor, radius: torch.T
     table = OUTLINES.to(x.device)
     edge = table[shape, below] * (1 - part) + table[shape, (below + 1) % ANGLES] * part
     inside = ((edge * radius - distance) / pixel + 0.5).clamp(0, 1)
-    hole = ((HOLES.to(x.device)[shape] * radius - distance) / pixel + 0.5).clamp(0, 1)
+    inner = HOLES.to(x.device)[shape]
+    hole = ((inner * radius - distance) / pixel + 0.5).clamp(0, 1) * (inner > 0)
     return inside * (1 - hole)
 
 
 def render(things: torch.Tensor, backgrounds: torch.Tensor, size: int = SIZE, times: slice = slice(None)) -> torch.Tensor:
     """Draw clips: things [clips, 2, fields], backgrounds [clips, 3] -> [clips, 3, frames, size, size] in -1..1.
 
-    `times` picks some of the FRAMES frames. Drawn at twice the size and averaged down, which is what smooths the edges.
+    `times` picks some of the FRAMES frames.
     """
-    fine = 2 * size
-    line = (torch.arange(fine, device=things.device) + 0.5) * (2 / fine) - 1
+    line = (torch.arange(size, device=things.device) + 0.5) * (2 / size) - 1
     y, x = line[:, None], line[None, :]
     light = 1.06 - 0.12 * (y + 1) / 2  # a little brighter at the top
     time = torch.linspace(0, 1, FRAMES, device=things.device)[times]
-    video = (backgrounds[:, :, None, None, None] * light).expand(-1, -1, len(time), -1, fine)
+    video = (backgrounds[:, :, None, None, None] * light).expand(-1, -1, len(time), -1, size)
     for row in things.unbind(1):
         video = _draw(video, dict(zip(FIELDS, row.unbind(-1))), x, y, time)
-    video = torch.nn.functional.avg_pool3d(video, (1, 2, 2))
     return video.clamp(0, 1) * 2 - 1
 
 
@@ -444,7 +456,7 @@ def _draw(video, thing, x, y, time):
     centre_y = centre_y - shaped["bounce"] * (math.tau * time).sin().abs()
     radius = shaped["radius"] + (shaped["radius_end"] - shaped["radius"]) * time
     offset_x, offset_y = x - centre_x, y - centre_y
-    covered = cover(shaped["shape"].long(), offset_x, offset_y, radius, shaped["turn"] * time, pixel=2 / x.shape[-1])
+    covered = cover(shaped["shape"].long(), offset_x, offset_y, radius, shaped["turn"] * time, pixel=SOFTNESS * 2 / x.shape[-1])
     covered = (covered * (radius > 0))[:, None]
     colour = torch.stack((thing["red"], thing["green"], thing["blue"]), 1)[:, :, None, None, None]
     shade = (1 - 0.08 * offset_y / radius.clamp(min=1e-3)).clamp(0.9, 1.1)[:, None]

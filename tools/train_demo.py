@@ -5,8 +5,9 @@
     python tools/train_demo.py --smoke                # a few steps on the CPU
     python tools/train_demo.py --init                 # only an untrained model, to build on
 
-First the VAE learns to rebuild clips; then text encoder and transformer learn together to take noise out of its
-latents (flow matching). Data is drawn as it is needed. A stopped run goes on where it was: run the same command again.
+First the VAE learns to rebuild clips and the text encoder to tell what a caption says; then text encoder and transformer
+learn together to take noise out of the VAE's latents (flow matching). Data is drawn as it is needed. A stopped run goes on
+where it was: run the same command again.
 The best checkpoint by judged adherence ends up in <output>/model, with metrics.json beside it.
 """
 from __future__ import annotations
@@ -29,6 +30,7 @@ import numpy as np
 import torch
 import transformers
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample, WanRMS_norm
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file, save_file
@@ -36,7 +38,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-CAPTION_TOKENS = 64  # longer than any caption of the world
+CAPTION_TOKENS = 39  # longer than any caption of the world
 PROMPT_TOKENS = 512  # what the pipeline pads prompts to
 STORED = {"text_encoder": "model.safetensors", "transformer": "diffusion_pytorch_model.safetensors",
           "vae": "diffusion_pytorch_model.safetensors"}
@@ -66,17 +68,32 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_models(cfg: DictConfig, device: torch.device) -> dict[str, torch.nn.Module]:
     """The three networks in float32: those of `start_from`, or new ones, seeded."""
     torch.manual_seed(cfg.seed)
-    if cfg.start_from:
-        classes = {"text_encoder": UMT5EncoderModel, "transformer": WanTransformer3DModel, "vae": AutoencoderKLWan}
-        return {name: kind.from_pretrained(cfg.start_from, subfolder=name).float().to(device).train()
-                for name, kind in classes.items()}
     text = UMT5Config(feed_forward_proj="gated-gelu", dropout_rate=0.0, is_encoder_decoder=False, use_cache=False,
                       pad_token_id=0, eos_token_id=1, **cfg.model.text_encoder)
-    return {
-        "text_encoder": UMT5EncoderModel(text).float().to(device),
-        "transformer": WanTransformer3DModel(in_channels=16, out_channels=16, **cfg.model.transformer).to(device),
-        "vae": AutoencoderKLWan(**cfg.model.vae).to(device),
+    networks = {
+        "text_encoder": UMT5EncoderModel(text),
+        "transformer": WanTransformer3DModel(in_channels=16, out_channels=16, **cfg.model.transformer),
+        "vae": AutoencoderKLWan(**cfg.model.vae),
     }
+    look_away_from_padding(networks["transformer"])
+    for name, folder in cfg.start_from.items():
+        if folder:
+            networks[name] = type(networks[name]).from_pretrained(folder, subfolder=name)
+    return {name: network.float().to(device).train() for name, network in networks.items()}
+
+
+@torch.no_grad()
+def look_away_from_padding(transformer: WanTransformer3DModel) -> None:
+    """Begin with attention on a prompt's few words, which five hundred paddings would drown.
+
+    Padding is zeros, so with these biases its key is -0.01 everywhere, which the norm makes -1; queries are around 0.6.
+    """
+    text = transformer.condition_embedder.text_embedder
+    text.linear_1.bias.zero_()
+    text.linear_2.bias.zero_()
+    for block in transformer.blocks:
+        block.attn2.to_k.bias.fill_(-0.01)
+        block.attn2.to_q.bias.fill_(0.6)
 
 
 def pipeline_of(cfg: DictConfig, networks: dict[str, torch.nn.Module]) -> WanPipeline:
@@ -108,7 +125,8 @@ def _edit_json(path: Path, **values) -> None:
 
 
 class Scenes(torch.utils.data.IterableDataset):
-    """An endless stream of batches: things [batch, 2, fields], backgrounds [batch, 3], tokens [batch, CAPTION_TOKENS]."""
+    """An endless stream of batches: things [batch, 2, fields], backgrounds [batch, 3], tokens [batch, CAPTION_TOKENS]
+    and labels [batch, world.LABELS]."""
 
     def __init__(self, batch: int, seed: int):
         self.batch, self.seed = batch, seed
@@ -121,7 +139,8 @@ class Scenes(torch.utils.data.IterableDataset):
             scenes = [world.sample_scene(random) for _ in range(self.batch)]
             things, backgrounds = zip(*(world.motion_numbers(scene, random) for scene in scenes))
             captions = [world.caption(scene, random) for scene in scenes]
-            yield torch.stack(things), torch.stack(backgrounds), tokenize(tokenizer, captions)
+            labels = torch.tensor([world.labels(scene) for scene in scenes])
+            yield torch.stack(things), torch.stack(backgrounds), tokenize(tokenizer, captions), labels
 
 
 def tokenize(tokenizer: PreTrainedTokenizerFast, captions: list[str]) -> torch.Tensor:
@@ -152,10 +171,10 @@ class Bank:
         self.mean, self.deviation = latent_statistics(vae, device)
 
     @torch.no_grad()
-    def add(self, things: torch.Tensor, backgrounds: torch.Tensor, tokens: torch.Tensor) -> None:
+    def add(self, things: torch.Tensor, backgrounds: torch.Tensor, tokens: torch.Tensor, labels: torch.Tensor) -> None:
+        clips = world.render(things.to(self.device), backgrounds.to(self.device), size=self.clip_size)
         with autocast(self.device):
-            clips = world.render(things.to(self.device), backgrounds.to(self.device), size=self.clip_size)
-            latents = self.vae.encode(clips).latent_dist.sample()
+            latents = encode_whole(self.vae, clips)[0]
         if self.latents is None:
             dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
             self.latents = torch.zeros(self.capacity, *latents.shape[1:], dtype=dtype, device=self.device)
@@ -180,7 +199,7 @@ def latent_statistics(vae: AutoencoderKLWan, device: torch.device) -> tuple[torc
     )
 
 
-# ---------------------------------------------------------------- pieces both stages share
+# ---------------------------------------------------------------- pieces the stages share
 
 
 class Clock:
@@ -225,22 +244,71 @@ def learning_rate(peak: float, clock: Clock, warmup_steps: int) -> float:
     return peak * min(1.0, (clock.step + 1) / warmup_steps) * falling
 
 
-def build_optimizer(module: torch.nn.Module, weight_decay: float, device: torch.device) -> torch.optim.AdamW:
-    """AdamW whose learning rate is a tensor, so that a recorded step sees it change."""
-    on_gpu = device.type == "cuda"
-    rate = torch.zeros((), device=device)
-    return torch.optim.AdamW(module.parameters(), rate, (0.9, 0.98), weight_decay=weight_decay, fused=on_gpu, capturable=on_gpu)
+class Muon(torch.optim.Optimizer):
+    """Momentum made orthogonal, for weight matrices: a step moves in all directions alike, `size` times as far as AdamW's.
+
+    Matrices of one shape are stepped together, and the learning rate is a tensor.
+    """
+
+    def __init__(self, matrices: list[torch.Tensor], rate: torch.Tensor, size: float, weight_decay: float, momentum: float = 0.95):
+        shapes = sorted({matrix.shape for matrix in matrices})
+        groups = [{"params": [matrix for matrix in matrices if matrix.shape == shape]} for shape in shapes]
+        super().__init__(groups, {"lr": rate, "size": size, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            matrices, rate = group["params"], group["lr"]
+            gradient = torch.stack([matrix.grad for matrix in matrices])
+            state = self.state[matrices[0]]
+            average = state.setdefault("average", torch.zeros_like(gradient))
+            average.lerp_(gradient, 1 - group["momentum"])
+            scale = 0.2 * group["size"] * max(gradient.shape[1:]) ** 0.5
+            change = orthogonal(gradient.lerp(average, group["momentum"])) * (-scale * rate)
+            torch._foreach_mul_(matrices, 1 - rate * group["weight_decay"])
+            torch._foreach_add_(matrices, list(change.unbind()))
 
 
-def apply_gradients(optimizer: torch.optim.Optimizer, limit: float = 1.0) -> None:
-    for group in optimizer.param_groups:
-        torch.nn.utils.clip_grad_norm_(group["params"], limit)
-    optimizer.step()
+def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
+    """Matrices [n, rows, columns] with all singular values brought near 1 (Newton-Schulz iteration)."""
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = (x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(torch.bfloat16 if x.is_cuda else x.dtype)
+    for _ in range(5):
+        square = x @ x.mT
+        x = 3.4445 * x + (-4.775 * square + 2.0315 * square @ square) @ x
+    return (x.mT if tall else x).to(matrices.dtype)
 
 
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"].fill_(rate)
+def build_optimizers(module: torch.nn.Module, weight_decay: float, muon: float) -> list[torch.optim.Optimizer]:
+    """AdamW, and for the matrices of the blocks Muon, with `muon` times its steps, unless that is 0. Rates are tensors: a recorded step sees them change."""
+    parameters = {name: value for name, value in module.named_parameters() if value.requires_grad}
+    matrices = [name for name, value in parameters.items()
+                if muon and value.ndim == 2 and ".block" in name and "relative_attention_bias" not in name]
+    rest = [value for name, value in parameters.items() if name not in matrices]
+    rate = torch.zeros((), device=rest[0].device)
+    optimizers = [torch.optim.AdamW(rest, rate, (0.9, 0.98), weight_decay=weight_decay, fused=rate.is_cuda, capturable=rate.is_cuda)]
+    if matrices:
+        optimizers.append(Muon([parameters[name] for name in matrices], rate.clone(), muon, weight_decay))
+    return optimizers
+
+
+def apply_gradients(optimizers: list[torch.optim.Optimizer], limit: float = 1.0) -> None:
+    torch.nn.utils.clip_grad_norm_([value for one in optimizers for group in one.param_groups for value in group["params"]], limit)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def load_optimizers(optimizers: list[torch.optim.Optimizer], saved: dict) -> None:
+    for optimizer, content in zip(optimizers, saved["optimizers"]):
+        optimizer.load_state_dict(content)
+
+
+def set_rate(optimizers: list[torch.optim.Optimizer], rate: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"].fill_(rate)
 
 
 class Recorded:
@@ -279,30 +347,74 @@ def say(**values) -> None:
 # ---------------------------------------------------------------- stage one: the VAE
 
 
+class QuickNorm(WanRMS_norm):
+    """Wan's norm without its steps in float32, which take as long as the convolutions."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32).clamp(min=1e-12)
+        return x * (self.scale / size).to(x.dtype) * self.gamma.to(x.dtype)
+
+
+class WholeResample(WanResample):
+    """Wan's resampling, also for clips as a whole: a fifth of the launches of four frames at a time, the same function."""
+
+    def forward(self, x: torch.Tensor, feat_cache=None, feat_idx=None) -> torch.Tensor:
+        if feat_cache is not None:  # four frames at a time
+            return super().forward(x, feat_cache, feat_idx)
+        first, rest = x[:, :, :1], x[:, :, 1:]
+        if self.mode == "upsample3d" and rest.shape[2]:
+            doubled = self.time_conv(rest).unflatten(1, (2, -1)).movedim(1, 3).flatten(2, 3)
+            x = torch.cat((first, doubled), 2)
+        x = super().forward(x)
+        if self.mode == "downsample3d" and rest.shape[2]:
+            x = torch.cat((x[:, :, :1], self.time_conv(x)), 2)
+        return x
+
+
+def take_whole_clips(vae: AutoencoderKLWan) -> None:
+    """Make `encode_whole` and `decode_whole` possible; the VAE's own methods stay what they are."""
+    for module in vae.modules():
+        module.__class__ = {WanResample: WholeResample, WanRMS_norm: QuickNorm}.get(type(module), type(module))
+    for weight in vae.parameters():
+        if weight.ndim == 5:  # the layout GPUs convolve in
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
+
+
+def encode_whole(vae: AutoencoderKLWan, clips: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and logarithm of the variance of the clips' latents."""
+    mean, logvar = vae.quant_conv(vae.encoder(clips)).float().chunk(2, 1)
+    return mean, logvar.clamp(-30, 20)
+
+
+def decode_whole(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
+    """Clips, not clamped to -1..1: a clamp would leave the farthest pixels without a gradient."""
+    return vae.decoder(vae.post_quant_conv(latents))
+
+
 def train_vae(cfg: DictConfig, vae: AutoencoderKLWan, state: dict, device: torch.device) -> None:
     """Teach the VAE to rebuild clips; at the end its config holds the latents' mean and deviation."""
     saved = state.get("vae", {})
     clock = Clock(cfg.vae.minutes, cfg.vae.steps, **saved.get("clock", {}))
     for part in (vae.encoder, vae.quant_conv):
         part.requires_grad_(cfg.vae.train_encoder)
-    optimizer = build_optimizer(vae, 0.0, device)
+    optimizers = build_optimizers(vae, 0.0, muon=0)
     if saved:
         vae.load_state_dict(saved["weights"])
-        optimizer.load_state_dict(saved["optimizer"])
+        load_optimizers(optimizers, saved)
     batches, checkpoint_due = stream(cfg, cfg.vae.batch, cfg.seed + clock.step), Every(cfg.vae.checkpoint_minutes)
     recorded = {}
     while clock.progress < 1:
         frames = next(frames for until, frames in cfg.vae.frames if clock.progress < until)
         clips = vae_clips(cfg, next(batches), frames, device)
         if frames not in recorded:
-            recorded = {frames: Recorded(lambda clips: vae_step(cfg, vae, optimizer, clips), device, clips)}
-        set_rate(optimizer, learning_rate(cfg.vae.learning_rate, clock, 100))
+            recorded = {frames: Recorded(lambda clips: vae_step(cfg, vae, optimizers, clips), device, clips)}
+        set_rate(optimizers, learning_rate(cfg.vae.learning_rate, clock, 100))
         error, kl = recorded[frames](clips)
         clock.step += 1
-        if clock.step % 100 == 1:
+        if clock.step % 200 == 1:
             say(stage="vae", **clock.state(), frames=frames, error=error.item(), kl=kl.item())
         if checkpoint_due() or clock.progress >= 1:
-            state["vae"] = {"weights": vae.state_dict(), "optimizer": optimizer.state_dict(), "clock": clock.state()}
+            state["vae"] = {"weights": vae.state_dict(), "optimizers": [one.state_dict() for one in optimizers], "clock": clock.state()}
             save_state(cfg, state)
     kept = vae.config.latents_mean, vae.config.latents_std
     state["vae"]["latents"] = measure_latents(cfg, vae, batches, device) if cfg.vae.train_encoder else kept
@@ -311,7 +423,7 @@ def train_vae(cfg: DictConfig, vae: AutoencoderKLWan, state: dict, device: torch
 
 def vae_clips(cfg: DictConfig, batch, frames: int, device: torch.device) -> torch.Tensor:
     """A window of each clip, the same for all: [batch, 3, frames, crop, crop]."""
-    things, backgrounds, _ = batch
+    things, backgrounds = batch[:2]
     start, top, left = (
         int(torch.randint(whole - part + 1, ()))
         for whole, part in ((world.FRAMES, frames), (cfg.clip_size, cfg.vae.crop), (cfg.clip_size, cfg.vae.crop))
@@ -321,29 +433,17 @@ def vae_clips(cfg: DictConfig, batch, frames: int, device: torch.device) -> torc
     return clips[..., top : top + cfg.vae.crop, left : left + cfg.vae.crop].contiguous()
 
 
-def vae_step(cfg: DictConfig, vae: AutoencoderKLWan, optimizer: torch.optim.Optimizer, clips: torch.Tensor):
-    """One step of training; returns (error, kl)."""
-    optimizer.zero_grad(set_to_none=True)
+def vae_step(cfg: DictConfig, vae: AutoencoderKLWan, optimizers: list[torch.optim.Optimizer], clips: torch.Tensor):
+    """One step of training; returns (squared error, kl)."""
     with autocast(clips.device):
-        posterior = vae.encode(clips).latent_dist
-        rebuilt = decode_unclamped(vae, posterior.sample())
+        mean, logvar = encode_whole(vae, clips)
+        rebuilt = decode_whole(vae, mean + (0.5 * logvar).exp() * torch.randn_like(mean))
     difference = rebuilt.float() - clips
-    error = difference.abs().mean() + difference.square().mean()
-    kl = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).float().mean()
-    (error + cfg.vae.kl_weight * kl).backward()
-    apply_gradients(optimizer)
+    error = difference.square().mean()
+    kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
+    (error + 0.05 * difference.abs().mean() + cfg.vae.kl_weight * kl).backward()
+    apply_gradients(optimizers)
     return error.detach(), kl.detach()
-
-
-def decode_unclamped(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
-    """`vae.decode` without its last clamp, which would leave the farthest pixels without a gradient."""
-    vae.clear_cache()
-    latents = vae.post_quant_conv(latents)
-    chunks = []
-    for index, latent in enumerate(latents.split(1, dim=2)):
-        chunks.append(vae.decoder(latent, feat_cache=vae._feat_map, feat_idx=[0], first_chunk=index == 0))
-    vae.clear_cache()
-    return torch.cat(chunks, dim=2)
 
 
 @torch.no_grad()
@@ -351,7 +451,7 @@ def measure_latents(cfg: DictConfig, vae: AutoencoderKLWan, batches, device: tor
     """Mean and deviation of every latent channel over a few hundred clips, as two lists."""
     latents = []
     for _ in range(math.ceil(min(512, 4 * cfg.vae.batch) / cfg.vae.batch)):
-        things, backgrounds, _ = next(batches)
+        things, backgrounds = next(batches)[:2]
         clips = world.render(things.to(device), backgrounds.to(device), size=cfg.clip_size)
         latents.append(vae.encode(clips).latent_dist.sample().transpose(0, 1).flatten(1))
     latents = torch.cat(latents, 1)
@@ -371,21 +471,96 @@ def rebuild_psnr(vae: AutoencoderKLWan, clips: int = 32, size: int = world.SIZE,
     return float(np.mean(ratios))
 
 
-# ---------------------------------------------------------------- stage two: text encoder and transformer
+# ---------------------------------------------------------------- stage two: reading
+
+
+def train_text(cfg: DictConfig, encoder: UMT5EncoderModel, state: dict, device: torch.device) -> None:
+    """Teach the text encoder to put what a caption says into every one of its words, where the transformer finds it at once."""
+    head = torch.nn.Linear(encoder.config.d_model, sum(len(names) + 1 for names in world.LABELS), device=device)
+    optimizers = build_optimizers(torch.nn.ModuleList((encoder, head)), 0.0, cfg.text.muon)
+    clock, batches = Clock(math.inf, cfg.text.steps), stream(cfg, cfg.text.batch, cfg.seed + 2)
+
+    def step(tokens, labels):
+        loss, right = reading_loss(encoder, head, tokens, labels)
+        loss.backward()
+        apply_gradients(optimizers)
+        return loss.detach(), right
+
+    recorded = None
+    while clock.progress < 1:
+        examples = [value.to(device) for value in next(batches)[2:]]
+        recorded = recorded or Recorded(step, device, *examples)
+        set_rate(optimizers, learning_rate(cfg.text.learning_rate, clock, 100))
+        loss, right = recorded(*examples)
+        clock.step += 1
+        if clock.step % 250 == 0 or clock.progress >= 1:
+            say(stage="text", **clock.state(), loss=loss.item(), right=right.item())
+    state["text"] = {"weights": encoder.state_dict(), "clock": clock.state()}
+    save_state(cfg, state)
+
+
+def reading_loss(encoder: UMT5EncoderModel, head: torch.nn.Linear, tokens: torch.Tensor, labels: torch.Tensor):
+    """(cross entropy of the scene's labels as each word tells them, share of them told right)."""
+    mask = tokens != 0
+    with autocast(tokens.device):
+        guesses = head(encoder(tokens, mask.long()).last_hidden_state).float()
+    loss, right = 0.0, 0.0
+    for guess, label in zip(guesses.split([len(names) + 1 for names in world.LABELS], -1), labels.unbind(1)):
+        label = label[:, None].expand(mask.shape)
+        loss = loss + (functional.cross_entropy(guess.transpose(1, 2), label, reduction="none") * mask).sum() / mask.sum()
+        right = right + ((guess.argmax(-1) == label) * mask).sum() / mask.sum() / len(world.LABELS)
+    return loss, right
+
+
+# ---------------------------------------------------------------- stage three: text encoder and transformer
+
+
+class QuickAttention:
+    """What diffusers' processor does, quicker to train: one padding stands for all, and pairs are turned without copies.
+
+    The last token of the text is that padding: to attend to n equal tokens is to attend to one of them with log(n) more.
+    """
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
+        text = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        query, key, value = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(text)), attn.to_v(text)
+        query, key, value = (one.unflatten(2, (attn.heads, -1)) for one in (query, key, value))
+        if rotary_emb is not None:
+            query, key = turn_pairs(query, *rotary_emb), turn_pairs(key, *rotary_emb)
+        query, key, value = (one.to(value.dtype).transpose(1, 2) for one in (query, key, value))
+        bias = None
+        if encoder_hidden_states is not None:
+            bias = query.new_zeros(1, 1, 1, text.shape[1])
+            bias[..., -1] = math.log(PROMPT_TOKENS - text.shape[1] + 1)
+        seen = functional.scaled_dot_product_attention(query, key, value, bias)
+        return attn.to_out[0](seen.transpose(1, 2).flatten(2))
+
+
+def turn_pairs(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding; x [batch, tokens, heads, channels]."""
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cosine, sine = cosines[..., 0::2], sines[..., 1::2]
+    return torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), -1).flatten(-2)
 
 
 class Denoiser(torch.nn.Module):
-    """Text encoder and transformer as one module, so that they share an optimizer and an average."""
+    """Text encoder and transformer as one module, so that they share optimizers and an average."""
 
     def __init__(self, text_encoder: UMT5EncoderModel, transformer: WanTransformer3DModel):
         super().__init__()
         self.text_encoder, self.transformer = text_encoder, transformer
 
+    def pad_once(self) -> Denoiser:
+        """The same function of CAPTION_TOKENS and one padding instead of PROMPT_TOKENS."""
+        for block in self.transformer.blocks:
+            block.attn1.processor = block.attn2.processor = QuickAttention()
+        return self
+
     def forward(self, latents: torch.Tensor, timestep: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Velocity [batch, 16, time, height, width]; the text is padded with zeros as the pipeline does."""
+        """Velocity [batch, 16, time, height, width]."""
         mask = (tokens != 0).long()
         text = self.text_encoder(tokens, mask).last_hidden_state * mask[..., None]
-        text = functional.pad(text, (0, 0, 0, PROMPT_TOKENS - text.shape[1]))
+        text = functional.pad(text, (0, 0, 0, 1))
         return self.transformer(latents, timestep, text, return_dict=False)[0]
 
 
@@ -403,38 +578,38 @@ def flow_loss(cfg: DictConfig, denoiser: Denoiser, latents: torch.Tensor, tokens
     return functional.mse_loss(velocity.float(), noise - latents)
 
 
-def denoiser_step(cfg: DictConfig, denoiser: Denoiser, average: Denoiser, optimizer: torch.optim.Optimizer,
+def denoiser_step(cfg: DictConfig, denoiser: Denoiser, average: Denoiser, optimizers: list[torch.optim.Optimizer],
                   bank: Bank) -> torch.Tensor:
     """One step on clips from the bank; the average of the weights follows. Returns the loss."""
-    optimizer.zero_grad(set_to_none=True)
     loss = flow_loss(cfg, denoiser, *bank.draw(cfg.denoiser.batch))
     loss.backward()
-    apply_gradients(optimizer)
+    apply_gradients(optimizers)
     with torch.no_grad():
         torch._foreach_lerp_(list(average.parameters()), list(denoiser.parameters()), 1 - cfg.denoiser.ema)
     return loss.detach()
 
 
 def train_denoiser(cfg: DictConfig, networks: dict[str, torch.nn.Module], state: dict, device: torch.device) -> None:
-    """Teach text encoder and transformer; the best average so far is kept in state["best"]."""
-    denoiser = Denoiser(networks["text_encoder"], networks["transformer"])
-    average = deepcopy(denoiser).requires_grad_(False)
-    optimizer = build_optimizer(denoiser, cfg.denoiser.weight_decay, device)
+    """Teach copies of text encoder and transformer; the networks are the average of their weights."""
+    average = Denoiser(networks["text_encoder"], networks["transformer"]).requires_grad_(False)
+    denoiser = deepcopy(average).requires_grad_(True).pad_once()
+    optimizers = build_optimizers(denoiser, cfg.denoiser.weight_decay, cfg.denoiser.muon)
     saved = state.get("denoiser", {})
     if saved:
-        for module, key in ((denoiser, "weights"), (average, "average"), (optimizer, "optimizer")):
-            module.load_state_dict(saved[key])
-    if cfg.compile:
-        denoiser.transformer.compile_repeated_blocks()
+        denoiser.load_state_dict(saved["weights"])
+        average.load_state_dict(saved["average"])
+        load_optimizers(optimizers, saved)
     clock = Clock(cfg.denoiser.minutes, cfg.denoiser.steps, **saved.get("clock", {}))
     batches = stream(cfg, cfg.denoiser.refresh, cfg.seed + 1 + clock.step)
     bank = fill_bank(cfg, networks["vae"], batches, device)
-    step = Recorded(lambda: denoiser_step(cfg, denoiser, average, optimizer, bank), device)
+    if cfg.compile:
+        denoiser.compile(fullgraph=True)
+    step = Recorded(lambda: denoiser_step(cfg, denoiser, average, optimizers, bank), device)
     evaluation_due, checkpoint_due = Every(cfg.evaluate.every_minutes), Every(cfg.denoiser.checkpoint_minutes)
     while clock.progress < 1:
         if clock.step % cfg.denoiser.refresh_every == 0:
             bank.add(*next(batches))
-        set_rate(optimizer, learning_rate(cfg.denoiser.learning_rate, clock, cfg.denoiser.warmup_steps))
+        set_rate(optimizers, learning_rate(cfg.denoiser.learning_rate, clock, cfg.denoiser.warmup_steps))
         loss = step()
         clock.step += 1
         if clock.step % 200 == 1:
@@ -444,7 +619,7 @@ def train_denoiser(cfg: DictConfig, networks: dict[str, torch.nn.Module], state:
             keep_best(cfg, networks["vae"], average, clock, state)
         if checkpoint_due() or clock.progress >= 1:  # judging takes time: it may be over only now
             state["denoiser"] = {"weights": denoiser.state_dict(), "average": average.state_dict(),
-                                 "optimizer": optimizer.state_dict(), "clock": clock.state()}
+                                 "optimizers": [one.state_dict() for one in optimizers], "clock": clock.state()}
             save_state(cfg, state)
 
 
@@ -526,13 +701,14 @@ def save_state(cfg: DictConfig, state: dict) -> None:
 
 
 def train(cfg: DictConfig) -> None:
-    """Both stages, from wherever <output>/state.pt says the last run stopped."""
+    """All stages, from wherever <output>/state.pt says the last run stopped."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else torch.device(cfg.device)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     path = Path(cfg.output) / "state.pt"
     state = torch.load(path, map_location=device, weights_only=False) if path.exists() else {}
     networks = build_models(cfg, device)
     vae = networks["vae"]
+    take_whole_clips(vae)
     if cfg.vae.minutes and "latents" not in state.get("vae", {}):
         train_vae(cfg, vae, state, device)
     if "vae" in state:
@@ -542,6 +718,10 @@ def train(cfg: DictConfig) -> None:
     vae.requires_grad_(False)
     export(cfg, networks, Path(cfg.output) / "model")
     say(stage="vae", done=True, psnr=rebuild_psnr(vae, clips=2, size=cfg.clip_size))
+    if cfg.text.steps and "text" not in state:
+        train_text(cfg, networks["text_encoder"], state, device)
+    if "text" in state:
+        networks["text_encoder"].load_state_dict(state["text"]["weights"])
     train_denoiser(cfg, networks, state, device)
     finish(cfg, networks, state)
 
