@@ -7,6 +7,7 @@
 import csv
 import io
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,9 @@ def check_launcher(launcher, mesh) -> None:
 
 
 def chips_here() -> str:
+    """The platform JAX would choose, without starting it."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return "cpu"
     return next((kind for kind, patterns in CHIPS.items() if any(any(Path("/dev").glob(pattern)) for pattern in patterns)), "cpu")
 
 

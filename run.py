@@ -39,7 +39,7 @@ def main() -> None:
     # ffmpeg and git are started with fork and exec at once, which is safe beside JAX's threads.
     warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and `explain` says it better
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])  # for a launcher's workers
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))  # for a launcher's workers
     status = 0
     try:
         sys.argv[1:] = commandline.rewrite(sys.argv[1:])
