@@ -3,6 +3,7 @@ import re
 from pathlib import Path
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -11,7 +12,18 @@ import schema
 # Swept without compiling or loading anything again.
 CHEAP = ("seed", "prompt", "prompt.text", "prompt.negative", "guidance_scale", "steps", "resolution.fps", "resolution.flow_shift", "output.quality")
 CONF = Path(__file__).parent / "conf"
+PLUGINS = {("hydra/launcher", name): f"hydra-{name.partition('_')[0]}-launcher" for name in ("submitit_local", "submitit_slurm", "ray")}
 TEXT_KEYS = {"prompt": "prompt.text", "prompt.text": "prompt.text", "negative_prompt": "prompt.negative", "prompt.negative": "prompt.negative"}
+
+
+sweep_folders: dict[Path, bool] = {}  # folders of several jobs, which get a report at the end; True: a launcher may run them elsewhere
+
+
+class SweepFolder(Callback):
+    """Hydra tells it where the jobs of a sweep will be, whichever launcher runs them and wherever (hydra.callbacks in conf/config.yaml)."""
+
+    def on_multirun_start(self, config, **_):
+        sweep_folders[Path(config.hydra.sweep.dir)] = True
 
 
 def rewrite(arguments: list[str]) -> list[str]:
@@ -53,6 +65,8 @@ def explain(error: Exception) -> str:
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
+        if (group, name) in PLUGINS:
+            return f"{group}={name}: comes with a plugin that is not installed; pip install {PLUGINS[group, name]}"
         return f"{group}={name}: no such option; {schema.nearest(name, options(group))}"
     if isinstance(error, OverrideParseException):
         return f"{error.override}: {str(error).splitlines()[0]}; put quotes around the value: 'key=\"value\"'"

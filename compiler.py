@@ -106,16 +106,14 @@ def first_group(line: str) -> list[int]:
     listed = re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", line)
     if listed:
         return [int(device) for device in listed.group(1).split(",")]
-    named = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line)
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}", line)
     if named:
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named.group(1))}
-        return devices_along(sizes, re.findall(r"'(\w+)'", named.group(2)))
+        group = devices_along(sizes, re.findall(r"'(\w+)'", named.group(4)))
+        order = transposed_iota(named.group(2), named.group(3)) if named.group(2) else None
+        return sorted(order[device] for device in group) if order else group
     iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
-    if iota:
-        shape = [int(size) for size in iota.group(3).split(",")]
-        order = [int(axis) for axis in iota.group(4).split(",")] if iota.group(4) else list(range(len(shape)))
-        return transposed_iota(shape, order)[: int(iota.group(2))]
-    return []
+    return transposed_iota(iota.group(3), iota.group(4))[: int(iota.group(2))] if iota else []
 
 
 def devices_along(sizes: dict[str, int], varying) -> list[int]:
@@ -128,7 +126,10 @@ def devices_along(sizes: dict[str, int], varying) -> list[int]:
     return sorted(group)
 
 
-def transposed_iota(shape, order) -> list[int]:
+def transposed_iota(shape: str, order: str | None) -> list[int]:
+    """0, 1, 2 … in the shape "2,4", its dimensions in the order "1,0", flat again."""
+    shape = [int(size) for size in shape.split(",")]
+    order = [int(axis) for axis in order.split(",")] if order else range(len(shape))
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     flat = [0]
     for axis in order:

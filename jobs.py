@@ -7,6 +7,7 @@
 import csv
 import io
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,36 @@ class Job:
     name: str  # its folder
     overrides: list[str]
     error: str | None = None
+
+
+CHIPS = {"tpu": ("accel[0-9]*", "vfio/[0-9]*"), "gpu": ("nvidia[0-9]*",)}  # what a host that has some shows under /dev
+
+
+def check_launcher(launcher, mesh) -> None:
+    """Refuse a Hydra launcher that would put two jobs on the chips of one host, which take one process.
+
+    Hydra's own launcher runs one job after the other; on CPUs jobs may share a machine.
+    """
+    name, platform = launcher._target_.rpartition(".")[2], mesh.platform or chips_here()
+    if name == "BasicLauncher" or platform == "cpu":
+        return
+    if name == "SlurmLauncher":
+        owned, remedy = launcher.tasks_per_node == 1 and "exclusive" in launcher.additional_parameters, "use hydra/launcher=slurm, which asks for whole nodes"
+    elif name == "RayLauncher":
+        key, remote = ("resources={TPU:%d}" if platform == "tpu" else "num_gpus=%d") % (mesh.devices or 1), launcher.ray.remote
+        taken = remote.get("num_gpus") if platform == "gpu" else remote.get("resources", {}).get("TPU")
+        owned, remedy = (taken or 0) >= (mesh.devices or 1), f"set hydra.launcher.ray.remote.{key}"
+    else:
+        owned, remedy = False, "leave hydra/launcher out to run one after the other, or give each machine its share with shard=1/2 and so on"
+    if not owned:
+        raise ConfigError(f"hydra/launcher: {name} may start two jobs on one host, and its {platform} takes one process; {remedy}")
+
+
+def chips_here() -> str:
+    """The platform JAX would choose, without starting it."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return "cpu"
+    return next((kind for kind, patterns in CHIPS.items() if any(any(Path("/dev").glob(pattern)) for pattern in patterns)), "cpu")
 
 
 def wanted(config) -> bool:

@@ -109,7 +109,20 @@ def communication(config, chips) -> dict:
     axes = dict(config.mesh.axes)
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes), devices=devices[:chips])
     text = stages.lower(stages.build_denoise(local, mesh))["step"].compile().as_text()
-    return {"source": "XLA's partitioner, CPU backend", "rows": [row for row in compiler.collectives(text, axes) if row["axis"] != "none"]}
+    rows = [row | {"host_bytes": from_other_hosts(row, axes, config.mesh.hosts or 1)} for row in compiler.collectives(text, axes) if row["axis"] != "none"]
+    return {"source": "XLA's partitioner, CPU backend", "rows": rows}
+
+
+def from_other_hosts(row, axes, hosts) -> float:
+    """Of a collective's bytes, those that one host receives from others, with devices in the order of distributed.arrange.
+
+    A ring (sums, gathers, permutes) enters each host it runs through by one chip; in an all-to-all every chip hears from every other.
+    """
+    chips_a_host = math.prod(axes.values()) // hosts
+    group = compiler.devices_along(axes, row["axis"].split("+"))
+    inside = sum(device < chips_a_host for device in group)
+    share = 1 - inside / len(group) if row["kind"] == "all-to-all" or inside == len(group) else 1 / inside
+    return chips_a_host * row["bytes"] * share
 
 
 # ---------------------------------------------------------------- compiled
@@ -257,8 +270,12 @@ def render(config, report) -> str:
               + ", ".join(f"{name} {count / flops['total']:.0%}" for name, count in flops.items() if name != "total") + "."]
     if floor:
         lines.append(f"Floor at 100 % of peak: {floor:.3f} s a step.")
-    lines += ["", f"Communication a step and chip ({report['communication']['source']}):", "", "| kind | axis | count | MB |", "|---|---|---|---|"]
-    lines += [f"| {row['kind']} | {row['axis']} | {row['count']} | {row['bytes'] / 1e6:,.1f} |" for row in report["communication"]["rows"]]
+    lines += ["", f"Communication a step and chip ({report['communication']['source']}):", ""]
+    lines += ["| kind | axis | count | MB | MB into a host |", "|---|---|---|---|---|"]
+    rows, hosts = report["communication"]["rows"], config.mesh.hosts or 1
+    lines += [f"| {row['kind']} | {row['axis']} | {row['count']} | {row['bytes'] / 1e6:,.1f} | {row['host_bytes'] / 1e6:,.1f} |" for row in rows]
+    if hosts > 1:
+        lines += ["", f"Each of the {hosts} hosts receives {sum(row['host_bytes'] for row in rows) / 1e9:.1f} GB a step from the others."]
     if report["estimate"]:
         lines += ["", "| where a step's time goes (estimate) | s |", "|---|---|"]
         lines += [f"| {name} | {seconds:.3f} |" for name, seconds in sorted(report["estimate"]["parts"].items(), key=lambda item: -item[1])]

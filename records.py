@@ -126,7 +126,11 @@ def read(path: Path, stage: str, settings: dict) -> numpy.ndarray:
 
 
 # What belongs to one call of the program, not to the video it makes.
+<<<<<<< HEAD
 CALL = ("task", "stages", "resume", "replay", "prompts", "seeds", "shard", "sweep", "traceback", "keep_resident", "preview_every", "profile")
+=======
+CALL = ("task", "stages", "resume", "replay", "prompts", "seeds", "shard", "sweep", "traceback", "keep_resident", "preview_every", "distributed")
+>>>>>>> scale
 
 
 def settle(config, prompts) -> dict:
@@ -243,6 +247,7 @@ def metrics(settled: dict, mesh, overrides: list[str]) -> dict:
         "config_hash": config_hash(settled),
         "device": device.device_kind,
         "devices": mesh.devices.size,
+        "processes": len({device.process_index for device in mesh.devices.flat}),
         "mesh": dict(mesh.shape),
         "peak_device_gib": round(statistics["peak_bytes_in_use"] / GIB, 3) if "peak_bytes_in_use" in statistics else None,
         "peak_host_gib": round(peak_host_bytes() / GIB, 3),

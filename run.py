@@ -22,15 +22,16 @@ from hydra.core.hydra_config import HydraConfig
 
 import checkpoint
 import commandline
+import distributed
 import jobs
 import schema
+from commandline import sweep_folders
 
 log = logging.getLogger("wan")
 ConfigStore.instance().store("schema", schema.root())
 
 FAKE_DEVICES = 8  # CPU devices there always are, so that a sweep can mix meshes; they cost nothing unused
 failures: list[str] = []  # one line for each job of this process that failed
-sweep_folders: dict[Path, None] = {}  # folders of several jobs, which get a report at the end
 
 
 def main() -> None:
@@ -38,30 +39,43 @@ def main() -> None:
     # ffmpeg and git are started with fork and exec at once, which is safe beside JAX's threads.
     warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and `explain` says it better
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))  # for a launcher's workers
     status = 0
     try:
         sys.argv[1:] = commandline.rewrite(sys.argv[1:])
         job()
-    except (schema.ConfigError, *commandline.USER_ERRORS) as error:
+    except Exception as error:
         failures.append(str(error))
         print(f"error: {explain(error)}", file=sys.stderr)
         if "traceback=true" in sys.argv:
             traceback.print_exc()
+        distributed.leave(f"failed: {explain(error)}")
+        if type(error).__module__.startswith("submitit"):
+            wait_for_workers()
     except KeyboardInterrupt:
         print("interrupted: finished stages are in the run folder; go on with resume=<run folder>", file=sys.stderr)
         status = 130
-    for folder in sweep_folders:
+        distributed.leave("was interrupted", status)
+    for folder in sweep_folders if distributed.is_first() else ():
         if not sweep_folders.keys() & set(folder.parents):  # a list inside a sweep is in the sweep's report
             write_report(folder)
-    sys.exit(status or (1 if failures else 0))
+    distributed.finish()
+    failed = failures or any(next(folder.rglob("failure.json"), None) for folder, elsewhere in sweep_folders.items() if elsewhere)
+    sys.exit(status or (1 if failed else 0))
+
+
+def wait_for_workers() -> None:
+    """Submitit gives up at the first worker that is lost; those on this machine go on, and their jobs belong into the report."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def job(config) -> float | None:
     """One Hydra job: one composed config. Returns a number to minimise: seconds a step, or of the whole."""
     folder, overrides = Path(HydraConfig.get().runtime.output_dir), list(HydraConfig.get().overrides.task)
-    if config.sweep.active:
-        sweep_folders[folder.parent] = None
+    jobs.check_launcher(HydraConfig.get().launcher, config.mesh)
     return attempt(config, folder, overrides)
 
 
@@ -70,17 +84,20 @@ def attempt(config, folder: Path, overrides: list[str]) -> float | None:
     import records
 
     try:
+        distributed.join(config)
+        distributed.begin(config)
         config = records.take_over(config, overrides)
         if jobs.wanted(config):
             return make_all(config, folder, overrides)
         schema.validate(config)
-        if config.sweep.resume and (before := records.finished_before(records.settle(config, read_prompts(config)), folder)):
+        if config.sweep.resume and (before := distributed.from_first("done before", finished_before(config, folder))):
             return before
         return TASKS[config.task](config, folder, overrides)
     except Exception as error:
         fail(folder, overrides, explain(error))
         if config.traceback:
             log.error(traceback.format_exc())
+        distributed.regroup(explain(error))
 
 
 def fail(folder: Path, overrides: list[str], message: str) -> None:
@@ -89,7 +106,8 @@ def fail(folder: Path, overrides: list[str], message: str) -> None:
 
     failures.append(f"{folder}: {message}")
     log.error("error: %s", message)
-    records.write_failure(folder, overrides, message)
+    if distributed.is_first():
+        records.write_failure(folder, overrides, message)
 
 
 def explain(error: Exception) -> str:
@@ -107,7 +125,8 @@ def make_all(config, folder: Path, overrides: list[str]) -> float | None:
     """Every video of a list, each in a folder of its own; what fails is told with its line and the others are made."""
     shared = [override for override in overrides if override.partition("=")[0] not in ("prompts", "seeds", "shard")]
     listed = jobs.read(config)
-    sweep_folders[folder] = None
+    distributed.agree("list", {"prompts": [one.overrides for one in listed]})
+    sweep_folders[folder] = False
     seconds = []
     with bar(len(listed), "videos", unit="video", position=1) as progress:
         for one in listed:
@@ -149,10 +168,13 @@ def generate(config, folder: Path, overrides=()) -> float:
     clock = records.Clock()
     prompts = read_prompts(config)
     settled = records.settle(config, prompts)
-    records.write_config(folder, settled)
+    first = distributed.is_first()  # the process that writes
+    if first:
+        records.write_config(folder, settled)
     results = records.finished(config, prompts)
     wanted = [stage for stage in config.stages if stage not in results]
     checkpoints = {name: find_checkpoint(config, name) for name in wanted}
+    distributed.agree("stages", {"prompts": prompts, "stages to run": wanted})
     with clock("start"):
         mesh = start_jax(config)
         import engine  # brings in torch and diffusers: after the flags are set, and never for --help
@@ -160,21 +182,26 @@ def generate(config, folder: Path, overrides=()) -> float:
     log.info("%s on %s", config.model.name, describe(mesh))
 
     def keep_result(name, result):
-        if config.output.save_stages:
+        if first and config.output.save_stages:
             records.save(config, folder, name, result, prompts)
+
+    def keep_preview(step, frame):
+        if first:
+            records.write_preview(folder, frame)
 
     for name, result in results.items():  # so that this run can be resumed too
         keep_result(name, result)
-    watcher = engine.Watcher(bar, keep_result, lambda step, frame: records.write_preview(folder, frame))
+    watcher = engine.Watcher(bar, keep_result, keep_preview)
     with profiled(folder / "profile") if config.profile else contextlib.nullcontext():
         results = engine.execute(config, mesh, wanted, checkpoints, prompts, results, clock, watcher)
-    floor = plans.arithmetic(config, mesh.devices.size)["floor_seconds_per_step"]
-    metrics = records.metrics(settled, mesh, overrides) | {"floor_seconds_per_step": floor}
-    with clock("write"):
-        made = records.write_outputs(config, folder, settled, results, metrics)
-    records.write_metrics(folder, metrics | clock.report())
-    records.compare_replay(config, metrics)
-    print(made)
+    if first:
+        floor = plans.arithmetic(config, mesh.devices.size)["floor_seconds_per_step"]
+        metrics = records.metrics(settled, mesh, overrides) | {"floor_seconds_per_step": floor}
+        with clock("write"):
+            made = records.write_outputs(config, folder, settled, results, metrics)
+        records.write_metrics(folder, metrics | clock.report())
+        records.compare_replay(config, metrics)
+        print(made)
     return clock.median_step() or clock.report()["seconds"]["total"]
 
 
@@ -217,10 +244,10 @@ TASKS = {"generate": generate, "plan": plan, "tune": tune, "presets": presets}
 
 
 def bar(total, description, **options):
-    """A progress bar on a terminal, nothing elsewhere."""
+    """A progress bar on process 0's terminal, nothing elsewhere."""
     from tqdm import tqdm
 
-    return tqdm(total=total, desc=description, disable=not sys.stderr.isatty(), leave=False, **options)
+    return tqdm(total=total, desc=description, disable=not (sys.stderr.isatty() and distributed.is_first()), leave=False, **options)
 
 
 # ---------------------------------------------------------------- before JAX starts
@@ -234,6 +261,12 @@ def read_prompts(config) -> tuple[str, str]:
     if config.prompt.negative_file is not None:
         negative = Path(config.prompt.negative_file).read_text()
     return prompt.strip(), negative.strip()
+
+
+def finished_before(config, folder: Path) -> float | None:
+    import records
+
+    return records.finished_before(records.settle(config, read_prompts(config)), folder)
 
 
 def find_checkpoint(config, stage: str) -> Path:
@@ -266,7 +299,7 @@ def use_fake_devices(config) -> None:
     import jax
 
     with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", max(FAKE_DEVICES, config.mesh.devices or 0))
+        jax.config.update("jax_num_cpu_devices", max(FAKE_DEVICES, config.mesh.devices or 0) // distributed.processes())
 
 
 def append_flags(variable: str, flags) -> None:
@@ -279,7 +312,7 @@ def append_flags(variable: str, flags) -> None:
 
 
 def make_mesh(config):
-    """The config's axes over this machine's devices; an axis of -1 takes whatever remains."""
+    """The config's axes over the devices of this machine, or of all hosts; an axis of -1 takes whatever remains."""
     import jax
 
     mesh = config.mesh
@@ -288,21 +321,25 @@ def make_mesh(config):
     except RuntimeError as error:
         wanted = mesh.platform or "device"
         raise schema.ConfigError(f"mesh={mesh.name}: no {wanted} to be had here ({error}); use mesh=auto for what this machine has") from error
-    if jax.process_count() > 1:
-        raise schema.ConfigError(f"mesh={mesh.name}: {jax.process_count()} processes; one video over several hosts is not supported, use a slice of one host")
-    if mesh.platform is None and devices[0].platform == "cpu":
+    hosts = jax.process_count()
+    if hosts != distributed.processes() or hosts != (mesh.hosts or hosts):
+        raise schema.ConfigError(f"mesh={mesh.name}: {hosts} hosts, {distributed.processes()} processes have joined, mesh.hosts={mesh.hosts}; "
+                                 "run the same command with distributed=auto on every host of the slice, once on each")
+    if mesh.platform is None and devices[0].platform == "cpu" and hosts == 1:
         devices = devices[:1]  # fake CPU devices are for meshes that ask for them
     needed = mesh.devices or len(devices)
     fixed = [size for size in mesh.axes.values() if size != -1]
     rest, left = divmod(needed, math.prod(fixed))
-    if needed > len(devices) or left or (rest != 1 and -1 not in mesh.axes.values()):
+    if needed > len(devices) or left or (hosts > 1 and needed != len(devices)) or (rest != 1 and -1 not in mesh.axes.values()):
         sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.axes.items())
-        found = f"this machine has {len(devices)} ({devices[0].device_kind})"
+        found = f"{'this machine has' if hosts == 1 else f'{hosts} hosts have'} {len(devices)} ({devices[0].device_kind})"
         raise schema.ConfigError(f"mesh={mesh.name}: axes {sizes} over {needed} devices, and {found}; change mesh.axes or use mesh=auto")
     config.mesh.axes = {axis: rest if size == -1 else size for axis, size in mesh.axes.items()}
     config.mesh.devices = needed
     schema.validate(config)  # again, now that every axis has a size
     types = (jax.sharding.AxisType.Auto,) * len(mesh.axes)
+    if hosts > 1:
+        return jax.sharding.Mesh(distributed.arrange(devices, tuple(mesh.axes.values())), tuple(mesh.axes), axis_types=types)
     return jax.make_mesh(tuple(mesh.axes.values()), tuple(mesh.axes), axis_types=types, devices=devices[:needed])
 
 

@@ -69,8 +69,19 @@ class Mesh:
     name: str = MISSING
     platform: Optional[str] = None  # cpu | gpu | tpu; null: whatever JAX finds
     devices: Optional[int] = None  # null: all there are
+    hosts: Optional[int] = None  # null: as many as there are processes
     axes: dict[str, int] = field(default_factory=dict)
     chip: Chip = field(default_factory=Chip)
+
+
+@dataclass
+class Distributed:
+    name: str = MISSING  # none | auto
+    coordinator: Optional[str] = None  # host:port of process 0
+    processes: Optional[int] = None
+    process: Optional[int] = None  # this one's number
+    join_seconds: int = 300
+    lost_seconds: int = 30
 
 
 @dataclass
@@ -314,6 +325,7 @@ class Config:
     traceback: bool = False
     model: Model = field(default_factory=Model)
     mesh: Mesh = field(default_factory=Mesh)
+    distributed: Distributed = field(default_factory=Distributed)
     sharding: Sharding = field(default_factory=Sharding)
     resolution: Resolution = field(default_factory=Resolution)
     attention: Attention = field(default_factory=lambda: Attention())
@@ -352,7 +364,7 @@ def nearest_multiple(value: int, base: int, offset: int = 0) -> str:
 
 def validate(config: Config) -> None:
     """Raises one ConfigError that lists everything wrong with a composed config; returns if nothing is."""
-    checks = (choice_problems, resolution_problems, sampling_problems, prompt_problems, mesh_problems, table_problems, op_problems,
+    checks = (choice_problems, resolution_problems, sampling_problems, prompt_problems, mesh_problems, host_problems, table_problems, op_problems,
               tune_problems, plan_problems)
     problems = [problem for check in checks for problem in check(config)]
     if not problems:  # these need sound axes and heads
@@ -463,6 +475,21 @@ def mesh_problems(config: Config):
     if mesh.devices is not None and not free and product != mesh.devices:
         sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.axes.items())
         yield f"mesh.axes: {sizes} needs {product} devices, {mesh.name} has {mesh.devices}; make the product {mesh.devices}"
+
+
+def host_problems(config: Config):
+    """Several hosts: each runs one process and holds as many devices as the others."""
+    mesh, several = config.mesh, config.distributed
+    yield from one_of("distributed", several.name, ("none", "auto"))
+    if mesh.hosts is not None and (mesh.hosts < 1 or (mesh.devices or 0) % mesh.hosts):
+        yield f"mesh.hosts={mesh.hosts}: must divide mesh.devices={mesh.devices}"
+    if several.name == "none" and (mesh.hosts or 1) > 1 and config.task in ("generate", "tune"):
+        yield f"mesh={mesh.name}: has {mesh.hosts} hosts, and distributed=none is one process; set distributed=auto, and run the command on every host"
+    if several.name == "auto" and config.task != "generate":
+        yield f"distributed=auto: task={config.task} is done by one process; set distributed=none"
+    for key, least, most in (("join_seconds", 1, 86400), ("lost_seconds", 5, 3600)):
+        if not least <= several[key] <= most:
+            yield f"distributed.{key}={several[key]}: must be from {least} to {most}; nearest {min(max(several[key], least), most)}"
 
 
 def plan_problems(config: Config):

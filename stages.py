@@ -133,7 +133,7 @@ def run_text(stage, config, prompt, negative, warn) -> numpy.ndarray:
 def put(stage, program, values):
     """Send numpy values to the devices the way the program was compiled to take them."""
     arguments = stage.programs[program].arguments
-    return [jax.device_put(numpy.asarray(value, wanted.dtype), wanted.sharding) for value, wanted in zip(values, arguments, strict=True)]
+    return [weights.put(numpy.asarray(value, wanted.dtype), wanted.sharding) for value, wanted in zip(values, arguments, strict=True)]
 
 
 # ---------------------------------------------------------------- denoise
@@ -328,7 +328,7 @@ def run_denoise(stage, config, embeddings, on_step) -> numpy.ndarray:
     state, timestep, row, scale, embeddings = put(stage, "step", inputs)
     for index in range(config.steps):
         began = time.perf_counter()
-        timestep, row = jax.device_put((timesteps[index], coefficients[index]), (timestep.sharding, row.sharding))
+        timestep, row = weights.put(timesteps[index], timestep.sharding), weights.put(coefficients[index], row.sharding)
         state, finite, estimate = stage("step", state, timestep, row, scale, embeddings)
         if not bool(finite):
             raise NotFinite(f"the latents are not finite after step {index + 1} of {config.steps}", config)

@@ -169,7 +169,7 @@ def load(tensors: dict[str, Tensor], folder: Path, progress, ignored=()) -> dict
     arrays = {}
     for name, tensor in tensors.items():
         if not tensor.sources:
-            arrays[name] = jax.device_put(tensor.value, tensor.sharding)
+            arrays[name] = put(tensor.value, tensor.sharding)
         elif tensor.stacked:
             arrays[name] = read_stack(files, tensor)
         else:
@@ -213,6 +213,11 @@ def read_stack(files, tensor: Tensor) -> jax.Array:
         stack = write_layer(stack, read(files, source, tensor.dtype, layer_sharding), layer)
         jax.block_until_ready(stack)  # or the layers queue up in host memory faster than they are written
     return stack
+
+
+def put(value: numpy.ndarray, sharding) -> jax.Array:
+    """A numpy array on the devices of this process. Over several processes device_put would first compare it with theirs, in a program of its own."""
+    return jax.make_array_from_callback(value.shape, sharding, lambda part: numpy.asarray(value[part]))
 
 
 def zeros(struct) -> jax.Array:

@@ -20,6 +20,9 @@ import run  # noqa: E402 - it registers the schema
 # The demo model as small and short as it goes.
 SMALL = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "steps=3"]
 
+# The environment of a process that compiles for one small video: quickly, not well.
+FAST = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
 
 def make_config(*overrides):
     """The config that `python run.py <overrides>` would run with."""

@@ -1,24 +1,41 @@
 """Every config composes and validates, and every sharding table fits the real models, without their weights."""
+import subprocess
+
 import jax
 import pytest
+import yaml
 
 import run
 import stages
 import weights
 from commandline import CONF, options
 from schema import COMPONENTS, validate
-from tests.conftest import make_config
+from tests.conftest import ROOT, make_config
 
 REAL = {"wan21_t2v_1_3b": 1.42e9, "wan21_t2v_14b": 14.29e9}
-GROUPS = ("model", "mesh", "sharding", "resolution", "attention", "ops", "scheduler", "prompt")
+GROUPS = ("model", "mesh", "distributed", "sharding", "resolution", "attention", "ops", "scheduler", "prompt")
 
 
 @pytest.mark.parametrize("group, option", [(group, option) for group in GROUPS for option in options(group)])
 def test_every_option_composes(group, option):
-    config = make_config(f"{group}={option}")
+    beside = ["model=wan21_t2v_14b", "resolution=720p", "distributed=auto"] if group == "mesh" else []  # what the largest mesh needs
+    config = make_config(f"{group}={option}", *beside)
     assert (CONF / group / f"{option}.yaml").read_text().startswith("# "), "a config file says on its first line what it is"
     if group in ("mesh", "sharding", "ops", "scheduler", "prompt"):  # the others go with real models, below
         validate(config)
+
+
+def test_the_recipes_for_clusters_are_valid():
+    """The JobSet's pods and its command fit the mesh it names; the Slurm script is bash."""
+    spec = yaml.safe_load((ROOT / "docs" / "jobset.yaml").read_text())["spec"]["replicatedJobs"][0]["template"]["spec"]
+    pod = spec["template"]["spec"]["containers"][0]
+    config = make_config(*pod["args"])
+    validate(config)
+    assert config.distributed.name == "auto" and config.prompt.text == "a cat walks on the grass, realistic"
+    assert spec["parallelism"] == spec["completions"] == config.mesh.hosts
+    assert pod["resources"]["limits"]["google.com/tpu"] * config.mesh.hosts == config.mesh.devices
+    assert spec["template"]["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == config.mesh.chip.topology.partition(":")[2]
+    subprocess.run(["bash", "-n", "docs/slurm.sh"], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("resolution", ["480p", "480p_portrait", "720p", "720p_portrait"])

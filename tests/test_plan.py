@@ -57,6 +57,22 @@ def test_it_is_written_shown_and_drawn(report):
     assert Image.open(folder / "plan.png").size[0] == 1100
 
 
+@pytest.mark.parametrize(
+    "kind, axis, share",
+    [
+        ("all-reduce", "tp", 0),  # inside a host
+        ("collective-permute", "sp", 4),  # four rings, each entering the host by its one chip
+        ("all-gather", "sp+tp", 1),  # one ring through two hosts
+        ("all-to-all", "sp", 2),  # each of four chips keeps half
+        ("all-to-all", "dp+sp+tp", 3),  # each of four chips hears from twelve of sixteen elsewhere
+    ],
+)
+def test_bytes_that_cross_hosts_follow_the_order_of_devices(kind, axis, share):
+    row = {"kind": kind, "axis": axis, "bytes": 1000}
+    assert plan.from_other_hosts(row, {"dp": 2, "sp": 2, "tp": 4}, hosts=4) == share * 1000
+    assert plan.from_other_hosts(row, {"dp": 2, "sp": 2, "tp": 4}, hosts=1) == 0
+
+
 def test_what_does_not_fit_says_by_how_much_and_what_would(tmp_path):
     found = make(tmp_path, "model=wan21_t2v_14b", "resolution=720p", "mesh=v5e_8", "sharding=replicate")
     assert not found["fits"] and "denoise does not fit, by" in found["why"] and "sharding=tp" in found["why"]

@@ -1,0 +1,304 @@
+"""One video over several processes, one on each host: who takes part, that all do the same, and that they end together.
+
+    python run.py distributed=auto mesh=v6e_16 …          # the same command on every host
+
+JAX's multi-controller runtime (`jax.distributed`) joins the devices: every process runs the same programs in the same
+order on the shards it holds. What that runtime does not say, who is missing and who fell out, goes through a store that
+process 0 keeps one port below JAX's coordinator (torch's TCPStore): each process signs in there, compares its
+configuration with the others', and beats once a second from a thread. A process that leaves says why, one that falls
+silent is given up after `lost_seconds`, and either ends all the others with its name.
+
+Without `distributed=auto` there is one process, and every function here returns at once.
+"""
+import contextlib
+import ctypes
+import json
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from omegaconf import OmegaConf
+
+from schema import ConfigError
+
+log = logging.getLogger("wan")
+BEAT_SECONDS = 1.0
+PATIENCE = 24 * 3600  # seconds to wait for a process that is alive: it may be fetching weights, or writing
+SHOWN = 10  # differences between two configurations that are listed
+
+
+@dataclass
+class Group:
+    """The processes of this run, as one of them sees them."""
+
+    coordinator: str  # host:port
+    process: int
+    processes: int
+    lost_seconds: int
+    stores: list  # connections to process 0's store: one for the main thread, one for the thread that beats
+    names: list[str]  # "process 1 of 4 (its host)"
+    job: int = 0  # jobs begun: part of every key, so that nothing of an earlier job is taken for this one's
+    farewell: str | None = None  # why this process leaves, for the others
+    over: threading.Event = field(default_factory=threading.Event)
+    abort_handler: object = None  # kept, or C would call what is no longer there
+    watcher: threading.Thread = field(default_factory=lambda: threading.Thread(target=watch, name="watch", daemon=True))
+
+    @property
+    def store(self):
+        return self.stores[0]
+
+    @property
+    def others(self) -> list[int]:
+        return [other for other in range(self.processes) if other != self.process]
+
+
+group: Group | None = None
+
+
+def processes() -> int:
+    return 1 if group is None else group.processes
+
+
+def is_first() -> bool:
+    """Whether this process writes files, prints results and shows progress."""
+    return group is None or group.process == 0
+
+
+# ---------------------------------------------------------------- meeting
+
+
+def join(config) -> None:
+    """Meet the other processes and start JAX's runtime with them. Once a process; before JAX looks for devices."""
+    global group
+    settings = config.distributed
+    if settings.name == "none" or group is not None:
+        return
+    import jax
+
+    coordinator, processes, process = find(settings)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a scheduler's stop says farewell as Ctrl-C does
+    stores = sign_in(coordinator, processes, process, settings)
+    names = [f"process {number} of {processes}" for number in range(processes)]
+    group = Group(coordinator, process, processes, settings.lost_seconds, stores, names)
+    tag_logs(f"{process}/{processes}")
+    group.watcher.start()
+    group.names = [f"{name} ({host})" for name, host in zip(group.names, meet("host", socket.gethostname(), settings.join_seconds))]
+    speak_on_abort()
+    jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
+    jax.distributed.initialize(coordinator, processes, process, initialization_timeout=settings.join_seconds, cluster_detection_method="deactivate")
+    log.info("%s; all are here", group.names[process])
+
+
+def find(settings) -> tuple[str, int, int]:
+    """Coordinator (host:port), process count and id: as the config says, else as JAX finds them on Cloud TPU, GKE, Slurm or Open MPI."""
+    from jax._src.clusters import ClusterEnv  # what jax.distributed.initialize() asks; it has no public name
+
+    found = settings.coordinator, settings.processes, settings.process
+    if None in found:
+        found = ClusterEnv.auto_detect_unset_distributed_params(*found, None, None, settings.join_seconds)[:3]
+    keys = [f"distributed.{key}" for key, value in zip(("coordinator", "processes", "process"), found) if value is None]
+    if keys:
+        raise ConfigError(f"distributed=auto: this is no Cloud TPU, GKE or Slurm job that JAX knows; set {', '.join(keys)} (e.g. host0:8476, 2 and 0)")
+    coordinator, processes, process = found
+    if not 0 <= process < processes:
+        raise ConfigError(f"distributed.process={process}: must be from 0 to {processes - 1}, with distributed.processes={processes}")
+    if not coordinator.rpartition(":")[2].isdigit():
+        raise ConfigError(f"distributed.coordinator={coordinator}: write host:port of process 0, e.g. {coordinator}:8476")
+    return coordinator, processes, process
+
+
+def sign_in(coordinator, processes, process, settings) -> list:
+    """Two connections to the store beside the coordinator, which process 0 opens."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # its C++ side prints a stack trace for every process that is late
+    from torch.distributed import DistNetworkError, TCPStore
+
+    host, _, port = coordinator.rpartition(":")
+    place = host, int(port) - 1
+    wait = timedelta(seconds=settings.join_seconds / 2)  # torch tries twice
+    try:
+        stores = [TCPStore(*place, is_master=first and process == 0, timeout=wait, wait_for_workers=False) for first in (True, False)]
+    except DistNetworkError as error:
+        if process == 0:
+            raise ConfigError(f"distributed.coordinator={coordinator}: cannot listen on port {place[1]} ({str(error).splitlines()[0]})") from error
+        reason = f"process 0 of {processes} did not answer at {host}:{place[1]} within {settings.join_seconds} s"
+        raise ConfigError(f"distributed.coordinator={coordinator}: {reason}; the same command must run on every host") from error
+    if stores[0].add(f"arrived/{process}", 1) > 1:
+        raise ConfigError(f"distributed.process={process}: there is one already; give each host its own number, from 0 to {processes - 1}")
+    return stores
+
+
+def tag_logs(tag: str) -> None:
+    make = logging.getLogRecordFactory()
+
+    def tagged(*arguments, **keywords):
+        record = make(*arguments, **keywords)
+        record.msg = f"[{tag}] {record.msg}"
+        return record
+
+    logging.setLogRecordFactory(tagged)
+
+
+# ---------------------------------------------------------------- doing the same
+
+
+def meet(what: str, value, seconds: float = PATIENCE) -> list:
+    """Every process's value, by number, as soon as all have called this. `watch` ends a wait for one that died."""
+    keys = [f"{group.job}/{what}/{number}" for number in range(group.processes)]
+    group.store.set(keys[group.process], json.dumps(value))
+    deadline = time.monotonic() + seconds
+    while missing := [name for name, key in zip(group.names, keys) if not group.store.check([key])]:
+        if time.monotonic() > deadline:
+            raise ConfigError(f"{', '.join(missing)} did not arrive within {seconds:g} s; the same command must run on every host")
+        time.sleep(0.05)  # not the store's own wait, which would not hear Ctrl-C
+    return [json.loads(found) for found in group.store.multi_get(keys)]
+
+
+def begin(config) -> None:
+    """A new job: its configuration and everybody's packages must be the same; an error on all processes where they are not."""
+    if group is None:
+        return
+    import records
+
+    group.job += 1
+    settings = OmegaConf.to_container(config, resolve=True)
+    settings.pop("distributed")
+    settings["compile"].pop("cache_dir")  # a place on each machine
+    agree("configuration", settings | {"package": records.versions(), "git_revision": records.git_revision()})
+
+
+def agree(what: str, values: dict) -> None:
+    """Raises on every process if the values are not the same on all."""
+    if group is None:
+        return
+    values = [dict(flatten(found)) for found in meet(what, values)]
+    for number, found in enumerate(values):
+        keys = [key for key in values[0] | found if values[0].get(key) != found.get(key)]
+        if keys:
+            lines = [f"  - {key}: {values[0].get(key)!r} on process 0, {found.get(key)!r} on process {number}" for key in keys[:SHOWN]]
+            raise ConfigError(f"{group.names[number]} differs from {group.names[0]}:\n" + "\n".join(lines))
+
+
+def flatten(node: dict, prefix=""):
+    for key, value in node.items():
+        if isinstance(value, dict) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def from_first(what: str, value):
+    """Process 0's value, on every process."""
+    return value if group is None else meet(what, value)[0]
+
+
+# ---------------------------------------------------------------- ending together
+
+
+def watch() -> None:
+    """The thread that beats for this process and looks after the others."""
+    store, beat, changed = group.stores[1], 0, {}
+    while not group.over.wait(BEAT_SECONDS):
+        beat += 1
+        try:
+            store.set(f"beat/{group.process}", json.dumps([beat, group.farewell]))
+            if group.farewell is not None:
+                return
+            found = [store.get(f"beat/{other}") if store.check([f"beat/{other}"]) else None for other in group.others]
+        except RuntimeError:  # the store went with its process
+            end(f"{group.names[0]}, which coordinates, is gone")
+        for other, state in zip(group.others, found):
+            if state is None:  # still to arrive
+                continue
+            if (farewell := json.loads(state)[1]) is not None:
+                end(f"{group.names[other]} {farewell}")
+            last, since = changed.get(other, (None, time.monotonic()))
+            changed[other] = state, since if state == last else time.monotonic()
+            if time.monotonic() - changed[other][1] > group.lost_seconds:
+                end(f"{group.names[other]} was lost: nothing heard of it for {group.lost_seconds} s")
+
+
+def regroup(message: str) -> None:
+    """After an error: when every process has had one, all go on with the next job; else this process leaves, which ends the others."""
+    if group is None:
+        return
+    if group.job == 0:  # not even all are here
+        leave(f"failed: {message}")
+    try:
+        meet("error", message, group.lost_seconds + 2 * BEAT_SECONDS)  # by then a process that is lost has been named
+    except ConfigError:
+        leave(f"failed: {message}")
+
+
+def leave(farewell: str, status: int = 1) -> None:
+    """Tell the others why, and end."""
+    if group is None:
+        return
+    group.farewell = farewell
+    if group.watcher.is_alive():
+        group.watcher.join()  # until it has been said
+        time.sleep(0 if group.process else 3 * BEAT_SECONDS)  # process 0 keeps the store that the others hear it from
+    end(None, status)
+
+
+def end(message: str | None, status: int = 1) -> None:
+    """End this process at once: the main thread may hang in a collective that will never finish."""
+    if message is not None:
+        log.error("error: %s; this process ends too", message)
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def speak_on_abort() -> None:
+    """JAX abort()s a process that has lost its coordinator, from a C++ thread, before `watch` can see it: name the coordinator then.
+
+    Python's own signal handlers would run too late, after the handler has returned to abort().
+    """
+    host, _, port = group.coordinator.rpartition(":")
+
+    def aborted(_):
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=2):
+            return  # it answers, so this process has a trouble of its own: abort() goes on
+        end(f"{group.names[0]}, which coordinates, is gone")
+
+    group.abort_handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(aborted)
+    ctypes.CDLL(None).signal(signal.SIGABRT, group.abort_handler)
+
+
+def finish() -> None:
+    """The end of a run that went well: nobody leaves before all are done, process 0 with its files last."""
+    if group is None:
+        return
+    import jax
+
+    group.job += 1
+    meet("end", None)
+    group.over.set()
+    group.watcher.join()
+    jax.distributed.shutdown()
+
+
+# ---------------------------------------------------------------- devices
+
+
+def arrange(devices, sizes):
+    """The devices of several processes as an array of the mesh's shape.
+
+    The last axes, which carry the most, stay inside a process as far as they go; within each JAX orders the chips along their torus.
+    """
+    from jax.experimental import mesh_utils
+
+    hosts = len({device.process_index for device in devices})
+    inside, left = [], len(devices) // hosts
+    for size in reversed(sizes):
+        inside.insert(0, math.gcd(size, left))
+        left //= inside[0]
+    outside = [size // part for size, part in zip(sizes, inside)]
+    return mesh_utils.create_hybrid_device_mesh(inside, outside, devices, process_is_granule=True)
