@@ -126,11 +126,8 @@ def read(path: Path, stage: str, settings: dict) -> numpy.ndarray:
 
 
 # What belongs to one call of the program, not to the video it makes.
-<<<<<<< HEAD
-CALL = ("task", "stages", "resume", "replay", "prompts", "seeds", "shard", "sweep", "traceback", "keep_resident", "preview_every", "profile")
-=======
-CALL = ("task", "stages", "resume", "replay", "prompts", "seeds", "shard", "sweep", "traceback", "keep_resident", "preview_every", "distributed")
->>>>>>> scale
+CALL = ("task", "stages", "resume", "replay", "prompts", "seeds", "shard", "sweep", "traceback", "keep_resident", "preview_every", "profile",
+        "distributed")
 
 
 def settle(config, prompts) -> dict:
