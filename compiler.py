@@ -78,8 +78,6 @@ def collectives(text: str, axes: dict[str, int]) -> list[dict]:
         size = result_bytes(line)
         if "-start(" in line and line.split(" = ", 1)[1].startswith("("):
             size //= 2  # an asynchronous start returns its operand beside its result
-        if "_promoted" in line:
-            size //= 2  # a backend without bf16 sums doubled it
         row = found.setdefault((kind.group(1), axis_of(line, axes)), {"count": 0, "bytes": 0})
         row["count"] += times
         row["bytes"] += times * size

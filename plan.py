@@ -32,13 +32,13 @@ log = logging.getLogger("wan")
 GROUPS = {
     "rope": r"/rope/",
     "norms": r"/(norm\w*)/",
-    "projections": r"/attn[12]/to_\w+",
+    "projections": r"/attn[12]/(to_\w+|0/linear)",
     "feed-forward": r"/ffn/",
     "attention": r"/attend/",
     "embeddings": r"/(patch_embedding|condition_embedder|proj_out)/",
 }
 COLOURS = {"self-attention kernel": "#2f6690", "cross-attention kernel": "#7aa6c2", "feed-forward": "#f2a65a", "projections": "#d1495b", "norms": "#81b29a",
-           "rope": "#b5838d", "attention": "#577590", "collectives": "#6d597a", "embeddings": "#bdbdbd", "modulation and rest": "#888888"}
+           "rope": "#b5838d", "attention": "#577590", "communication": "#6d597a", "embeddings": "#bdbdbd", "modulation and rest": "#888888"}
 
 
 def make(config, mesh, folder: Path) -> dict:
@@ -47,7 +47,7 @@ def make(config, mesh, folder: Path) -> dict:
     report = {"model": config.model.name, "mesh": config.mesh.name, "axes": dict(mesh.shape), "chips": chips, "sharding": config.sharding.name,
               "resolution": [config.resolution.width, config.resolution.height, config.resolution.frames], "guidance": config.guidance}
     with jax.sharding.use_abstract_mesh(mesh):
-        built = {name: stages.BUILDERS[name](config, mesh) for name in schema.STAGES}
+        built = {name: stages.BUILDERS[name](outlined(config), mesh) for name in schema.STAGES}
     report["components"] = {stage.component: component_bytes(stage) for stage in built.values()}
     report |= arithmetic(config, chips)
     report["communication"] = communication(config, chips)
@@ -103,13 +103,17 @@ def communication(config, chips) -> dict:
     local = config.copy()
     for part in ("self", "cross"):  # kernels work on one chip; which one does not change what travels
         OmegaConf.update(local, f"attention.{part}.kernel", "xla")
+    # The CPU backend widens some bfloat16 collectives and not others: everything in float32, counted at the real width.
+    width = jax.numpy.dtype(config.model.dtype.transformer).itemsize / 4
+    OmegaConf.update(local, "model.dtype.transformer", "float32")
     devices = jax.devices("cpu")
     if len(devices) < chips:
         return {"source": f"not counted: needs {chips} fake CPU devices, this process has {len(devices)}", "rows": []}
     axes = dict(config.mesh.axes)
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes), devices=devices[:chips])
     text = stages.lower(stages.build_denoise(local, mesh))["step"].compile().as_text()
-    rows = [row | {"host_bytes": from_other_hosts(row, axes, config.mesh.hosts or 1)} for row in compiler.collectives(text, axes) if row["axis"] != "none"]
+    rows = [row | {"bytes": row["bytes"] * width} for row in compiler.collectives(text, axes) if row["axis"] != "none"]
+    rows = [row | {"host_bytes": from_other_hosts(row, axes, config.mesh.hosts or 1)} for row in rows]
     return {"source": "XLA's partitioner, CPU backend", "rows": rows}
 
 
@@ -135,6 +139,14 @@ def tpu_compiler(config) -> list[str] | None:
     if config.plan.compiler is not None:
         return shlex.split(config.plan.compiler)
     return [sys.executable] if importlib.util.find_spec("libtpu") else None
+
+
+def outlined(config):
+    """The config with the Pallas attention kernels' bodies left out: they take minutes to compile and get no cycles."""
+    local = config.copy()
+    for part in ("self", "cross"):
+        OmegaConf.update(local, f"attention.{part}.outline", True)
+    return local
 
 
 def compile_stage(config, mesh, stage) -> dict:
@@ -164,8 +176,7 @@ def by_group(rows) -> dict[str, int]:
     """Cycles by part of the model, loop bodies times their trips."""
     found = {}
     for row in rows:
-        kind = "collectives" if any(row["kind"].startswith(name) for name in compiler.COLLECTIVES) else None
-        named = kind or next((group for group, pattern in GROUPS.items() if re.search(pattern, row["name"] + "/")), "modulation and rest")
+        named = next((group for group, pattern in GROUPS.items() if re.search(pattern, row["name"] + "/")), "modulation and rest")
         found[named] = found.get(named, 0) + row["cycles"]
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
@@ -209,7 +220,7 @@ def estimated_temporaries(config, report) -> dict[str, float]:
 
 
 def estimate(config, report) -> dict | None:
-    """Seconds of a step: what the compiler counts, and the attention kernels at the share of peak their schedules reach."""
+    """Seconds of a step: the compiler's cycles, and what it gives none for: Pallas kernels and communication."""
     compiled = (report["compiler"] or {}).get("denoise")
     if compiled is None:
         return None
@@ -218,9 +229,30 @@ def estimate(config, report) -> dict | None:
     parts = {group: cycles / (chip.clock_ghz * 1e9) for group, cycles in compiled["cycles_by_group"].items()}
     parts["self-attention kernel"] = flops["self-attention"] / per_chip / config.plan.self_attention_share
     parts["cross-attention kernel"] = flops["cross-attention"] / per_chip / config.plan.cross_attention_share
+    parts["rope"] = parts.get("rope", 0) + rotary_seconds(config, report)
+    parts["communication"] = sum(travel_seconds(row, report["axes"], chip.link_gbs * 1e9) for row in compiled["collectives"])
     raw = sum(parts.values())
     return {"seconds_per_step": raw * config.plan.correction, "uncorrected_seconds": raw, "correction": config.plan.correction, "parts": parts,
-            "source": "libtpu's cycle estimates at the chip's clock, attention kernels at their schedule's share of peak; stalls and overlap are not in it"}
+            "source": "libtpu's cycles at the chip's clock, attention kernels at their schedule's share of peak, communication at the links' speed "
+                      "with nothing overlapped"}
+
+
+def rotary_seconds(config, report) -> float:
+    """RoPE's kernel reads and writes queries and keys once, and does nothing else that takes time."""
+    transformer = config.model.architecture.transformer
+    width = transformer.num_attention_heads * transformer.attention_head_dim
+    moved = 2 * 2 * 2 * report["forwards"] * report["tokens"] * width * transformer.num_layers  # two arrays, both ways, two bytes
+    return moved / report["chips"] / (config.mesh.chip.hbm_gbs * 1e9)
+
+
+def travel_seconds(row, axes, link) -> float:
+    """A collective's time on a ring of chips, both directions used; `link` is bytes a second of one link, one way.
+
+    The bytes are of the result on one chip. An all-to-all's part for a chip n/4 links away on average crosses them all.
+    """
+    size = math.prod(axes.get(axis, 1) for axis in row["axis"].split("+"))
+    share = {"all-gather": (size - 1) / size, "all-reduce": 2 * (size - 1) / size, "reduce-scatter": size - 1, "all-to-all": size / 4}
+    return row["bytes"] * share.get(row["kind"], 1) / (2 * link)
 
 
 def why_not(config, report) -> str:

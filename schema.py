@@ -62,6 +62,8 @@ class Chip:
     peak_tflops: Optional[float] = None  # dense bf16
     topology: Optional[str] = None  # what the TPU compiler calls the slice
     clock_ghz: Optional[float] = None
+    hbm_gbs: Optional[float] = None  # GB/s of its memory
+    link_gbs: Optional[float] = None  # GB/s of one link to a neighbour, one way
 
 
 @dataclass

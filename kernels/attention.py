@@ -169,4 +169,4 @@ def choose(part, name, devices, found, device, dtype, head_dim):
 def read_kernel(file, name, part):
     """The values of a file in conf/attention, less what the config says beside `kernel: auto`."""
     values = OmegaConf.to_container(OmegaConf.load(CONF / f"{file}.yaml"))[name]
-    return schema.Kernel(**values | {"window": part.window, "smooth_keys": part.smooth_keys})
+    return schema.Kernel(**values | {"window": part.window, "smooth_keys": part.smooth_keys, "outline": part.outline})

@@ -3,12 +3,14 @@ import json
 import os
 import shlex
 
+import jax
 import pytest
 from PIL import Image
 
 import compiler
 import plan
 import run
+import stages
 from schema import ConfigError, validate
 from tests.conftest import make_config
 
@@ -115,6 +117,40 @@ def test_a_compiler_that_fails_is_told(tmp_path):
         plan.call_compiler(config, run.abstract_mesh(config), tmp_path / "program.bin")
 
 
+# ---------------------------------------------------------------- the estimate's arithmetic
+
+
+@pytest.mark.parametrize(
+    "kind, seconds",  # 1000 bytes on each of four chips, links of 100 bytes a second each way
+    [("all-gather", 3.75), ("all-reduce", 7.5), ("reduce-scatter", 15.0), ("all-to-all", 5.0), ("collective-permute", 5.0)],
+)
+def test_collectives_take_the_time_of_a_ring(kind, seconds):
+    assert plan.travel_seconds({"kind": kind, "axis": "sp", "bytes": 1000}, {"dp": 2, "sp": 4}, link=100) == seconds
+
+
+def test_an_estimate_is_the_sum_of_its_parts(report):
+    """Made-up compiler figures: 1.75e9 cycles are a second on v6e, and each part is as the plan's own figures say."""
+    config = make_config("task=plan", "preset=t2v_14b_720p_v6e8_v1")
+    compiled = {"cycles_by_group": {"norms": 1_750_000_000}, "collectives": [{"kind": "all-to-all", "axis": "sp", "bytes": 180e9}]}
+    found = plan.estimate(config, report[1] | {"compiler": {"denoise": compiled}, "axes": {"dp": 2, "sp": 4, "tp": 1}})
+    parts = found["parts"]
+    assert parts["norms"] == 1 and parts["communication"] == pytest.approx(1)
+    assert parts["self-attention kernel"] == pytest.approx(4 * 75_600**2 * 5120 * 40 * 2 / (8 * 918e12) / config.plan.self_attention_share)
+    assert found["seconds_per_step"] == pytest.approx(sum(parts.values()) * config.plan.correction)
+
+
+def test_outlined_kernels_keep_the_program_around_them():
+    """What a plan compiles has the real program's operands: the same kernel calls, without their bodies."""
+    overrides = "model=wan21_t2v_14b", "resolution=480p", "mesh=v6e_8", "attention=auto", "task=plan"
+    texts = []
+    for config in (make_config(*overrides), plan.outlined(make_config(*overrides))):
+        mesh = run.abstract_mesh(config)
+        with jax.sharding.use_abstract_mesh(mesh):
+            texts.append(stages.lower(stages.build_denoise(config, mesh), platforms=("tpu",))["step"].as_text())
+    calls = [[line.rpartition(" : ")[2] for line in text.splitlines() if "tpu_custom_call" in line] for text in texts]
+    assert calls[0] == calls[1] and len(calls[0]) >= 4 and len(texts[1]) < len(texts[0])
+
+
 # ---------------------------------------------------------------- reading what compilers write
 
 HLO = """HloModule jit_step
@@ -161,6 +197,7 @@ def test_collectives_are_counted_by_kind_axis_and_trips():
         ("replica_groups={{0,1,2,3,4,5,6,7}}", "dp+tp"),
         ("replica_groups=mesh['a'=2,'b'=4] {'b'}", "tp"),
         ("replica_groups=mesh['a'=2,'b'=4] {'a'}", "dp"),
+        ("replica_groups=mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'b'}", "tp"),
         ("source_target_pairs={{0,4},{1,5}}", "dp"),
     ],
 )
