@@ -2,6 +2,7 @@
 
     python run.py task=plan model=wan21_t2v_14b resolution=720p mesh=v6e_8
     python run.py -m task=plan model=wan21_t2v_14b resolution=720p mesh=v6e_8 sharding=tp,sequence …
+    python run.py task=plan preset=t2v_14b_720p_v6e8_v1 stages=[denoise]        # only this stage is compiled
 
 Counted here: parameters, bytes by rule, FLOPs, the time floor; communication as XLA partitions the program for as many fake
 CPU devices. With libtpu (in this environment, or through the command in `plan.compiler`) also what the TPU's own compiler says:
@@ -51,7 +52,7 @@ def make(config, mesh, folder: Path) -> dict:
     report["components"] = {stage.component: component_bytes(stage) for stage in built.values()}
     report |= arithmetic(config, chips)
     report["communication"] = communication(config, chips)
-    report["compiler"] = {name: compile_stage(config, mesh, stage) for name, stage in built.items()} if tpu_compiler(config) else None
+    report["compiler"] = {name: compile_stage(config, mesh, built[name]) for name in config.stages} if tpu_compiler(config) else None
     report["memory"] = memory(config, report)
     report["fits"] = all(row["fits"] for row in report["memory"].values())
     report["estimate"] = estimate(config, report)

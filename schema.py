@@ -456,7 +456,7 @@ def prompt_problems(config: Config):
         yield 'prompt: missing; give prompt="a red ball bouncing" or prompt.file=prompt.txt'
     if config.resume is not None and not os.path.isdir(config.resume):
         yield f"resume={config.resume}: no such run folder; runs are under outputs/<date>/<time>"
-    if config.resume is None and config.stages and config.stages[0] in STAGES[1:]:
+    if config.task == "generate" and config.resume is None and config.stages and config.stages[0] in STAGES[1:]:
         before = STAGES[STAGES.index(config.stages[0]) - 1]
         yield f"stages={list(config.stages)}: starts after {before}; add resume=<run folder that holds the {before} stage> or stages=[{','.join(STAGES)}]"
 
