@@ -207,7 +207,7 @@ def test_slurm_is_found_and_ctrl_c_on_one_ends_all(tmp_path):
     for number in (0, 1):
         pair.wait_for(number, "joined")
     pair.processes[1].send_signal(signal.SIGINT)
-    assert pair.ends(30) == [1, 130]
+    assert pair.ends(60) == [1, 130]
     assert re.search(r"process 1 of 2 \(.*\) was interrupted; this process ends too", pair.text(0))
 
 
@@ -232,7 +232,7 @@ def test_a_coordinator_that_dies_is_named(tmp_path):
     for number in (0, 1):
         pair.wait_for(number, "joined")
     pair.processes[0].kill()
-    assert pair.ends(30) == [-signal.SIGKILL, 1]
+    assert pair.ends(60) == [-signal.SIGKILL, 1]
     assert re.search(r"process 0 of 2 \(.*\), which coordinates, is gone", pair.text(1))
 
 
