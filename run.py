@@ -225,6 +225,9 @@ def plan(config, folder: Path, overrides=()) -> float:
     use_fake_devices(config)
     import plan
 
+    if Path(config.model.path).is_dir():  # what the config leaves to the checkpoint; without one, the config has to say it all
+        for stage in schema.STAGES:
+            find_checkpoint(config, stage)
     report = plan.make(config, abstract_mesh(config), folder)
     print((folder / "plan.md").read_text())
     return plan.time_of(report)

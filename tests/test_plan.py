@@ -80,6 +80,11 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(tmp_path):
     assert not found["fits"] and "denoise does not fit, by" in found["why"] and "sharding=tp" in found["why"]
 
 
+def test_a_local_checkpoint_completes_the_architecture(tmp_path):
+    run.plan(make_config("task=plan", "mesh=v6e_1", "plan.compiler=none"), tmp_path)
+    assert json.loads((tmp_path / "plan.json").read_text())["fits"]
+
+
 @pytest.mark.parametrize("mesh", ["v6e_1", "gpu_1"])
 def test_one_chip_plans_too(tmp_path, mesh):
     found = make(tmp_path, "model=wan21_t2v_1_3b", "resolution=480p", f"mesh={mesh}")
@@ -208,9 +213,11 @@ def test_every_way_to_write_a_group_is_read(groups, axis):
 @pytest.mark.skipif("TPU_PYTHON" not in os.environ, reason="TPU_PYTHON names no Python with libtpu")
 def test_libtpu_agrees_with_the_table(tmp_path):
     """The demo model on a v6e-8: the compiler's argument bytes are the table's and the states'."""
-    config = make_config("task=plan", "mesh=v6e_8", "attention=xla", f"plan.compiler={shlex.quote(os.environ['TPU_PYTHON'])}")
-    found = plan.make(config, run.abstract_mesh(config), tmp_path)
+    config = make_config("task=plan", "stages=[denoise]", "mesh=v6e_8", "attention=xla", f"plan.compiler={shlex.quote(os.environ['TPU_PYTHON'])}")
+    run.plan(config, tmp_path)
+    found = json.loads((tmp_path / "plan.json").read_text())
     compiled = found["compiler"]["denoise"]
-    assert compiled["argument_bytes"] == pytest.approx(found["components"]["transformer"]["gib_per_chip"] * 2**30, rel=0.3)
+    ratio = compiled["argument_bytes"] / (found["components"]["transformer"]["gib_per_chip"] * 2**30)
+    assert 1 <= ratio < 1.5, "small tensors are padded to whole tiles"
     assert found["estimate"]["seconds_per_step"] > 0 and compiled["cycles"] > 0
     assert sum(compiled["cycles_by_group"].values()) == pytest.approx(compiled["cycles"], rel=0.05)
