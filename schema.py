@@ -500,6 +500,8 @@ def plan_problems(config: Config):
     mesh, plan = config.mesh, config.plan
     if mesh.platform is None or mesh.chip.kind is None or mesh.chip.peak_tflops is None:
         yield f"mesh={mesh.name}: a plan needs a mesh that names its chip; e.g. mesh=v6e_8 or mesh=gpu_1"
+    elif mesh.platform == "tpu" and None in (mesh.chip.clock_ghz, mesh.chip.hbm_gbs, mesh.chip.link_gbs):
+        yield f"mesh={mesh.name}: a TPU's plan needs mesh.chip.clock_ghz, hbm_gbs and link_gbs; see conf/mesh/v6e_8.yaml"
     elif mesh.chip.topology is not None:
         chips = math.prod(int(size) for size in mesh.chip.topology.partition(":")[2].split("x"))
         if chips != math.prod(mesh.axes.values()):

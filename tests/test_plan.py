@@ -107,6 +107,7 @@ def test_plans_are_compared_best_first(report, tmp_path):
     "overrides, message",
     [
         (["mesh=auto"], "a plan needs a mesh that names its chip"),
+        (["mesh=v6e_8", "mesh.chip.link_gbs=null"], "needs mesh.chip.clock_ghz, hbm_gbs and link_gbs"),
         (["mesh=v6e_8", "mesh.chip.topology='v6e:2x2'"], "has 4 chips, mesh.axes make 8; make them equal"),
         (["mesh=v6e_8", "plan.self_attention_share=60"], "a share of peak"),
     ],

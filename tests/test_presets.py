@@ -11,6 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from commandline import CONF, options
+from distributed import flatten
 from schema import validate
 from tests.conftest import make_config
 
@@ -22,14 +23,6 @@ def published(name):
     config = make_config(f"preset={name}")
     validate(config)
     return {key: value for key, value in flatten(OmegaConf.to_container(config, resolve=True)) if not key.startswith(NOT_OF_THE_VIDEO)}
-
-
-def flatten(node, prefix=""):
-    for key, value in node.items():
-        if isinstance(value, dict) and value:
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 @pytest.mark.parametrize("name", options("preset"))

@@ -146,3 +146,8 @@ def test_ctrl_c_leaves_finished_stages_and_status_130(finished, tmp_path):
     assert process.returncode == 130
     assert text.exists() and not (tmp_path / "run" / "video.mp4").exists()
     assert "go on with resume=" in errors and "Traceback" not in errors
+
+
+def test_a_profile_is_a_trace_in_the_run_folder(generate):
+    folder = generate("profile=true", "stages=[text]")
+    assert list((folder / "profile").rglob("perfetto_trace.json.gz"))
