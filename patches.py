@@ -132,7 +132,7 @@ def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.
 
     def blockwise(*tensors):
         flat = [x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1) for x in tensors]
-        out = attend_flat(flat[0] * (scale * head_dim**0.5), *flat[1:], head_dim, Kernel(kernel="xla"))
+        out = attend_flat(flat[0] * (scale * head_dim**0.5), *flat[1:], head_dim, Kernel(kernel="xla", block_q=2048, block_kv=8192))  # 64 MiB of scores
         return out.reshape(*out.shape[:2], -1, head_dim).swapaxes(1, 2)
 
     if attn_mask is not None:
@@ -169,7 +169,8 @@ def conv3d_as_2d(video, weight, bias=None, stride=1, padding=0, dilation=1, grou
         shifted = [video[:, :, tap : tap + (count - 1) * stride[0] + 1 : stride[0]] for tap in range(taps)]
         images = jnp.concatenate(shifted, axis=1).swapaxes(1, 2).reshape(batch * count, taps * channels, height, width)
         flat = weight.swapaxes(1, 2).reshape(outputs, taps * channels, *kernel)
-        out = jax.lax.conv_general_dilated(images, flat, stride[1:], [(side, side) for side in padding[1:]])
+        flat = jnp.pad(flat, [(0, max(0, 8 - outputs))] + [(0, 0)] * 3)  # cuDNN has no fast kernel for three outputs, RGB
+        out = jax.lax.conv_general_dilated(images, flat, stride[1:], [(side, side) for side in padding[1:]])[:, :outputs]
         out = out.reshape(batch, count, outputs, *out.shape[2:]).swapaxes(1, 2)
         return out + bias[0].reshape(-1, 1, 1, 1) if bias else out
 
@@ -196,6 +197,7 @@ class AttentionProcessor:
         cross = encoder_hidden_states is not None
         context = encoder_hidden_states if cross else hidden_states
         query, key, value = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(context)), attn.to_v(context)
+        query = query.expand(context.shape[0], -1, -1)  # one video, several prompts: see ScannedBlocks
         tables = () if rotary_emb is None else [table[0, :, 0] for table in rotary_emb]  # (tokens, head_dim)
 
         def attend(query, key, value, *tables):
@@ -209,32 +211,40 @@ class AttentionProcessor:
 
 
 class ScannedBlocks(torch.nn.Module):
-    """All transformer blocks as one `lax.scan` over stacked weights, so that the program does not grow with depth.
+    """All transformer blocks as one loop over stacked weights, so that the program does not grow with depth.
 
     It stands in the model's `blocks` list as its only element: diffusers' own loop over the blocks runs it once.
     Its parameters carry a leading dimension, the layer. With `gathered`, a sharding, each layer's weights are brought to
     it before use: XLA gathers the next layer's while this one computes. Tokens are padded to a multiple of `multiple` from
     here to the end of the blocks, so that every device's share fills whole tiles of its memory: 18,900 would not, and XLA
     copies an array wherever its tiles shift.
+
+    With `same_video`, all of the batch is one video at one time, and only the texts differ. Then the first block's
+    self-attention, which no text has reached yet, is computed once for all: the block takes a batch of one and its
+    cross-attention spreads it. At 720p that is 1 % of a guided step.
     """
 
-    def __init__(self, block, gathered=None, multiple=1):
+    def __init__(self, block, gathered=None, multiple=1, same_video=False):
         super().__init__()
-        self.block, self.gathered, self.multiple = block, gathered, multiple
+        self.block, self.gathered, self.multiple, self.same_video = block, gathered, multiple, same_video
 
     def forward(self, hidden_states, text, modulation, rotary):
         """hidden_states (batch, tokens, channels); rotary: two tables (1, tokens, 1, head_dim)."""
         stacked = interop.jax_view(dict(self.block.named_parameters()))
         tokens = hidden_states.shape[1]
         hidden, *rotary = (self.pad(array) for array in interop.jax_view((hidden_states, *rotary)))
-        rest = *interop.jax_view((text, modulation)), tuple(rotary)
+        text, modulation = interop.jax_view((text, modulation))
 
-        def one_block(hidden, weights):
+        def one_block(layer, hidden):
+            weights = jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False), stacked)
             if self.gathered is not None:
                 weights = jax.lax.with_sharding_constraint(weights, self.gathered)
-            return call_module(self.block, weights, hidden, *rest), None
+            return call_module(self.block, weights, hidden, text, modulation[: hidden.shape[0]], tuple(rotary))
 
-        hidden, _ = jax.lax.scan(one_block, hidden, stacked)
+        first, layers = int(self.same_video and hidden.shape[0] > 1), len(next(iter(stacked.values())))
+        if first:
+            hidden = one_block(0, hidden[:1])
+        hidden = jax.lax.fori_loop(first, layers, one_block, hidden)
         return interop.torch_view(hidden[:, :tokens])
 
     def pad(self, array):
@@ -242,9 +252,9 @@ class ScannedBlocks(torch.nn.Module):
         return jnp.pad(array, [(0, 0), (0, -array.shape[1] % self.multiple)] + [(0, 0)] * (array.ndim - 2))
 
 
-def scan_blocks(transformer, gathered=None, multiple=1):
-    """Put the blocks of a transformer (on the meta device) under one scan."""
-    transformer.blocks = torch.nn.ModuleList([ScannedBlocks(transformer.blocks[0], gathered, multiple)])
+def scan_blocks(transformer, gathered=None, multiple=1, same_video=False):
+    """Put the blocks of a transformer (on the meta device) under one loop."""
+    transformer.blocks = torch.nn.ModuleList([ScannedBlocks(transformer.blocks[0], gathered, multiple, same_video)])
 
 
 # ---------------------------------------------------------------- VAE
@@ -255,14 +265,15 @@ def decode_chunk(vae, latent, caches):
 
     latent (1, channels, 1, height/8, width/8); caches None for a video's first latent frame, which gives one frame of
     pixels, then what the call before returned, which gives four. The program is the same for every later frame, so a
-    video of any length compiles once. Returns pixels (1, 3, frames, height, width) in -1..1 and the caches.
+    video of any length compiles once. Returns pixels (1, 3, frames, height, width) in -1..1 and the caches, which have
+    their channels last: so they need not be copied for convolutions that want them there.
 
     diffusers marks a cache that does not exist yet by None or "Rep" and pads one that is too short with zeros inside the
     convolution; here every cache is two frames from the start, zeros in front, which gives the same sums.
     """
     first = caches is None
     count = sum(isinstance(module, WanCausalConv3d) for module in vae.decoder.modules())
-    features = [None] * count if first else [caches.get(str(index)) for index in range(count)]
+    features = [None] * count if first else [torch.movedim(caches[str(index)], -1, 1) if str(index) in caches else None for index in range(count)]
     upsampled = []
     hooks = [
         module.register_forward_pre_hook(lambda _, inputs: upsampled.append(inputs[0]))
@@ -274,7 +285,8 @@ def decode_chunk(vae, latent, caches):
         hook.remove()
     waiting = iter(upsampled)  # inputs of the layers that double the frame rate: they left "Rep" in the first call
     features = [next(waiting)[:, :, -1:] * 0 if isinstance(feature, str) else feature for feature in features]
-    return pixels.clamp(-1, 1), {str(index): two_frames(feature) for index, feature in enumerate(features) if feature is not None}
+    caches = {str(index): torch.movedim(two_frames(feature), 1, -1) for index, feature in enumerate(features) if feature is not None}
+    return pixels.clamp(-1, 1), caches
 
 
 def two_frames(cache):

@@ -80,7 +80,10 @@ def component_bytes(stage) -> dict:
 
 
 def arithmetic(config, chips) -> dict:
-    """Tokens, FLOPs of a denoising step by kind, and the time floor at the chips' peak."""
+    """Tokens, FLOPs of a denoising step's forwards by kind, and the time floor at the chips' peak.
+
+    Where the prompts share the first block's self-attention (patches.ScannedBlocks) the step does up to 1.5 % less.
+    """
     transformer, text = config.model.architecture.transformer, config.model.text_tokens
     _, _, frames, height, width = stages.latent_shape(config)
     patch = math.prod(transformer.patch_size)

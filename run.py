@@ -284,7 +284,7 @@ def find_checkpoint(config, stage: str) -> Path:
 
 def start_jax(config):
     """Set the flags that must stand before JAX starts, then arrange its devices as the config's mesh."""
-    append_flags("XLA_FLAGS", config.compile.xla_flags)
+    append_flags("XLA_FLAGS", [*config.mesh.xla_flags, *config.compile.xla_flags])
     append_flags("LIBTPU_INIT_ARGS", config.compile.libtpu_flags)
     import jax
 

@@ -74,6 +74,7 @@ class Mesh:
     hosts: Optional[int] = None  # null: as many as there are processes
     axes: dict[str, int] = field(default_factory=dict)
     chip: Chip = field(default_factory=Chip)
+    xla_flags: list[str] = field(default_factory=list)  # that this hardware wants; compile.xla_flags come after them
 
 
 @dataclass
@@ -188,7 +189,7 @@ class Output:
 class Kernel:
     """One attention kernel and its tunables; conf/attention/*.yaml says what each means and what was measured."""
 
-    kernel: str = "auto"  # auto | splash | cudnn | xla
+    kernel: str = "auto"  # auto | splash | hopper | cudnn | xla
     block_q: int = 512
     block_kv: int = 512
     tile_kv: int = 512  # splash only, like the next four
@@ -220,7 +221,10 @@ class Parallel:
     ring: Optional[str] = None
 
 
-KERNELS = ("auto", "splash", "cudnn", "xla")
+KERNELS = ("auto", "splash", "hopper", "cudnn", "xla")
+
+
+HOPPER_BLOCKS = (64, 96, 128, 160)  # keys at a time: scores and sums of 64 queries fit a warpgroup's registers
 
 
 def attention_problems(attention, heads: int, head_dim: int, axes: dict[str, int], parallel) -> list[str]:
@@ -253,6 +257,8 @@ def kernel_problems(kernel: Kernel, head_dim: int):
     yield from unserved(kernel, head_dim)
     if kernel.kernel == "splash":
         yield from splash_problems(kernel, head_dim)
+    if kernel.kernel == "hopper":
+        yield from hopper_problems(kernel)
 
 
 def unserved(kernel: Kernel, head_dim: int):
@@ -261,8 +267,10 @@ def unserved(kernel: Kernel, head_dim: int):
         yield f"window={kernel.window}: cuDNN has only causal windows; use kernel=xla or window=null"
     if kernel.kernel == "cudnn" and (head_dim > 128 or head_dim % 8):
         yield f"kernel=cudnn: serves head dims that are multiples of 8 up to 128, the model has {head_dim}; use kernel=xla"
-    if kernel.kernel == "splash" and head_dim not in (64, 128):
-        yield f"kernel=splash: serves head dims 64 and 128, the model has {head_dim}; use kernel=xla"
+    if kernel.kernel == "hopper" and kernel.window is not None:
+        yield f"window={kernel.window}: the Hopper kernel has no windows; use kernel=xla or window=null"
+    if kernel.kernel in ("splash", "hopper") and head_dim not in (64, 128):
+        yield f"kernel={kernel.kernel}: serves head dims 64 and 128, the model has {head_dim}; use kernel=xla"
 
 
 def splash_problems(kernel: Kernel, head_dim: int):
@@ -278,6 +286,13 @@ def splash_problems(kernel: Kernel, head_dim: int):
     if needed > kernel.vmem_mib:
         yield (f"block_q={kernel.block_q}, block_kv={kernel.block_kv}: need {needed:.1f} MiB of VMEM, "
                f"the limit is vmem_mib={kernel.vmem_mib}; make them smaller")
+
+
+def hopper_problems(kernel: Kernel):
+    if kernel.block_q != 128:
+        yield f"block_q={kernel.block_q}: the Hopper kernel's tile is 128 queries; set 128"
+    if kernel.block_kv not in HOPPER_BLOCKS:
+        yield f"block_kv={kernel.block_kv}: more does not fit the registers; use {', '.join(map(str, HOPPER_BLOCKS))}"
 
 
 def splash_vmem_bytes(kernel: Kernel, head_dim: int) -> int:
@@ -386,7 +401,7 @@ def kernel_dtype_problems(config: Config):
     dtype = config.model.dtype["transformer"]
     for part in ("self", "cross"):
         kernel = config.attention[part].kernel
-        if kernel in ("splash", "cudnn") and dtype == "float32":
+        if kernel in ("splash", "hopper", "cudnn") and dtype == "float32":
             yield f"attention.{part}.kernel={kernel}: takes bfloat16, and model.dtype.transformer={dtype}; set that to bfloat16, or use kernel=xla"
 
 

@@ -163,7 +163,8 @@ def build_denoise(config, mesh) -> Stage:
     if config.model.scan_blocks:
         shards = math.prod(mesh.shape[axis] for axis in (parallel.ring, parallel.ulysses) if axis)
         multiple = LANES * shards if shards > 1 else 1
-        patches.scan_blocks(module, replicated(mesh) if config.sharding.transformer.gather else None, multiple)
+        spread = parallel.batch and mesh.shape[parallel.batch] > 1  # over devices: what they share would be computed by each
+        patches.scan_blocks(module, replicated(mesh) if config.sharding.transformer.gather else None, multiple, same_video=not spread)
     batched = config.guidance == "batched"
 
     def forward(arrays, latents, timestep, embeddings):
@@ -366,7 +367,8 @@ def build_decode(config, mesh) -> Stage:
 
     batch, channels, _, height, width = latent_shape(config)
     latent = struct(mesh, (batch, channels, 1, height, width), "float32")
-    carry = jax.sharding.NamedSharding(mesh, patches.partition_spec(config.sharding.vae.carry))
+    spec = patches.partition_spec(config.sharding.vae.carry)
+    carry = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec[:1], *spec[2:], *spec[1:2]))  # caches have their channels last
     outputs = (replicated(mesh), replicated(mesh), carry)
 
     def later_arguments(lowered):

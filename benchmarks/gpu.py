@@ -1,17 +1,17 @@
 """This project against diffusers on one NVIDIA GPU: the same shapes, the same random weights, one run.
 
-    python benchmarks/gpu.py                                   # everything, about 15 minutes on an H200
+    python benchmarks/gpu.py                                   # everything, about 10 minutes on an H200
     python benchmarks/gpu.py --only transformer --cases 1.3b-480p
     python benchmarks/gpu.py --smoke                           # small shapes of the demo model, on any machine
 
-Columns: (a) diffusers as it comes, (b) diffusers with torch.compile and cuDNN attention, (c) this project, built from
-conf/ by run.py's own functions. Weights are random, made on the device and handed from torch to JAX. Every call is
-synchronised and warmed up; medians; compile times and peak memory apart. Prints a table, writes JSON, ends in one JSON line.
+Columns: (a) diffusers as it comes, (b) diffusers with cuDNN attention and its repeated blocks compiled, (w) the same with the whole
+transformer compiled, (c) this project, built from conf/ by run.py's own functions. Each measurement has a process of its own (torch.compile
+refuses one that has imported torchax) and makes its random weights on the device, from one seed. Every call is synchronised and warmed up;
+medians; compile times and peak memory apart. Prints a table, writes JSON, ends in one JSON line.
 """
 import argparse
-import contextlib
-import gc
 import json
+import math
 import os
 import shutil
 import statistics
@@ -19,22 +19,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs its share of the memory
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # weights come from PyTorch, which needs its share of the memory
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import diffusers
 import hydra
-import jax
 import numpy
 import torch
 import transformers
 from omegaconf import OmegaConf
 
 import commandline
-import run
-import stages
+import run  # JAX, torchax and the stages are imported where they are used: columns (a) and (b) must not have them
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = {
@@ -47,6 +46,7 @@ SMOKE = ["model=demo", "resolution.height=64", "resolution.width=64", "resolutio
          "+model.architecture.vae.latents_mean=[0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0]", "+model.architecture.vae.latents_std=[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1]"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT = "a red circle moving to the right"
+STEPS = 4  # of the whole pipeline
 rows, skipped = [], []
 
 
@@ -59,18 +59,14 @@ def configure(*overrides):
         return hydra.compose("config", commandline.rewrite([*(["mesh=gpu_1"] if DEVICE == "cuda" else []), *overrides]))
 
 
-def wait():
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-
-
 def median_seconds(call, repeats):
-    """Median of `repeats` synchronised calls, after one to warm up; the first call's seconds apart."""
+    """Median of `repeats` synchronised calls after one to warm up, and the first call's seconds."""
     times = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
-        jax.block_until_ready(call())
-        wait()
+        call()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
     return statistics.median(times[1:]), times[0]
 
@@ -88,20 +84,9 @@ def record(what, case, column, seconds, compile_seconds=None, peak_gib=None):
     print(f"{what:22} {case:10} ({column}) {seconds:9.4f} s{extra}", flush=True)
 
 
-@contextlib.contextmanager
 def torch_peak():
-    """A list that holds the peak of torch's memory in GiB once the block is left."""
-    peak = []
-    if DEVICE == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    yield peak
-    peak.append(torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None)
-
-
-def free():
-    gc.collect()
-    if DEVICE == "cuda":
-        torch.cuda.empty_cache()
+    """GiB at most since the process began."""
+    return torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None
 
 
 # ---------------------------------------------------------------- weights
@@ -120,8 +105,15 @@ def random_module(make, dtype):
     return module
 
 
+def transformer_module(config):
+    architecture, dtype = OmegaConf.to_container(config.model.architecture.transformer), getattr(torch, config.model.dtype.transformer)
+    return random_module(lambda: diffusers.WanTransformer3DModel(**architecture), dtype), dtype
+
+
 def hand_over(stage, module):
-    """A stage's arrays from a torch module's weights, on the device."""
+    """A stage's arrays from a torch module's weights, on the device; the module is left without them."""
+    import jax
+
     weights = dict(module.named_parameters())
     if "encoder.embed_tokens.weight" in weights:
         weights["shared.weight"] = weights["encoder.embed_tokens.weight"]
@@ -136,8 +128,11 @@ def hand_over(stage, module):
         stage.arrays[name] = jax.device_put(jax.numpy.copy(array), tensor.sharding).block_until_ready()
 
 
-def build(config, mesh, name, module):
+def build(config, name, module):
     """A compiled stage on a torch module's weights: (stage, compile seconds, peak GiB by XLA's own account)."""
+    mesh = run.start_jax(config)
+    import stages
+
     stage = stages.BUILDERS[name](config, mesh)
     report = []
     with stages.compiling({name: stage}, lambda *row: report.append(row)):
@@ -151,17 +146,18 @@ def build(config, mesh, name, module):
 # ---------------------------------------------------------------- the transformer
 
 
-def transformer(case, overrides, options):
+def transformer(case, overrides, column):
+    if column == "c":
+        for what, changed in (("transformer forward", ["guidance_scale=1"]), ("guided step", [])):
+            project_step(what, case, configure(*overrides, *changed))
+        return
     config = configure(*overrides)
-    architecture, dtype = OmegaConf.to_container(config.model.architecture.transformer), getattr(torch, config.model.dtype.transformer)
-    model = random_module(lambda: diffusers.WanTransformer3DModel(**architecture), dtype)
-    latents = torch.randn(stages.latent_shape(config), device=DEVICE)
-    texts = torch.randn(2, 1, config.model.text_tokens, architecture["text_dim"], device=DEVICE, dtype=dtype)
-    mesh = run.start_jax(config)
-    for what, changed in (("transformer forward", ["guidance_scale=1"]), ("guided step", [])):
-        project_step(what, case, configure(*overrides, *changed), mesh, model, latents, texts)
-        free()
-    timestep, repeats = torch.tensor([500.0], device=DEVICE), repeats_for(config)
+    model, dtype = transformer_module(config)
+    latents, texts = random_inputs(config, dtype)
+    timestep = torch.tensor([500.0], device=DEVICE)
+    if column in "bw":
+        model.set_attention_backend("_native_cudnn")
+        model.compile_repeated_blocks(fullgraph=True) if column == "b" else model.compile(fullgraph=True)
 
     @torch.no_grad()
     def forward(text=texts[0]):
@@ -175,26 +171,30 @@ def transformer(case, overrides, options):
         prompt, negative = forward(texts[0]), forward(texts[1])
         return scheduler.step(negative + config.guidance_scale * (prompt - negative), scheduler.timesteps[0], latents, return_dict=False)[0]
 
-    if case in options.eager:
-        time_peer(case, "a", (forward, guided_step), repeats)
-    else:
-        skipped.append(f"transformer {case} (a): not in --eager")
-    if DEVICE == "cuda":
-        model.set_attention_backend("_native_cudnn")
-        model.compile_repeated_blocks(fullgraph=True)
-        time_peer(case, "b", (forward, guided_step), repeats)
+    for what, call in (("transformer forward", forward), ("guided step", guided_step)):
+        seconds, first = median_seconds(call, repeats_for(config))
+        record(what, case, column, seconds, first - seconds if column != "a" and call is forward else None, torch_peak())
 
 
-def time_peer(case, column, calls, repeats):
-    for what, call in zip(("transformer forward", "guided step"), calls):
-        with torch_peak() as peak:
-            seconds, first = median_seconds(call, repeats)
-        record(what, case, column, seconds, first - seconds if column == "b" and what == "transformer forward" else None, peak[0])
+def latent_shape(config):
+    size = config.resolution
+    return 1, config.model.architecture.transformer.in_channels, (size.frames - 1) // 4 + 1, size.height // 8, size.width // 8
 
 
-def project_step(what, case, config, mesh, model, latents, texts):
-    stage, compile_seconds, peak = build(config, mesh, "denoise", model)
-    values = step_values(config, latents, texts)
+def random_inputs(config, dtype):
+    """Latents and the two prompts' embeddings (2, 1, tokens, width), the same in every process."""
+    torch.manual_seed(1)
+    latents = torch.randn(latent_shape(config), device=DEVICE)
+    return latents, torch.randn(2, 1, config.model.text_tokens, config.model.architecture.transformer.text_dim, device=DEVICE, dtype=dtype)
+
+
+def project_step(what, case, config):
+    model, dtype = transformer_module(config)
+    stage, compile_seconds, peak = build(config, "denoise", model)
+    import stages
+
+    values = step_values(config, *random_inputs(config, dtype))
+    del model
     state, *rest = stages.put(stage, "step", values)
     state = [state]
 
@@ -208,6 +208,8 @@ def project_step(what, case, config, mesh, model, latents, texts):
 
 def step_values(config, latents, texts, row=None):
     """What the step program takes, from torch tensors; `row` is the scheduler's coefficients, by default those of its first step."""
+    import stages
+
     timesteps, coefficients = stages.scheduler_table(config)
     state = numpy.zeros((coefficients.shape[1], *stages.latent_shape(config)), numpy.float32)
     state[0] = latents.cpu().numpy()
@@ -215,24 +217,67 @@ def step_values(config, latents, texts, row=None):
     return [state, numpy.float32(500.0), coefficients[0] if row is None else row, config.guidance_scale, embeddings]
 
 
+def floor(case, overrides, column):
+    """What a guided step would take if it were its attention and matrix products alone, each timed by itself in plain JAX."""
+    config = configure(*overrides)
+    mesh = run.start_jax(config)
+    import jax
+
+    import stages
+    from kernels import attention
+
+    architecture = config.model.architecture.transformer
+    tokens = math.prod(latent_shape(config)[2:]) // math.prod(architecture.patch_size)
+    head_dim, hidden, dtype = architecture.attention_head_dim, architecture.ffn_dim, config.model.dtype.transformer
+    dim = head_dim * architecture.num_attention_heads
+    kernels = attention.resolve(OmegaConf.to_object(config.attention), stages.mesh_device(mesh), dtype, head_dim)
+
+    def seconds(function, *shapes):
+        keys = jax.random.split(jax.random.key(0), len(shapes))
+        arrays = [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes)]
+        jitted = jax.jit(function)
+        return median_seconds(lambda: jitted(*arrays).block_until_ready(), repeats_for(config) * 2)[0]
+
+    def attend(kernel):
+        return lambda query, key, value: attention.attend_flat(query, key, value, head_dim, kernel)
+
+    def product(rows, columns):
+        return seconds(lambda x, weight: x @ weight.T, (2 * tokens, rows), (columns, rows))  # both prompts; weights lie as torch has them
+
+    video, text = (1, tokens, dim), (1, config.model.text_tokens, dim)
+    parts = {
+        "self-attention": 2 * seconds(attend(kernels.self), video, video, video),
+        "cross-attention": 2 * seconds(attend(kernels.cross), video, text, text),
+        "square products": 6 * product(dim, dim),
+        "feed-forward": product(dim, hidden) + product(hidden, dim),
+    }
+    work = 2 * 4 * tokens**2 * dim, 2 * 4 * tokens * dim * text[1], 2 * 12 * tokens * dim**2, 2 * 4 * tokens * dim * hidden
+    rates = {name: round(flops / parts[name] / 1e12, 1) for name, flops in zip(parts, work)}
+    once = (parts["self-attention"] + parts["square products"] * 4 / 6) / 2  # the first block's self-attention, which no prompt has reached
+    record("floor of a guided step", case, "c", architecture.num_layers * sum(parts.values()) - once)
+    rows[-1]["tflops"] = rates
+    print(f"  TFLOP/s: {rates}", flush=True)
+
+
 # ---------------------------------------------------------------- correctness
 
 
-def correctness(case, overrides, options):
+def correctness(case, overrides, column):
     """Relative error of the velocity against torch in float32: ours and diffusers', both in the config's half precision."""
     config = configure(*overrides, "guidance_scale=1", *(["resolution.frames=17"] if DEVICE == "cuda" else []))
-    architecture, dtype = OmegaConf.to_container(config.model.architecture.transformer), getattr(torch, config.model.dtype.transformer)
-    model = random_module(lambda: diffusers.WanTransformer3DModel(**architecture), dtype)
-    latents = torch.randn(stages.latent_shape(config), device=DEVICE)
-    texts = torch.randn(1, 1, config.model.text_tokens, architecture["text_dim"], device=DEVICE, dtype=dtype)
-    stage, _, _ = build(config, run.start_jax(config), "denoise", model)
+    model, dtype = transformer_module(config)
+    latents, texts = random_inputs(config, dtype)
+    stage, _, _ = build(config, "denoise", model)
+    import stages
+
     slots = stages.scheduler_table(config)[1].shape[1]
     row = numpy.zeros((slots, slots + 1), numpy.float32)
     row[0, slots] = 1  # the new latents are the velocity itself
     ours = numpy.asarray(stage("step", *stages.put(stage, "step", step_values(config, latents, texts, row)))[0])[0]
     with torch.no_grad():
-        theirs = model(latents.to(dtype), torch.tensor([500.0], device=DEVICE), texts[0], return_dict=False)[0].float().cpu().numpy()
-        exact = model.float()(latents, torch.tensor([500.0], device=DEVICE), texts[0].float(), return_dict=False)[0].cpu().numpy()
+        timestep = torch.tensor([500.0], device=DEVICE)
+        theirs = model(latents.to(dtype), timestep, texts[0], return_dict=False)[0].float().cpu().numpy()
+        exact = model.float()(latents, timestep, texts[0].float(), return_dict=False)[0].cpu().numpy()
     errors = {name: float(numpy.linalg.norm(value - exact) / numpy.linalg.norm(exact)) for name, value in (("diffusers", theirs), ("project", ours))}
     rows.append({"what": "error against float32", "case": case, **errors})
     print(f"relative error against float32: diffusers {errors['diffusers']:.2e}, project {errors['project']:.2e}", flush=True)
@@ -241,79 +286,99 @@ def correctness(case, overrides, options):
 # ---------------------------------------------------------------- VAE and text encoder
 
 
-def vae(case, overrides, options):
-    for name in ("float32", "bfloat16"):
-        config = configure(*overrides, f"model.dtype.vae={name}")
-        architecture, label = OmegaConf.to_container(config.model.architecture.vae), f"VAE decode {name}"
-        model = random_module(lambda architecture=architecture: diffusers.AutoencoderKLWan(**architecture), getattr(torch, name))
-        latents = torch.randn(stages.latent_shape(config), device=DEVICE, dtype=getattr(torch, name))
-        stage, compile_seconds, peak = build(config, run.start_jax(config), "decode", model)
+def vae(case, overrides, column, dtype):
+    config = configure(*overrides, f"model.dtype.vae={dtype}")
+    architecture = OmegaConf.to_container(config.model.architecture.vae)
+    model = random_module(lambda: diffusers.AutoencoderKLWan(**architecture), getattr(torch, dtype))
+    torch.manual_seed(1)
+    latents = torch.randn(latent_shape(config), device=DEVICE, dtype=getattr(torch, dtype))
+    if column == "c":
+        stage, compile_seconds, peak = build(config, "decode", model)
+        import stages
+
         values = latents.float().cpu().numpy()
-        seconds, _ = median_seconds(lambda stage=stage, config=config, values=values: stages.run_decode(stage, config, values, lambda count: None), 3)
-        record(label, case, "c", seconds, compile_seconds, peak)
-        stage.arrays = None
-        with torch.no_grad(), torch_peak() as memory:
-            seconds, _ = median_seconds(lambda model=model, latents=latents: model.decode(latents).sample, 3)
-        record(label, case, "a", seconds, None, memory[0])
-        del model, stage
-        free()
-    skipped.append("VAE decode (b): torch.compile does not take the decoder's list of caches without recompiling for every frame")
+        seconds, _ = median_seconds(lambda: stages.run_decode(stage, config, values, lambda count: None), 3)
+        return record(f"VAE decode {dtype}", case, "c", seconds, compile_seconds, peak)
+    with torch.no_grad():
+        seconds, _ = median_seconds(lambda: model.decode(latents).sample, 3)
+    record(f"VAE decode {dtype}", case, "a", seconds, None, torch_peak())
 
 
-def text(case, overrides, options):
+def text(case, overrides, column):
     config = configure(*overrides)
     settings = transformers.UMT5Config(**OmegaConf.to_container(config.model.architecture.text_encoder))
     model = random_module(lambda: transformers.UMT5EncoderModel(settings), getattr(torch, config.model.dtype.text_encoder))
     tokens = torch.randint(3, 600, (2, config.model.text_tokens), device=DEVICE)
     mask = torch.ones_like(tokens)
-    stage, compile_seconds, peak = build(config, run.start_jax(config), "text", model)
-    inputs = stages.put(stage, "encode", [tokens.cpu().numpy(), mask.cpu().numpy()])
-    seconds, _ = median_seconds(lambda: stage("encode", *inputs), 10)
-    record("text encoder", case, "c", seconds, compile_seconds, peak)
+    if column == "c":
+        stage, compile_seconds, peak = build(config, "text", model)
+        import stages
 
-    def call():
-        with torch.no_grad():
-            return model(tokens, mask).last_hidden_state
-
-    with torch_peak() as memory:
-        seconds, _ = median_seconds(call, 10)
-    record("text encoder", case, "a", seconds, None, memory[0])
-    if DEVICE == "cuda":
+        inputs = stages.put(stage, "encode", [tokens.cpu().numpy(), mask.cpu().numpy()])
+        seconds, _ = median_seconds(lambda: stage("encode", *inputs).block_until_ready(), 10)
+        return record("text encoder", case, "c", seconds, compile_seconds, peak)
+    if column == "b":
         model.compile()
-        seconds, first = median_seconds(call, 10)
-        record("text encoder", case, "b", seconds, first - seconds, None)
+    with torch.no_grad():
+        seconds, first = median_seconds(lambda: model(tokens, mask).last_hidden_state, 10)
+    record("text encoder", case, column, seconds, first - seconds if column == "b" else None, torch_peak())
 
 
-# ---------------------------------------------------------------- from process start
+# ---------------------------------------------------------------- the whole, from a checkpoint on disk
 
 
 PEER = """
-import sys, torch
-from diffusers import WanPipeline
-pipeline = WanPipeline.from_pretrained(sys.argv[1], torch_dtype=torch.bfloat16).to("cuda")
-pipeline.transformer.set_attention_backend("_native_cudnn")
-pipeline.transformer.compile_repeated_blocks(fullgraph=True)
-pipeline(sys.argv[2], height=480, width=832, num_frames=81, num_inference_steps=1, guidance_scale=5.0, output_type="latent")
-torch.cuda.synchronize()
+import sys, time, torch, diffusers
+folder, prompt, compiled, steps, began = sys.argv[1], sys.argv[2], sys.argv[3] == "b", int(sys.argv[4]), float(sys.argv[5])
+pipeline = diffusers.WanPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16).to("cuda")
+if compiled:
+    pipeline.transformer.set_attention_backend("_native_cudnn")
+    pipeline.transformer.compile_repeated_blocks(fullgraph=True)
+first = []
+def after_step(pipeline, index, timestep, tensors):
+    if not first:
+        torch.cuda.synchronize()
+        first.append(time.time() - began)
+    return tensors
+pipeline(prompt, height=480, width=832, num_frames=81, num_inference_steps=steps, guidance_scale=5.0, output_type="np", callback_on_step_end=after_step)
+print(first[0], time.time() - began)
 """
 
 
-def startup(case, overrides, options):
-    """Seconds from process start to the first denoised latents, caches warm (the second of two runs), from a checkpoint on disk."""
-    config = configure(*overrides)
+def pipeline(case, overrides, column):
+    """Seconds from process start to the first denoised step and to the frames, from a checkpoint on disk; the second of two runs, caches warm."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder = write_checkpoint(config, Path(scratch) / "model")
-        free()
-        ours = [sys.executable, "run.py", *overrides, f"model.path={folder}", "stages=[text,denoise]", "steps=1", f"prompt={PROMPT}",
-                f"hydra.run.dir={scratch}/run", f"compile.cache_dir={scratch}/cache"]
-        commands = {"c": ours, "b": [sys.executable, "-c", PEER, str(folder), PROMPT]} if DEVICE == "cuda" else {"c": ours}
-        for column, command in commands.items():
-            for _ in range(2):
-                shutil.rmtree(f"{scratch}/run", ignore_errors=True)
-                began = time.perf_counter()
-                subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
-                seconds = time.perf_counter() - began
-            record("start to first step", case, column, seconds)
+        folder = write_checkpoint(configure(*overrides), Path(scratch) / "model")
+        torch.cuda.empty_cache() if DEVICE == "cuda" else None
+        measure = project_pipeline if column == "c" else peer_pipeline
+        for _ in range(2):
+            first, whole = measure(folder, Path(scratch), overrides, column)
+    record("start to first step", case, column, first)
+    record(f"start to frames, {STEPS} steps", case, column, whole)
+
+
+def peer_pipeline(folder, scratch, overrides, column):
+    command = [sys.executable, "-c", PEER, str(folder), PROMPT, column, str(STEPS), str(time.time())]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    if done.returncode:
+        raise RuntimeError(done.stderr[-600:])
+    return map(float, done.stdout.split()[-2:])
+
+
+def project_pipeline(folder, scratch, overrides, column):
+    """As the user runs it. What came after the first step is taken off the whole; saving embeddings and the process's end are not."""
+    shutil.rmtree(scratch / "run", ignore_errors=True)
+    command = [sys.executable, "run.py", *(["mesh=gpu_1"] if DEVICE == "cuda" else []), *overrides, f"model.path={folder}",
+               f"steps={STEPS}", f"prompt={PROMPT}", f"hydra.run.dir={scratch}/run", f"compile.cache_dir={scratch}/cache"]
+    began = time.perf_counter()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    whole = time.perf_counter() - began
+    if done.returncode:
+        raise RuntimeError((done.stdout + done.stderr)[-600:])
+    metrics = json.loads((scratch / "run/metrics.json").read_text())
+    print(f"  {metrics['seconds']}", flush=True)
+    after = sum(metrics["step_seconds"][1:]) + sum(metrics["seconds"][part] for part in ("load_decode", "decode", "write"))
+    return whole - after, whole - metrics["seconds"]["write"]
 
 
 def write_checkpoint(config, folder: Path) -> Path:
@@ -334,18 +399,56 @@ def write_checkpoint(config, folder: Path) -> Path:
 # ---------------------------------------------------------------- all together
 
 
-PARTS = {"text": text, "vae": vae, "transformer": transformer, "correctness": correctness, "startup": startup}
-ALL_SIZES = ("transformer",)  # the others once, with the first case
+def vae_float32(case, overrides, column):
+    vae(case, overrides, column, "float32")
+
+
+def vae_bfloat16(case, overrides, column):
+    vae(case, overrides, column, "bfloat16")
+
+
+# part -> (function, columns it has)
+PARTS = {"text": (text, "abc"), "vae": (vae_float32, "ac"), "vae-bf16": (vae_bfloat16, "ac"), "correctness": (correctness, "c"),
+         "pipeline": (pipeline, "bc"), "floor": (floor, "c"), "transformer": (transformer, "abwc")}
+ALL_SIZES = ("transformer", "floor")  # the others with the first case alone
+
+
+def measurements(options, cases):
+    """Every (part, case, column) asked for, ours right after the peers'."""
+    for part in options.only:
+        for case in list(cases)[: None if part in ALL_SIZES else 1]:
+            for column in PARTS[part][1]:
+                if column in options.columns and (column in "c" or DEVICE == "cuda" or column == "a"):
+                    if part == "transformer" and column in "aw" and case not in options.extra:
+                        skipped.append(f"transformer {case} ({column}): not in --extra")
+                    else:
+                        yield part, case, column
+
+
+def in_a_process(part, case, column, options):
+    """Measure one thing in a process of its own and take over its rows."""
+    with tempfile.TemporaryDirectory() as scratch:
+        result = Path(scratch) / "result.json"
+        what = ["--smoke"] if options.smoke else ["--cases", case]
+        command = [sys.executable, __file__, "--here", "--only", part, "--columns", column, *what, "--json", str(result)]
+        done = subprocess.run([*command, "--extra", *options.extra, "--set", *options.set])
+        if done.returncode == 0 and result.exists():
+            found = json.loads(result.read_text())
+            rows.extend(found["rows"]), skipped.extend(found["skipped"])
+        else:
+            skipped.append(f"{part} {case} ({column}): exit status {done.returncode}")
 
 
 def ratios():
-    """Seconds of the faster peer over ours, by part and case."""
+    """Seconds of the fastest peer over ours, by part and case; of ours over the floor for a guided step."""
     found = {}
-    for row in rows:
-        if row.get("column") == "c":
-            peers = [r["seconds"] for r in rows if (r["what"], r["case"]) == (row["what"], row["case"]) and r["column"] != "c"]
-            if peers:
-                found[f"{row['what']} {row['case']}"] = round(min(peers) / row["seconds"], 3)
+    for row in (row for row in rows if row.get("column") == "c"):
+        peers = [r["seconds"] for r in rows if (r["what"], r["case"]) == (row["what"], row["case"]) and r["column"] != "c"]
+        if peers:
+            found[f"{row['what']} {row['case']}"] = round(min(peers) / row["seconds"], 3)
+        floors = [r["seconds"] for r in rows if (r["what"], r["case"]) == ("floor of a guided step", row["case"])]
+        if floors and row["what"] == "guided step":
+            found[f"guided step over floor {row['case']}"] = round(row["seconds"] / floors[0], 3)
     return found
 
 
@@ -353,29 +456,34 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--eager", nargs="*", choices=CASES, default=["1.3b-480p"], help="cases to run the transformer without torch.compile in too")
+    parser.add_argument("--columns", default="abwc", help="which of a, b, w, c; default all")
+    parser.add_argument("--extra", nargs="*", choices=CASES, default=["1.3b-480p"], help="cases to time the transformer in columns (a) and (w) too")
     parser.add_argument("--set", nargs="*", default=[], help="overrides for the project's configs, e.g. compile.xla_flags=[...]")
     parser.add_argument("--smoke", action="store_true", help="small shapes of the demo model")
     parser.add_argument("--json", help="also write the rows here")
+    parser.add_argument("--here", action="store_true", help="measure in this process: one part, case and column")
     options = parser.parse_args()
     cases = {"smoke": SMOKE} if options.smoke else {name: CASES[name] for name in options.cases}
     torch.backends.cudnn.benchmark = True
-    versions = {"torch": torch.__version__, "diffusers": diffusers.__version__, "transformers": transformers.__version__, "jax": jax.__version__}
+    versions = {name: version(name) for name in ("torch", "diffusers", "transformers", "jax")}
     device = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
-    print(f"{device}; {', '.join(f'{name} {version}' for name, version in versions.items())}; {time.strftime('%Y-%m-%d')}", flush=True)
-    for part in options.only:
-        for case, overrides in list(cases.items())[: None if part in ALL_SIZES else 1]:
-            try:
-                PARTS[part](case, [*overrides, *options.set], options)
-            except Exception as error:  # the other parts' figures are worth having
-                skipped.append(f"{part} {case}: {type(error).__name__}: {' '.join(str(error).split())[:400]}")
-            free()
-    print("ratio, the faster of (a) and (b) over (c):", *(f"{name:34} {value}" for name, value in ratios().items()), sep="\n  ")
-    print("skipped:", *(skipped or ["nothing"]), sep="\n  ")
+    if not options.here:
+        print(f"{device}; {', '.join(f'{name} {number}' for name, number in versions.items())}; {time.strftime('%Y-%m-%d')}", flush=True)
+    for part, case, column in measurements(options, cases):
+        if not options.here:
+            in_a_process(part, case, column, options)
+            continue
+        try:
+            PARTS[part][0](case, [*cases[case], *options.set], column)
+        except Exception as error:  # the other parts' figures are worth having
+            skipped.append(f"{part} {case} ({column}): {type(error).__name__}: {' '.join(str(error).split())[:600]}")
     result = {"device": device, "date": time.strftime("%Y-%m-%d"), "versions": versions, "rows": rows, "ratios": ratios(), "skipped": skipped}
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    if not options.here:
+        print("ratio, the fastest of (a), (b), (w) over (c):", *(f"{name:34} {value}" for name, value in ratios().items()), sep="\n  ")
+        print("skipped:", *(skipped or ["nothing"]), sep="\n  ")
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -138,14 +138,21 @@ def tpu_splash(query, key, value, keys, head_dim, kernel):
     return out.swapaxes(1, 2), log_sum
 
 
-KERNELS = {"xla": xla, "cudnn": cudnn, "splash": tpu_splash}
+def gpu_hopper(*arguments):
+    """The Pallas kernel for NVIDIA Hopper."""
+    from kernels import hopper  # its compiler's modules take a second to import
+
+    return hopper.attention(*arguments)
+
+
+KERNELS = {"xla": xla, "cudnn": cudnn, "splash": tpu_splash, "hopper": gpu_hopper}
 
 
 def resolve(attention, device, dtype, head_dim=128):
     """Replace every `kernel: auto` by what conf/attention/auto.yaml names for this device; read once, at build time.
 
     A device kind ("TPU v6 lite") goes before its platform ("gpu"). Where the kernel named there does not serve the dtype or
-    the head dim (splash and cuDNN have no float32, splash only head dims 64 and 128), `xla` does.
+    the head dim (only `xla` has float32; splash and hopper have head dims 64 and 128), `xla` does.
     """
     found = attention.devices.get(device.device_kind) or attention.devices.get(device.platform)
     parts = {name: choose(getattr(attention, name), name, attention.devices, found, device, dtype, head_dim) for name in ("self", "cross")}

@@ -204,7 +204,7 @@ def test_shipped_blocks_lower_for_their_tpu(name, part, keys):
     assert exported.mlir_module().count("tpu_custom_call") >= 2  # the fast kernel and the exact one
 
 
-@pytest.mark.parametrize("name", ["auto", "xla", "cudnn", *DEVICE_KINDS])
+@pytest.mark.parametrize("name", ["auto", "xla", "cudnn", "hopper", *DEVICE_KINDS])
 def test_shipped_configs_are_sound(name):
     assert schema.attention_problems(shipped(name), 40, 128, {}, schema.Parallel()) == []
 
@@ -232,7 +232,8 @@ def test_wrong_blocks_are_refused_with_the_way_out(change, head_dim, message):
 
 @pytest.mark.parametrize("kind, platform, dtype, expected", [
     ("TPU v6 lite", "tpu", "bfloat16", "splash_v6e"), ("TPU v5 lite", "tpu", "bfloat16", "splash_v5e"), ("TPU v5", "tpu", "bfloat16", "splash_v5p"),
-    ("NVIDIA H200", "gpu", "bfloat16", "cudnn"), ("NVIDIA H200", "gpu", "float32", "xla"), ("cpu", "cpu", "float32", "xla"),
+    ("NVIDIA H200", "gpu", "bfloat16", "hopper"),
+    ("NVIDIA A100-SXM4-80GB", "gpu", "bfloat16", "cudnn"), ("NVIDIA H200", "gpu", "float32", "xla"), ("cpu", "cpu", "float32", "xla"),
 ])
 def test_auto_takes_the_values_of_the_device_file(kind, platform, dtype, expected):
     resolved = attention.resolve(shipped("auto"), SimpleNamespace(device_kind=kind, platform=platform), dtype)
