@@ -1,15 +1,17 @@
 """This project against diffusers on one NVIDIA GPU: the same shapes, the same random weights, one run.
 
-    python benchmarks/gpu.py                                   # everything, about 10 minutes on an H200
+    python benchmarks/gpu.py                                   # everything, about 13 minutes on an H200
     python benchmarks/gpu.py --only transformer --cases 1.3b-480p
     python benchmarks/gpu.py --smoke                           # small shapes of the demo model, on any machine
 
-Columns: (a) diffusers as it comes, (b) diffusers with cuDNN attention and its repeated blocks compiled, (w) the same with the whole
-transformer compiled, (c) this project, built from conf/ by run.py's own functions. Each measurement has a process of its own (torch.compile
-refuses one that has imported torchax) and makes its random weights on the device, from one seed. Every call is synchronised and warmed up;
-medians; compile times and peak memory apart. Prints a table, writes JSON, ends in one JSON line.
+Columns: (a) diffusers as it comes, (b) diffusers with cuDNN attention and torch.compile on its repeated blocks, (c) this project, built from
+conf/ by run.py's own functions. Peers and project have a process each: torch.compile refuses one that has imported torchax. Both make the same
+random weights on the device. Every call is synchronised and warmed up; medians; compile times and peak memory apart. Prints a table, writes
+JSON, ends in one JSON line.
 """
 import argparse
+import functools
+import gc
 import json
 import math
 import os
@@ -33,7 +35,7 @@ import transformers
 from omegaconf import OmegaConf
 
 import commandline
-import run  # JAX, torchax and the stages are imported where they are used: columns (a) and (b) must not have them
+import run  # JAX, torchax and the stages are imported where they are used: the peers' process must not have them
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = {
@@ -59,16 +61,16 @@ def configure(*overrides):
         return hydra.compose("config", commandline.rewrite([*(["mesh=gpu_1"] if DEVICE == "cuda" else []), *overrides]))
 
 
-def median_seconds(call, repeats):
-    """Median of `repeats` synchronised calls after one to warm up, and the first call's seconds."""
+def median_seconds(call, repeats, warm_up=1):
+    """Median of `repeats` synchronised calls after those to warm up, and the first call's seconds."""
     times = []
-    for _ in range(repeats + 1):
+    for _ in range(repeats + warm_up):
         began = time.perf_counter()
         call()
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
-    return statistics.median(times[1:]), times[0]
+    return statistics.median(times[warm_up:]), times[0]
 
 
 def repeats_for(config) -> int:
@@ -85,8 +87,17 @@ def record(what, case, column, seconds, compile_seconds=None, peak_gib=None):
 
 
 def torch_peak():
-    """GiB at most since the process began."""
-    return torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None
+    """GiB at most since this was asked for last."""
+    if DEVICE == "cuda":
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+
+
+def free():
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
 
 
 # ---------------------------------------------------------------- weights
@@ -146,16 +157,38 @@ def build(config, name, module):
 # ---------------------------------------------------------------- the transformer
 
 
-def transformer(case, overrides, column):
-    if column == "c":
+def transformer(case, overrides, side, options):
+    if side == "ours":
         for what, changed in (("transformer forward", ["guidance_scale=1"]), ("guided step", [])):
             project_step(what, case, configure(*overrides, *changed))
+            free()
         return
     config = configure(*overrides)
+    if case in options.eager:
+        peer_steps(case, config, "a")
+        free()
+    else:
+        skipped.append(f"transformer {case} (a): not in --eager")
+    if DEVICE == "cuda":
+        peer_steps(case, config, "b")
+
+
+def whole(case, overrides, side, options):
+    """Peer (b) with its blocks compiled, and with the whole transformer: which is faster, on six layers to spare minutes of compiling."""
+    if DEVICE == "cuda":
+        config = configure(*overrides, "model.architecture.transformer.num_layers=6")
+        for column in ("b", "w"):
+            peer_steps(f"{case}, 6 layers", config, column)
+            free()
+
+
+def peer_steps(case, config, column):
+    """Time diffusers' forward and its step with guidance, which is two forwards and the scheduler."""
     model, dtype = transformer_module(config)
     latents, texts = random_inputs(config, dtype)
     timestep = torch.tensor([500.0], device=DEVICE)
-    if column in "bw":
+    if column != "a":
+        torch._dynamo.reset()  # what it compiled for other shapes
         model.set_attention_backend("_native_cudnn")
         model.compile_repeated_blocks(fullgraph=True) if column == "b" else model.compile(fullgraph=True)
 
@@ -171,9 +204,11 @@ def transformer(case, overrides, column):
         prompt, negative = forward(texts[0]), forward(texts[1])
         return scheduler.step(negative + config.guidance_scale * (prompt - negative), scheduler.timesteps[0], latents, return_dict=False)[0]
 
-    for what, call in (("transformer forward", forward), ("guided step", guided_step)):
-        seconds, first = median_seconds(call, repeats_for(config))
-        record(what, case, column, seconds, first - seconds if column != "a" and call is forward else None, torch_peak())
+    torch_peak()
+    seconds, first = median_seconds(forward, repeats_for(config))
+    record("transformer forward", case, column, seconds, None if column == "a" else first - seconds, torch_peak())
+    seconds, _ = median_seconds(guided_step, repeats_for(config), warm_up=0)  # the forwards were its warm-up
+    record("guided step", case, column, seconds, None, torch_peak())
 
 
 def latent_shape(config):
@@ -217,7 +252,7 @@ def step_values(config, latents, texts, row=None):
     return [state, numpy.float32(500.0), coefficients[0] if row is None else row, config.guidance_scale, embeddings]
 
 
-def floor(case, overrides, column):
+def floor(case, overrides, side, options):
     """What a guided step would take if it were its attention and matrix products alone, each timed by itself in plain JAX."""
     config = configure(*overrides)
     mesh = run.start_jax(config)
@@ -262,7 +297,7 @@ def floor(case, overrides, column):
 # ---------------------------------------------------------------- correctness
 
 
-def correctness(case, overrides, column):
+def correctness(case, overrides, side, options):
     """Relative error of the velocity against torch in float32: ours and diffusers', both in the config's half precision."""
     config = configure(*overrides, "guidance_scale=1", *(["resolution.frames=17"] if DEVICE == "cuda" else []))
     model, dtype = transformer_module(config)
@@ -286,42 +321,45 @@ def correctness(case, overrides, column):
 # ---------------------------------------------------------------- VAE and text encoder
 
 
-def vae(case, overrides, column, dtype):
+def vae(case, overrides, side, options, dtype="float32"):
     config = configure(*overrides, f"model.dtype.vae={dtype}")
     architecture = OmegaConf.to_container(config.model.architecture.vae)
     model = random_module(lambda: diffusers.AutoencoderKLWan(**architecture), getattr(torch, dtype))
     torch.manual_seed(1)
     latents = torch.randn(latent_shape(config), device=DEVICE, dtype=getattr(torch, dtype))
-    if column == "c":
+    if side == "ours":
         stage, compile_seconds, peak = build(config, "decode", model)
         import stages
 
         values = latents.float().cpu().numpy()
         seconds, _ = median_seconds(lambda: stages.run_decode(stage, config, values, lambda count: None), 3)
         return record(f"VAE decode {dtype}", case, "c", seconds, compile_seconds, peak)
+    torch_peak()
     with torch.no_grad():
         seconds, _ = median_seconds(lambda: model.decode(latents).sample, 3)
     record(f"VAE decode {dtype}", case, "a", seconds, None, torch_peak())
 
 
-def text(case, overrides, column):
+def text(case, overrides, side, options):
     config = configure(*overrides)
     settings = transformers.UMT5Config(**OmegaConf.to_container(config.model.architecture.text_encoder))
     model = random_module(lambda: transformers.UMT5EncoderModel(settings), getattr(torch, config.model.dtype.text_encoder))
     tokens = torch.randint(3, 600, (2, config.model.text_tokens), device=DEVICE)
     mask = torch.ones_like(tokens)
-    if column == "c":
+    if side == "ours":
         stage, compile_seconds, peak = build(config, "text", model)
         import stages
 
         inputs = stages.put(stage, "encode", [tokens.cpu().numpy(), mask.cpu().numpy()])
         seconds, _ = median_seconds(lambda: stage("encode", *inputs).block_until_ready(), 10)
         return record("text encoder", case, "c", seconds, compile_seconds, peak)
-    if column == "b":
-        model.compile()
-    with torch.no_grad():
-        seconds, first = median_seconds(lambda: model(tokens, mask).last_hidden_state, 10)
-    record("text encoder", case, column, seconds, first - seconds if column == "b" else None, torch_peak())
+    for column in "ab" if DEVICE == "cuda" else "a":
+        if column == "b":
+            model.compile()
+        torch_peak()
+        with torch.no_grad():
+            seconds, first = median_seconds(lambda: model(tokens, mask).last_hidden_state, 10)
+        record("text encoder", case, column, seconds, first - seconds if column == "b" else None, torch_peak())
 
 
 # ---------------------------------------------------------------- the whole, from a checkpoint on disk
@@ -329,11 +367,10 @@ def text(case, overrides, column):
 
 PEER = """
 import sys, time, torch, diffusers
-folder, prompt, compiled, steps, began = sys.argv[1], sys.argv[2], sys.argv[3] == "b", int(sys.argv[4]), float(sys.argv[5])
+folder, prompt, steps, began = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
 pipeline = diffusers.WanPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16).to("cuda")
-if compiled:
-    pipeline.transformer.set_attention_backend("_native_cudnn")
-    pipeline.transformer.compile_repeated_blocks(fullgraph=True)
+pipeline.transformer.set_attention_backend("_native_cudnn")
+pipeline.transformer.compile_repeated_blocks(fullgraph=True)
 first = []
 def after_step(pipeline, index, timestep, tensors):
     if not first:
@@ -345,27 +382,27 @@ print(first[0], time.time() - began)
 """
 
 
-def pipeline(case, overrides, column):
+def pipeline(case, overrides, side, options):
     """Seconds from process start to the first denoised step and to the frames, from a checkpoint on disk; the second of two runs, caches warm."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_checkpoint(configure(*overrides), Path(scratch) / "model")
-        torch.cuda.empty_cache() if DEVICE == "cuda" else None
-        measure = project_pipeline if column == "c" else peer_pipeline
-        for _ in range(2):
-            first, whole = measure(folder, Path(scratch), overrides, column)
-    record("start to first step", case, column, first)
-    record(f"start to frames, {STEPS} steps", case, column, whole)
+        free()
+        for column, measure in {"b": peer_pipeline, "c": project_pipeline}.items() if DEVICE == "cuda" else [("c", project_pipeline)]:
+            for _ in range(2):
+                first, whole = measure(folder, Path(scratch), overrides)
+            record("start to first step", case, column, first)
+            record(f"start to frames, {STEPS} steps", case, column, whole)
 
 
-def peer_pipeline(folder, scratch, overrides, column):
-    command = [sys.executable, "-c", PEER, str(folder), PROMPT, column, str(STEPS), str(time.time())]
+def peer_pipeline(folder, scratch, overrides):
+    command = [sys.executable, "-c", PEER, str(folder), PROMPT, str(STEPS), str(time.time())]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     if done.returncode:
         raise RuntimeError(done.stderr[-600:])
     return map(float, done.stdout.split()[-2:])
 
 
-def project_pipeline(folder, scratch, overrides, column):
+def project_pipeline(folder, scratch, overrides):
     """As the user runs it. What came after the first step is taken off the whole; saving embeddings and the process's end are not."""
     shutil.rmtree(scratch / "run", ignore_errors=True)
     command = [sys.executable, "run.py", *(["mesh=gpu_1"] if DEVICE == "cuda" else []), *overrides, f"model.path={folder}",
@@ -399,44 +436,41 @@ def write_checkpoint(config, folder: Path) -> Path:
 # ---------------------------------------------------------------- all together
 
 
-def vae_float32(case, overrides, column):
-    vae(case, overrides, column, "float32")
-
-
-def vae_bfloat16(case, overrides, column):
-    vae(case, overrides, column, "bfloat16")
-
-
-# part -> (function, columns it has)
-PARTS = {"text": (text, "abc"), "vae": (vae_float32, "ac"), "vae-bf16": (vae_bfloat16, "ac"), "correctness": (correctness, "c"),
-         "pipeline": (pipeline, "bc"), "floor": (floor, "c"), "transformer": (transformer, "abwc")}
+# part -> (function, whose processes run it)
+PARTS = {
+    "transformer": (transformer, ("peers", "ours")),
+    "floor": (floor, ("ours",)),
+    "whole": (whole, ("peers",)),
+    "vae": (vae, ("peers", "ours")),
+    "vae-bf16": (functools.partial(vae, dtype="bfloat16"), ("peers", "ours")),
+    "text": (text, ("peers", "ours")),
+    "correctness": (correctness, ("ours",)),
+    "pipeline": (pipeline, ("peers",)),  # starts processes for both
+}
 ALL_SIZES = ("transformer", "floor")  # the others with the first case alone
 
 
-def measurements(options, cases):
-    """Every (part, case, column) asked for, ours right after the peers'."""
-    for part in options.only:
-        for case in list(cases)[: None if part in ALL_SIZES else 1]:
-            for column in PARTS[part][1]:
-                if column in options.columns and (column in "c" or DEVICE == "cuda" or column == "a"):
-                    if part == "transformer" and column in "aw" and case not in options.extra:
-                        skipped.append(f"transformer {case} ({column}): not in --extra")
-                    else:
-                        yield part, case, column
+def measure(side, cases, options):
+    """Everything that belongs to one side, in this process. The file holds what there is after each part."""
+    for part in (part for part in options.only if side in PARTS[part][1]):
+        for case, overrides in list(cases.items())[: None if part in ALL_SIZES else 1]:
+            try:
+                PARTS[part][0](case, [*overrides, *options.set], side, options)
+            except Exception as error:  # the other parts' figures are worth having
+                skipped.append(f"{part} {case} ({side}): {type(error).__name__}: {' '.join(str(error).split())[:600]}")
+            free()
+            Path(options.json).write_text(json.dumps({"rows": rows, "skipped": skipped}))
 
 
-def in_a_process(part, case, column, options):
-    """Measure one thing in a process of its own and take over its rows."""
+def measure_in_a_process(side):
+    """The same command in a process of its own; its rows are taken over, also if it dies."""
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "result.json"
-        what = ["--smoke"] if options.smoke else ["--cases", case]
-        command = [sys.executable, __file__, "--here", "--only", part, "--columns", column, *what, "--json", str(result)]
-        done = subprocess.run([*command, "--extra", *options.extra, "--set", *options.set])
-        if done.returncode == 0 and result.exists():
-            found = json.loads(result.read_text())
-            rows.extend(found["rows"]), skipped.extend(found["skipped"])
-        else:
-            skipped.append(f"{part} {case} ({column}): exit status {done.returncode}")
+        status = subprocess.run([sys.executable, *sys.argv, "--side", side, "--json", str(result)]).returncode
+        found = json.loads(result.read_text()) if result.exists() else {"rows": [], "skipped": []}
+        rows.extend(found["rows"]), skipped.extend(found["skipped"])
+        if status:
+            skipped.append(f"what {side} had left: exit status {status}")
 
 
 def ratios():
@@ -456,34 +490,27 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--columns", default="abwc", help="which of a, b, w, c; default all")
-    parser.add_argument("--extra", nargs="*", choices=CASES, default=["1.3b-480p"], help="cases to time the transformer in columns (a) and (w) too")
-    parser.add_argument("--set", nargs="*", default=[], help="overrides for the project's configs, e.g. compile.xla_flags=[...]")
+    parser.add_argument("--eager", nargs="*", choices=CASES, default=["1.3b-480p"], help="cases to time the transformer in column (a) too")
+    parser.add_argument("--set", nargs="*", default=[], help="overrides for the project's configs, e.g. attention=cudnn")
     parser.add_argument("--smoke", action="store_true", help="small shapes of the demo model")
     parser.add_argument("--json", help="also write the rows here")
-    parser.add_argument("--here", action="store_true", help="measure in this process: one part, case and column")
+    parser.add_argument("--side", choices=("peers", "ours"), help="measure one side, in this process; --json is needed")
     options = parser.parse_args()
     cases = {"smoke": SMOKE} if options.smoke else {name: CASES[name] for name in options.cases}
     torch.backends.cudnn.benchmark = True
+    if options.side:
+        return measure(options.side, cases, options)
     versions = {name: version(name) for name in ("torch", "diffusers", "transformers", "jax")}
-    device = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
-    if not options.here:
-        print(f"{device}; {', '.join(f'{name} {number}' for name, number in versions.items())}; {time.strftime('%Y-%m-%d')}", flush=True)
-    for part, case, column in measurements(options, cases):
-        if not options.here:
-            in_a_process(part, case, column, options)
-            continue
-        try:
-            PARTS[part][0](case, [*cases[case], *options.set], column)
-        except Exception as error:  # the other parts' figures are worth having
-            skipped.append(f"{part} {case} ({column}): {type(error).__name__}: {' '.join(str(error).split())[:600]}")
-    result = {"device": device, "date": time.strftime("%Y-%m-%d"), "versions": versions, "rows": rows, "ratios": ratios(), "skipped": skipped}
+    device, today = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU", time.strftime("%Y-%m-%d")
+    print(f"{device}; {', '.join(f'{name} {number}' for name, number in versions.items())}; {today}", flush=True)
+    for side in ("peers", "ours"):
+        measure_in_a_process(side)
+    print("ratio, the faster of (a) and (b) over (c):", *(f"{name:34} {value}" for name, value in ratios().items()), sep="\n  ")
+    print("skipped:", *(skipped or ["nothing"]), sep="\n  ")
+    result = {"device": device, "date": today, "versions": versions, "rows": rows, "ratios": ratios(), "skipped": skipped}
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
-    if not options.here:
-        print("ratio, the fastest of (a), (b), (w) over (c):", *(f"{name:34} {value}" for name, value in ratios().items()), sep="\n  ")
-        print("skipped:", *(skipped or ["nothing"]), sep="\n  ")
-        print(json.dumps(result))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":
