@@ -77,7 +77,7 @@ def repeats_for(config) -> int:
     """Fewer where a step takes long: about half a minute a case."""
     size = config.resolution
     work = size.height * size.width * config.model.architecture.transformer.num_layers
-    return 1 if work > 30e6 else 3 if work > 15e6 else 5
+    return 1 if work > 30e6 else 2 if work > 15e6 else 5
 
 
 def record(what, case, column, seconds, compile_seconds=None, peak_gib=None):
@@ -117,37 +117,52 @@ def random_module(make, dtype):
 
 
 def transformer_module(config):
-    architecture, dtype = OmegaConf.to_container(config.model.architecture.transformer), getattr(torch, config.model.dtype.transformer)
-    return random_module(lambda: diffusers.WanTransformer3DModel(**architecture), dtype), dtype
+    architecture = OmegaConf.to_container(config.model.architecture.transformer)
+    return random_module(lambda: diffusers.WanTransformer3DModel(**architecture), getattr(torch, config.model.dtype.transformer))
+
+
+def vae_module(config):
+    architecture = OmegaConf.to_container(config.model.architecture.vae)
+    return random_module(lambda: diffusers.AutoencoderKLWan(**architecture), getattr(torch, config.model.dtype.vae))
+
+
+def text_module(config):
+    settings = transformers.UMT5Config(**OmegaConf.to_container(config.model.architecture.text_encoder))
+    return random_module(lambda: transformers.UMT5EncoderModel(settings), getattr(torch, config.model.dtype.text_encoder))
 
 
 def hand_over(stage, module):
-    """A stage's arrays from a torch module's weights, on the device; the module is left without them."""
+    """A stage's arrays from a torch module's weights, on the device."""
     import jax
 
     weights = dict(module.named_parameters())
     if "encoder.embed_tokens.weight" in weights:
         weights["shared.weight"] = weights["encoder.embed_tokens.weight"]
-    stage.arrays = {}
+    arrays = {}
     for name, tensor in stage.tensors.items():
         if not tensor.sources:
-            stage.arrays[name] = jax.device_put(tensor.value, tensor.sharding)
+            arrays[name] = jax.device_put(tensor.value, tensor.sharding)
             continue
         parts = [weights[source].data for source in tensor.sources]
         whole = torch.stack(parts) if tensor.stacked else parts[0]
         array = jax.numpy.from_dlpack(whole.to(getattr(torch, str(tensor.dtype))).contiguous())
-        stage.arrays[name] = jax.device_put(jax.numpy.copy(array), tensor.sharding).block_until_ready()
+        arrays[name] = jax.device_put(jax.numpy.copy(array), tensor.sharding).block_until_ready()
+    return arrays
 
 
-def build(config, name, module):
-    """A compiled stage on a torch module's weights: (stage, compile seconds, peak GiB by XLA's own account)."""
+def build(config, name, make, arrays=None):
+    """A compiled stage on the weights of the torch module that `make(config)` gives, or on arrays made before.
+
+    Returns (stage, compile seconds, peak GiB by XLA's own account).
+    """
     mesh = run.start_jax(config)
     import stages
 
     stage = stages.BUILDERS[name](config, mesh)
     report = []
     with stages.compiling({name: stage}, lambda *row: report.append(row)):
-        hand_over(stage, module)
+        stage.arrays = arrays or hand_over(stage, make(config))
+        free()
         for future in stage.compiled.values():
             future.result()
     peak = max((m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes) / 2**30 for *_, m in report)
@@ -159,10 +174,7 @@ def build(config, name, module):
 
 def transformer(case, overrides, side, options):
     if side == "ours":
-        for what, changed in (("transformer forward", ["guidance_scale=1"]), ("guided step", [])):
-            project_step(what, case, configure(*overrides, *changed))
-            free()
-        return
+        return project_steps(case, overrides)
     config = configure(*overrides)
     if case in options.eager:
         peer_steps(case, config, "a")
@@ -178,13 +190,13 @@ def whole(case, overrides, side, options):
     if DEVICE == "cuda":
         config = configure(*overrides, "model.architecture.transformer.num_layers=6")
         for column in ("b", "w"):
-            peer_steps(f"{case}, 6 layers", config, column)
+            peer_steps(f"{case}, 6 layers", config, column, guided=False)
             free()
 
 
-def peer_steps(case, config, column):
+def peer_steps(case, config, column, guided=True):
     """Time diffusers' forward and its step with guidance, which is two forwards and the scheduler."""
-    model, dtype = transformer_module(config)
+    model, dtype = transformer_module(config), getattr(torch, config.model.dtype.transformer)
     latents, texts = random_inputs(config, dtype)
     timestep = torch.tensor([500.0], device=DEVICE)
     if column != "a":
@@ -207,8 +219,9 @@ def peer_steps(case, config, column):
     torch_peak()
     seconds, first = median_seconds(forward, repeats_for(config))
     record("transformer forward", case, column, seconds, None if column == "a" else first - seconds, torch_peak())
-    seconds, _ = median_seconds(guided_step, repeats_for(config), warm_up=0)  # the forwards were its warm-up
-    record("guided step", case, column, seconds, None, torch_peak())
+    if guided:
+        seconds, _ = median_seconds(guided_step, repeats_for(config), warm_up=0)  # the forwards were its warm-up
+        record("guided step", case, column, seconds, None, torch_peak())
 
 
 def latent_shape(config):
@@ -223,22 +236,25 @@ def random_inputs(config, dtype):
     return latents, torch.randn(2, 1, config.model.text_tokens, config.model.architecture.transformer.text_dim, device=DEVICE, dtype=dtype)
 
 
-def project_step(what, case, config):
-    model, dtype = transformer_module(config)
-    stage, compile_seconds, peak = build(config, "denoise", model)
-    import stages
+def project_steps(case, overrides):
+    """Time the step program without and with guidance, both on the same weights."""
+    arrays = None
+    for what, changed in (("transformer forward", ["guidance_scale=1"]), ("guided step", [])):
+        config = configure(*overrides, *changed)
+        stage, compile_seconds, peak = build(config, "denoise", transformer_module, arrays)
+        arrays = stage.arrays
+        import stages
 
-    values = step_values(config, *random_inputs(config, dtype))
-    del model
-    state, *rest = stages.put(stage, "step", values)
-    state = [state]
+        values = step_values(config, *random_inputs(config, getattr(torch, config.model.dtype.transformer)))
+        state, *rest = stages.put(stage, "step", values)
+        state = [state]
 
-    def call():
-        state[0], finite, _ = stage("step", state[0], *rest)
-        return bool(finite)
+        def call(stage=stage, state=state, rest=rest):
+            state[0], finite, _ = stage("step", state[0], *rest)
+            return bool(finite)
 
-    seconds, _ = median_seconds(call, repeats_for(config))
-    record(what, case, "c", seconds, compile_seconds, peak)
+        seconds, _ = median_seconds(call, repeats_for(config))
+        record(what, case, "c", seconds, compile_seconds, peak)
 
 
 def step_values(config, latents, texts, row=None):
@@ -300,9 +316,9 @@ def floor(case, overrides, side, options):
 def correctness(case, overrides, side, options):
     """Relative error of the velocity against torch in float32: ours and diffusers', both in the config's half precision."""
     config = configure(*overrides, "guidance_scale=1", *(["resolution.frames=17"] if DEVICE == "cuda" else []))
-    model, dtype = transformer_module(config)
+    model, dtype = transformer_module(config), getattr(torch, config.model.dtype.transformer)
     latents, texts = random_inputs(config, dtype)
-    stage, _, _ = build(config, "denoise", model)
+    stage, _, _ = build(config, "denoise", lambda config: model)
     import stages
 
     slots = stages.scheduler_table(config)[1].shape[1]
@@ -323,17 +339,16 @@ def correctness(case, overrides, side, options):
 
 def vae(case, overrides, side, options, dtype="float32"):
     config = configure(*overrides, f"model.dtype.vae={dtype}")
-    architecture = OmegaConf.to_container(config.model.architecture.vae)
-    model = random_module(lambda: diffusers.AutoencoderKLWan(**architecture), getattr(torch, dtype))
     torch.manual_seed(1)
     latents = torch.randn(latent_shape(config), device=DEVICE, dtype=getattr(torch, dtype))
     if side == "ours":
-        stage, compile_seconds, peak = build(config, "decode", model)
+        stage, compile_seconds, peak = build(config, "decode", vae_module)
         import stages
 
         values = latents.float().cpu().numpy()
         seconds, _ = median_seconds(lambda: stages.run_decode(stage, config, values, lambda count: None), 3)
         return record(f"VAE decode {dtype}", case, "c", seconds, compile_seconds, peak)
+    model = vae_module(config)
     torch_peak()
     with torch.no_grad():
         seconds, _ = median_seconds(lambda: model.decode(latents).sample, 3)
@@ -342,17 +357,16 @@ def vae(case, overrides, side, options, dtype="float32"):
 
 def text(case, overrides, side, options):
     config = configure(*overrides)
-    settings = transformers.UMT5Config(**OmegaConf.to_container(config.model.architecture.text_encoder))
-    model = random_module(lambda: transformers.UMT5EncoderModel(settings), getattr(torch, config.model.dtype.text_encoder))
     tokens = torch.randint(3, 600, (2, config.model.text_tokens), device=DEVICE)
     mask = torch.ones_like(tokens)
     if side == "ours":
-        stage, compile_seconds, peak = build(config, "text", model)
+        stage, compile_seconds, peak = build(config, "text", text_module)
         import stages
 
         inputs = stages.put(stage, "encode", [tokens.cpu().numpy(), mask.cpu().numpy()])
         seconds, _ = median_seconds(lambda: stage("encode", *inputs).block_until_ready(), 10)
         return record("text encoder", case, "c", seconds, compile_seconds, peak)
+    model = text_module(config)
     for column in "ab" if DEVICE == "cuda" else "a":
         if column == "b":
             model.compile()
@@ -368,7 +382,8 @@ def text(case, overrides, side, options):
 PEER = """
 import sys, time, torch, diffusers
 folder, prompt, steps, began = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
-pipeline = diffusers.WanPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16).to("cuda")
+vae = diffusers.AutoencoderKLWan.from_pretrained(folder, subfolder="vae", torch_dtype=torch.float32)
+pipeline = diffusers.WanPipeline.from_pretrained(folder, vae=vae, torch_dtype=torch.bfloat16).to("cuda")
 pipeline.transformer.set_attention_backend("_native_cudnn")
 pipeline.transformer.compile_repeated_blocks(fullgraph=True)
 first = []
@@ -420,16 +435,9 @@ def project_pipeline(folder, scratch, overrides):
 
 def write_checkpoint(config, folder: Path) -> Path:
     """A whole pipeline of random weights in diffusers' layout, with the demo model's tokenizer and scheduler."""
-    architecture = OmegaConf.to_container(config.model.architecture)
-    settings = transformers.UMT5Config(**architecture["text_encoder"])
-    parts = {
-        "transformer": lambda: diffusers.WanTransformer3DModel(**architecture["transformer"]),
-        "text_encoder": lambda: transformers.UMT5EncoderModel(settings),
-        "vae": lambda: diffusers.AutoencoderKLWan(**architecture["vae"]),
-    }
     shutil.copytree(ROOT / "models/demo", folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    for name, make in parts.items():
-        random_module(make, torch.bfloat16).save_pretrained(folder / name)
+    for name, make in {"transformer": transformer_module, "text_encoder": text_module, "vae": vae_module}.items():
+        make(config).save_pretrained(folder / name)
     return folder
 
 
@@ -440,12 +448,12 @@ def write_checkpoint(config, folder: Path) -> Path:
 PARTS = {
     "transformer": (transformer, ("peers", "ours")),
     "floor": (floor, ("ours",)),
-    "whole": (whole, ("peers",)),
     "vae": (vae, ("peers", "ours")),
     "vae-bf16": (functools.partial(vae, dtype="bfloat16"), ("peers", "ours")),
     "text": (text, ("peers", "ours")),
     "correctness": (correctness, ("ours",)),
     "pipeline": (pipeline, ("peers",)),  # starts processes for both
+    "whole": (whole, ("peers",)),
 }
 ALL_SIZES = ("transformer", "floor")  # the others with the first case alone
 

@@ -25,31 +25,15 @@ TRUSTED_SUM = 2.0**100  # the fast kernel's largest row sum: well below overflow
 
 
 def attention(query, key, value, keys, head_dim, kernel):
-    """The fast kernel, and behind it the exact one for inputs on which the fast one reports a lost row.
-
-    The fast kernel rounds weights that may be far above one to the input's dtype, for which fp16 has no range.
-    """
-    def run(exact):
-        return call(query, key, value, keys, head_dim, kernel.block_kv, exact)
-
-    if query.dtype != jnp.bfloat16:
-        return run(exact=True)
-    out, log_sum = run(exact=False)
-    lost = ~jnp.all(jnp.isfinite(log_sum))
-    # A loop that runs at most once, not lax.cond: its result takes over the buffers it starts from, without a copy.
-    return lax.while_loop(lambda state: state[0], lambda state: (False, *run(exact=True)), (lost, out, log_sum))[1:]
-
-
-def call(query, key, value, keys, head_dim, block_kv, exact):
     """One Pallas call: a grid over batch, heads and, fastest, query tiles, so that a head's keys and values stay in L2."""
     batch, queries, width = query.shape
-    heads, tiles = width // head_dim, pl.cdiv(queries, GROUPS * ROWS)
+    heads, tiles, block_kv = width // head_dim, pl.cdiv(queries, GROUPS * ROWS), kernel.block_kv
     # Copies move tiles of 8 tokens, so only their number may overhang. Wan's token counts need no padding.
     query, key, value = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0))) for x in (query, key, value))
     swizzle = next(size for size in (128, 64, 32) if block_kv % (size // 2) == 0)  # in bytes; a product goes this deep at a time
     ring = partial(plgpu.SMEM, dtype=query.dtype, transforms=(plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)))
     out, log_sum = plgpu.kernel(
-        partial(body, keys=keys, exact=exact),
+        partial(body, keys=keys, fast=query.dtype == jnp.bfloat16),
         out_type=[
             jax.ShapeDtypeStruct(query.shape, query.dtype),
             jax.ShapeDtypeStruct((batch, heads, tiles * GROUPS * ROWS), jnp.float32),
@@ -59,61 +43,88 @@ def call(query, key, value, keys, head_dim, block_kv, exact):
             key_ring=ring((STAGES, block_kv, head_dim)),
             value_ring=ring((STAGES, block_kv, head_dim)),
             log_sum_tile=plgpu.SMEM((GROUPS, ROWS), jnp.float32),
+            total_tile=plgpu.SMEM((GROUPS, ROWS), jnp.float32),
+            largest_tile=plgpu.SMEM((GROUPS, ROWS), jnp.float32),
             query_ready=plgpu.Barrier(num_barriers=GROUPS),
             key_ready=plgpu.Barrier(num_barriers=STAGES),
             value_ready=plgpu.Barrier(num_barriers=STAGES),
             key_free=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
             value_free=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+            largest_ready=plgpu.Barrier(num_arrivals=GROUPS),
         ),
         grid=(batch, heads, tiles),
         grid_names=("batch", "head", "tile"),
         num_threads=GROUPS + 1,
         thread_name="group",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
-        kernel_name="hopper_exact" if exact else "hopper_fast",
+        kernel_name="hopper_attention",
     )(query, key, value)
     return out[:, :queries], log_sum[..., :queries]
 
 
-def body(query, key, value, out, log_sum, *, query_tile, key_ring, value_ring, log_sum_tile,
-         query_ready, key_ready, value_ready, key_free, value_free, keys, exact):
+def body(query, key, value, out, log_sum, *, query_tile, key_ring, value_ring, log_sum_tile, total_tile, largest_tile,
+         query_ready, key_ready, value_ready, key_free, value_free, largest_ready, keys, fast):
+    """A tile of queries. Fast first: the weights' reference is the maximum of the first block of keys, not a running one, which saves
+    the maxima and the corrections of all later blocks. A row whose later scores are so far above it that its weights come near
+    overflow shows in its total, and then the tile is computed again, exactly. fp16 has no range for such weights: exact at once."""
     _, block_kv, head_dim = key_ring.shape
-    steps = pl.cdiv(keys, block_kv)
     batch, head, group = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("group")
-    lanes = pl.ds(head * head_dim, head_dim)
+    lanes, steps = pl.ds(head * head_dim, head_dim), pl.cdiv(keys, block_kv)
 
-    @pl.when(group == GROUPS)
-    def fetch():
-        plgpu.set_max_registers(24, action="decrease")
+    def tell_largest(total):
+        """The largest total of a group's rows, in all of its row of `largest_tile`: only reductions along rows stay inside a warp."""
+        total_tile[group] = total
+        plgpu.commit_smem()
+        totals = plgpu.load(total_tile.at[group], (), layout=plgpu.Layout.WGMMA.reduce(0))
+        largest_tile[group] = jnp.max(lax.broadcast_in_dim(totals, (ROWS, ROWS), [1]), axis=1)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(largest_ready)
 
+    def lost():
+        plgpu.barrier_wait(largest_ready)
+        return ~((largest_tile[0, 0] < TRUSTED_SUM) & (largest_tile[1, 0] < TRUSTED_SUM))
+
+    def fetch_all(again=False):
         @pl.loop(0, steps)
         def fetch_blocks(step):
             slot, tokens = lax.rem(step, STAGES), pl.ds(step * block_kv, block_kv)
 
             def fetch_block(array, ring, ready, free):
-                pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(free.at[slot]))
+                pl.when(again or step >= STAGES)(lambda: plgpu.barrier_wait(free.at[slot]))
                 plgpu.copy_gmem_to_smem(array.at[batch, tokens, lanes], ring.at[slot], ready.at[slot])
 
             fetch_block(key, key_ring, key_ready, key_free)
             fetch_block(value, value_ring, value_ready, value_free)
 
-    @pl.when(group < GROUPS)
-    def compute():
-        plgpu.set_max_registers(240, action="increase")
+    def compute(exact):
         rows = pl.ds((lax.axis_index("tile") * GROUPS + group) * ROWS, ROWS)
         own_query, own_log_sum = query_tile.at[group], log_sum_tile.at[group]
         plgpu.copy_gmem_to_smem(query.at[batch, rows, lanes], own_query, query_ready.at[group])
         plgpu.barrier_wait(query_ready.at[group])
-
         attend = partial(attend_rows, own_query, key_ring, value_ring, key_ready, value_ready, key_free, value_free, keys, exact)
         sums, maximum, total = pl.run_scoped(attend, plgpu.ACC((ROWS, head_dim), jnp.float32))
-        result = maximum / LOG2_E + jnp.log(total)
-        own_log_sum[...] = result if exact else jnp.where(total < TRUSTED_SUM, result, jnp.nan)
+        own_log_sum[...] = maximum / LOG2_E + jnp.log(total)
         own_query[...] = (sums / along(total, sums.shape)).astype(out.dtype)
         plgpu.commit_smem()
+        if not exact:
+            tell_largest(total)
         plgpu.copy_smem_to_gmem(own_query, out.at[batch, rows, lanes])
         plgpu.copy_smem_to_gmem(own_log_sum, log_sum.at[batch, head, rows])
         plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(group == GROUPS)
+    def fetching_group():
+        plgpu.set_max_registers(24, action="decrease")
+        fetch_all()
+        if fast:
+            pl.when(lost())(partial(fetch_all, again=True))
+
+    @pl.when(group < GROUPS)
+    def computing_groups():
+        plgpu.set_max_registers(240, action="increase")
+        compute(exact=not fast)
+        if fast:
+            pl.when(lost())(partial(compute, exact=True))
 
 
 def attend_rows(query, key_ring, value_ring, key_ready, value_ready, key_free, value_free, keys, exact, sums):
@@ -182,7 +193,9 @@ def attend_rows(query, key_ring, value_ring, key_ready, value_ready, key_free, v
         state = step(jnp.int32(steps - 1), state, last=True)
     weights, maximum, total = state
     multiply_values(weights, (steps - 1) % STAGES)
-    return sums[...], maximum, total
+    result = sums[...]
+    plgpu.barrier_arrive(value_free.at[(steps - 1) % STAGES])
+    return result, maximum, total
 
 
 def row(value):
