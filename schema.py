@@ -261,6 +261,11 @@ def kernel_problems(kernel: Kernel, head_dim: int):
         yield from hopper_problems(kernel)
 
 
+def takes_dtype(kernel: str, dtype: str) -> bool:
+    """Only xla takes float32; the Hopper kernel's weights may be larger than float16 holds."""
+    return kernel in ("auto", "xla") or dtype == "bfloat16" or (dtype == "float16" and kernel != "hopper")
+
+
 def unserved(kernel: Kernel, head_dim: int):
     """What a kernel cannot do at all, whatever its blocks."""
     if kernel.kernel == "cudnn" and kernel.window is not None:
@@ -401,7 +406,7 @@ def kernel_dtype_problems(config: Config):
     dtype = config.model.dtype["transformer"]
     for part in ("self", "cross"):
         kernel = config.attention[part].kernel
-        if kernel in ("splash", "hopper", "cudnn") and dtype == "float32":
+        if not takes_dtype(kernel, dtype):
             yield f"attention.{part}.kernel={kernel}: takes bfloat16, and model.dtype.transformer={dtype}; set that to bfloat16, or use kernel=xla"
 
 

@@ -165,7 +165,7 @@ def choose(part, name, devices, found, device, dtype, head_dim):
     if found is None:
         raise schema.ConfigError(f"attention=auto: nothing in attention.devices for {device.device_kind!r}; has {', '.join(devices)}")
     kernel = read_kernel(found, name, part)
-    if jnp.dtype(dtype).itemsize != 2 or list(schema.unserved(kernel, head_dim)):
+    if not schema.takes_dtype(kernel.kernel, str(dtype)) or list(schema.unserved(kernel, head_dim)):
         kernel = read_kernel("xla", name, part)
     problems = list(schema.kernel_problems(kernel, head_dim))
     if problems:

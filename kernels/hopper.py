@@ -1,4 +1,4 @@
-"""Full attention for NVIDIA Hopper in Pallas (Mosaic GPU): forward, bf16 or fp16 in and out, float32 in between.
+"""Full attention for NVIDIA Hopper in Pallas (Mosaic GPU): forward, bf16 in and out, float32 in between.
 
     out, log_sum = attention(query, key, value, keys, head_dim, kernel)
 
@@ -6,9 +6,11 @@
     log_sum     (batch, heads, queries) float32: log of the sum of exp(score), for merging with other keys
     keys        how many of the tokens count; the rest is padding, which must be finite
 
-A block of threads holds a tile of queries, 64 rows for each of its two compute warpgroups, and walks over all keys. A third
-warpgroup does nothing but fetch blocks of keys and values into rings of buffers in shared memory. The copies leave out what
-overhangs an array: zeros are read there and nothing is written.
+The fast kernel takes the maximum of a row's first block of keys as its weights' reference, not a running one: that saves the maxima
+and corrections of all later blocks. A row whose later scores are so far above it that its weights come near overflow is lost. Its
+log_sum says so, and the exact kernel, which otherwise ends at once, computes every row again with a running maximum.
+
+Copies leave out what overhangs an array: zeros are read there and nothing is written.
 """
 from functools import partial
 
@@ -18,22 +20,57 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-GROUPS, ROWS = 2, 64  # compute warpgroups of a block of threads, and the queries of each
+ROWS = 64  # queries of a warpgroup
+GROUPS = 2  # compute warpgroups of a block of threads in the fast kernel
 STAGES = 2  # buffers of a ring: one is filled while the other is used
+BLOCKS = 132  # blocks of threads of the exact kernel, one for each multiprocessor of an H200
 LOG2_E = 1.4426950408889634
 TRUSTED_SUM = 2.0**100  # the fast kernel's largest row sum: well below overflow, also of the sum times a value
 
 
 def attention(query, key, value, keys, head_dim, kernel):
-    """One Pallas call: a grid over batch, heads and, fastest, query tiles, so that a head's keys and values stay in L2."""
-    batch, queries, width = query.shape
-    heads, tiles, block_kv = width // head_dim, pl.cdiv(queries, GROUPS * ROWS), kernel.block_kv
+    queries = query.shape[1]
     # Copies move tiles of 8 tokens, so only their number may overhang. Wan's token counts need no padding.
     query, key, value = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0))) for x in (query, key, value))
-    swizzle = next(size for size in (128, 64, 32) if block_kv % (size // 2) == 0)  # in bytes; a product goes this deep at a time
-    ring = partial(plgpu.SMEM, dtype=query.dtype, transforms=(plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)))
-    out, log_sum = plgpu.kernel(
-        partial(body, keys=keys, fast=query.dtype == jnp.bfloat16),
+    out, log_sum = fast(query, key, value, keys, head_dim, kernel.block_kv)
+    lost = ~jnp.all(jnp.isfinite(log_sum))
+    out, log_sum = exact_if(lost, query, key, value, out, log_sum, keys, head_dim)
+    return out[:, :queries], log_sum[..., :queries]
+
+
+def tiles_for_products(dtype, swizzle=128):
+    """Shared memory as the tensor cores read it; `swizzle` is how many bytes deep a product goes at a time."""
+    return partial(plgpu.SMEM, dtype=dtype, transforms=(plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)))
+
+
+def masked(scores, first, keys):
+    """Scores of the keys from `first` on, those past the last key at minus infinity."""
+    column = first + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+    return jnp.where(column < keys, scores, -jnp.inf)
+
+
+def row(value):
+    """A value for each query, where the scores' row reductions live."""
+    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+
+
+def along(values, shape):
+    """One value for each query, repeated along its row."""
+    return lax.broadcast_in_dim(values, shape, [0])
+
+
+# ---------------------------------------------------------------- the fast kernel
+
+
+def fast(query, key, value, keys, head_dim, block_kv):
+    """A block of threads holds a tile of queries, a part for each of its compute warpgroups, and walks over all keys. One more warpgroup
+    does nothing but fetch blocks of keys and values into rings of buffers. In the grid query tiles are fastest, so that a head's keys and
+    values stay in L2."""
+    batch, queries, width = query.shape
+    heads, tiles = width // head_dim, pl.cdiv(queries, GROUPS * ROWS)
+    ring = tiles_for_products(query.dtype, next(size for size in (128, 64, 32) if block_kv % (size // 2) == 0))
+    return plgpu.kernel(
+        partial(fast_body, keys=keys),
         out_type=[
             jax.ShapeDtypeStruct(query.shape, query.dtype),
             jax.ShapeDtypeStruct((batch, heads, tiles * GROUPS * ROWS), jnp.float32),
@@ -43,92 +80,61 @@ def attention(query, key, value, keys, head_dim, kernel):
             key_ring=ring((STAGES, block_kv, head_dim)),
             value_ring=ring((STAGES, block_kv, head_dim)),
             log_sum_tile=plgpu.SMEM((GROUPS, ROWS), jnp.float32),
-            total_tile=plgpu.SMEM((GROUPS, ROWS), jnp.float32),
-            largest_tile=plgpu.SMEM((GROUPS, ROWS), jnp.float32),
             query_ready=plgpu.Barrier(num_barriers=GROUPS),
             key_ready=plgpu.Barrier(num_barriers=STAGES),
             value_ready=plgpu.Barrier(num_barriers=STAGES),
             key_free=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
             value_free=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
-            largest_ready=plgpu.Barrier(num_arrivals=GROUPS),
         ),
         grid=(batch, heads, tiles),
         grid_names=("batch", "head", "tile"),
         num_threads=GROUPS + 1,
         thread_name="group",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
-        kernel_name="hopper_attention",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="hopper_fast",
     )(query, key, value)
-    return out[:, :queries], log_sum[..., :queries]
 
 
-def body(query, key, value, out, log_sum, *, query_tile, key_ring, value_ring, log_sum_tile, total_tile, largest_tile,
-         query_ready, key_ready, value_ready, key_free, value_free, largest_ready, keys, fast):
-    """A tile of queries. Fast first: the weights' reference is the maximum of the first block of keys, not a running one, which saves
-    the maxima and the corrections of all later blocks. A row whose later scores are so far above it that its weights come near
-    overflow shows in its total, and then the tile is computed again, exactly. fp16 has no range for such weights: exact at once."""
+def fast_body(query, key, value, out, log_sum, *, query_tile, key_ring, value_ring, log_sum_tile,
+              query_ready, key_ready, value_ready, key_free, value_free, keys):
     _, block_kv, head_dim = key_ring.shape
     batch, head, group = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("group")
-    lanes, steps = pl.ds(head * head_dim, head_dim), pl.cdiv(keys, block_kv)
+    lanes = pl.ds(head * head_dim, head_dim)
 
-    def tell_largest(total):
-        """The largest total of a group's rows, in all of its row of `largest_tile`: only reductions along rows stay inside a warp."""
-        total_tile[group] = total
-        plgpu.commit_smem()
-        totals = plgpu.load(total_tile.at[group], (), layout=plgpu.Layout.WGMMA.reduce(0))
-        largest_tile[group] = jnp.max(lax.broadcast_in_dim(totals, (ROWS, ROWS), [1]), axis=1)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(largest_ready)
+    @pl.when(group == GROUPS)
+    def fetch():
+        plgpu.set_max_registers(24, action="decrease")
 
-    def lost():
-        plgpu.barrier_wait(largest_ready)
-        return ~((largest_tile[0, 0] < TRUSTED_SUM) & (largest_tile[1, 0] < TRUSTED_SUM))
-
-    def fetch_all(again=False):
-        @pl.loop(0, steps)
+        @pl.loop(0, pl.cdiv(keys, block_kv))
         def fetch_blocks(step):
             slot, tokens = lax.rem(step, STAGES), pl.ds(step * block_kv, block_kv)
 
             def fetch_block(array, ring, ready, free):
-                pl.when(again or step >= STAGES)(lambda: plgpu.barrier_wait(free.at[slot]))
+                pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(free.at[slot]))
                 plgpu.copy_gmem_to_smem(array.at[batch, tokens, lanes], ring.at[slot], ready.at[slot])
 
             fetch_block(key, key_ring, key_ready, key_free)
             fetch_block(value, value_ring, value_ready, value_free)
 
-    def compute(exact):
+    @pl.when(group < GROUPS)
+    def compute():
+        plgpu.set_max_registers(240, action="increase")
         rows = pl.ds((lax.axis_index("tile") * GROUPS + group) * ROWS, ROWS)
         own_query, own_log_sum = query_tile.at[group], log_sum_tile.at[group]
         plgpu.copy_gmem_to_smem(query.at[batch, rows, lanes], own_query, query_ready.at[group])
         plgpu.barrier_wait(query_ready.at[group])
-        attend = partial(attend_rows, own_query, key_ring, value_ring, key_ready, value_ready, key_free, value_free, keys, exact)
+        attend = partial(attend_fast, own_query, key_ring, value_ring, key_ready, value_ready, key_free, value_free, keys)
         sums, maximum, total = pl.run_scoped(attend, plgpu.ACC((ROWS, head_dim), jnp.float32))
-        own_log_sum[...] = maximum / LOG2_E + jnp.log(total)
+        own_log_sum[...] = jnp.where(total < TRUSTED_SUM, maximum / LOG2_E + jnp.log(total), jnp.nan)
         own_query[...] = (sums / along(total, sums.shape)).astype(out.dtype)
         plgpu.commit_smem()
-        if not exact:
-            tell_largest(total)
         plgpu.copy_smem_to_gmem(own_query, out.at[batch, rows, lanes])
         plgpu.copy_smem_to_gmem(own_log_sum, log_sum.at[batch, head, rows])
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(group == GROUPS)
-    def fetching_group():
-        plgpu.set_max_registers(24, action="decrease")
-        fetch_all()
-        if fast:
-            pl.when(lost())(partial(fetch_all, again=True))
 
-    @pl.when(group < GROUPS)
-    def computing_groups():
-        plgpu.set_max_registers(240, action="increase")
-        compute(exact=not fast)
-        if fast:
-            pl.when(lost())(partial(compute, exact=True))
-
-
-def attend_rows(query, key_ring, value_ring, key_ready, value_ready, key_free, value_free, keys, exact, sums):
-    """One warpgroup's rows over all key blocks: gives the weighted values, the maximum (times log2 e) and the weights' sum.
+def attend_fast(query, key_ring, value_ring, key_ready, value_ready, key_free, value_free, keys, sums):
+    """One warpgroup's rows over all key blocks: gives the weighted values, the reference (times log2 e) and the weights' sum.
 
     A step starts the score product of its block and the value product of the previous one, and takes the softmax while the
     second still runs. The compiler keeps to that order only because (a) the softmax ends in an optimization barrier, (b) the
@@ -145,46 +151,40 @@ def attend_rows(query, key_ring, value_ring, key_ready, value_ready, key_free, v
         plgpu.barrier_wait(value_ready.at[slot])
         plgpu.wgmma(sums, weights, value_ring.at[slot])
 
-    def softmax(scores, maximum, total, first, last):
-        if last and keys % block_kv:
-            column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-            scores = jnp.where(column < keys % block_kv, scores, -jnp.inf)
-        correction = None
-        if first or exact:
-            new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1) * scale)
-            correction = jnp.exp2(maximum - new_maximum)
-            maximum, total = new_maximum, total * correction
-        weights = jnp.exp2(scores * scale - along(maximum, scores.shape))
-        return lax.optimization_barrier((weights, maximum, total + jnp.sum(weights, axis=1), correction))
+    def real(scores, index):
+        """Only the last block can hold more than the keys."""
+        return masked(scores, (steps - 1) * block_kv, keys) if index == steps - 1 and keys % block_kv else scores
 
     def first_step(scores):
         plgpu.barrier_wait(key_ready.at[0])
         multiply_keys(scores, 0)
-        weights, maximum, total, _ = softmax(scores[...], row(-jnp.inf), row(0), True, steps == 1)
+        values = real(scores[...], 0)
+        maximum = jnp.max(values, axis=1) * scale
+        weights = jnp.exp2(values * scale - along(maximum, values.shape))
+        weights, total = lax.optimization_barrier((weights, jnp.sum(weights, axis=1)))
         plgpu.barrier_arrive(key_free.at[0])
         if steps > 1:
             plgpu.barrier_wait(key_ready.at[1])
         return weights.astype(dtype), maximum, total
 
     def step(index, state, last=False):
-        weights, old_maximum, old_total = state
+        weights, maximum, old_total = state
         slot, previous = lax.rem(index, STAGES), lax.rem(index - 1, STAGES)
 
         def overlapped(scores):
             multiply_keys(scores, slot)
             multiply_values(weights, previous)
-            values = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            values = real(plgpu.wgmma_accumulator_load(scores, wait_n=1), steps - 1 if last else None)
             plgpu.barrier_arrive(key_free.at[slot])
-            results = softmax(values, old_maximum, old_total, False, last)
+            weights_now = jnp.exp2(values * scale - along(maximum, values.shape))
+            results = lax.optimization_barrier((weights_now, old_total + jnp.sum(weights_now, axis=1)))
             if not last:
                 plgpu.barrier_wait(key_ready.at[lax.rem(index + 1, STAGES)])
             return results
 
-        new_weights, maximum, total, correction = pl.run_scoped(overlapped, plgpu.ACC((ROWS, block_kv), jnp.float32))
-        held = plgpu.wgmma_accumulator_load(sums)
+        new_weights, total = pl.run_scoped(overlapped, plgpu.ACC((ROWS, block_kv), jnp.float32))
+        plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(value_free.at[previous])
-        if exact:
-            sums[...] = held * along(correction, held.shape)
         return new_weights.astype(dtype), maximum, total
 
     state = pl.run_scoped(first_step, plgpu.ACC((ROWS, block_kv), jnp.float32))
@@ -193,16 +193,77 @@ def attend_rows(query, key_ring, value_ring, key_ready, value_ready, key_free, v
         state = step(jnp.int32(steps - 1), state, last=True)
     weights, maximum, total = state
     multiply_values(weights, (steps - 1) % STAGES)
-    result = sums[...]
-    plgpu.barrier_arrive(value_free.at[(steps - 1) % STAGES])
-    return result, maximum, total
+    return sums[...], maximum, total
 
 
-def row(value):
-    """A value for each query, where the scores' row reductions live."""
-    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+# ---------------------------------------------------------------- the exact kernel
 
 
-def along(values, shape):
-    """One value for each query, repeated along its row."""
-    return lax.broadcast_in_dim(values, shape, [0])
+def exact_if(lost, query, key, value, out, log_sum, keys, head_dim):
+    """Where `lost` is true, attention with a running maximum in place of `out` and `log_sum`; else those, and the kernel ends at once.
+
+    The device decides, not lax.cond: for that XLA asks the host, in every transformer block. Simple rather than fast: one warpgroup
+    takes one tile after the other, and fetches a block of keys and values when it needs it.
+    """
+    block_kv, tile = 128, tiles_for_products(query.dtype)
+    scratch = dict(
+        query_tile=tile((ROWS, head_dim)),
+        key_tile=tile((block_kv, head_dim)),
+        value_tile=tile((block_kv, head_dim)),
+        log_sum_tile=plgpu.SMEM((ROWS,), jnp.float32),
+        ready=plgpu.Barrier(),
+    )
+    out, log_sum = jax.new_ref(out), jax.new_ref(log_sum)
+    pl.kernel(  # plgpu.kernel of jax 0.10.2 takes no arrays to change in place
+        lambda *refs: pl.run_scoped(partial(exact_body, *refs, keys=keys, head_dim=head_dim), **scratch),
+        mesh=plgpu.Mesh(grid=(BLOCKS,), grid_names=("block",)),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        name="hopper_exact",
+    )(lost.astype(jnp.int32)[None], query, key, value, out, log_sum)
+    return jax.freeze(out), jax.freeze(log_sum)
+
+
+def exact_body(lost, query, key, value, out, log_sum, *, query_tile, key_tile, value_tile, log_sum_tile, ready, keys, head_dim):
+    batch, queries, width = query.shape
+    heads, tiles, block_kv, scale = width // head_dim, pl.cdiv(queries, ROWS), key_tile.shape[0], head_dim**-0.5 * LOG2_E
+
+    def fetch(source, tile):
+        plgpu.copy_gmem_to_smem(source, tile, ready)
+        plgpu.barrier_wait(ready)
+
+    @pl.loop(lax.axis_index("block"), jnp.where(lost[0] > 0, batch * heads * tiles, 0), step=BLOCKS)
+    def one_tile(number):
+        index, head = number // (heads * tiles), number // tiles % heads
+        rows, lanes = pl.ds(number % tiles * ROWS, ROWS), pl.ds(head * head_dim, head_dim)
+        fetch(query.at[index, rows, lanes], query_tile)
+
+        def attend(sums):
+            def step(block, state):
+                maximum, total = state
+                tokens = pl.ds(block * block_kv, block_kv)
+                fetch(key.at[index, tokens, lanes], key_tile)
+                fetch(value.at[index, tokens, lanes], value_tile)
+
+                def multiply_keys(scores):
+                    plgpu.wgmma(scores, query_tile, key_tile.transpose((1, 0)))
+                    return scores[...]
+
+                scores = masked(pl.run_scoped(multiply_keys, plgpu.ACC((ROWS, block_kv), jnp.float32)), block * block_kv, keys)
+                new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1) * scale)
+                correction = jnp.exp2(maximum - new_maximum)
+                weights = jnp.exp2(scores * scale - along(new_maximum, scores.shape))
+                sums[...] = sums[...] * along(correction, sums.shape)
+                plgpu.wgmma(sums, weights.astype(query.dtype), value_tile)
+                plgpu.wgmma_wait(0)
+                return new_maximum, total * correction + jnp.sum(weights, axis=1)
+
+            maximum, total = lax.fori_loop(0, pl.cdiv(keys, block_kv), step, (row(-jnp.inf), row(0)))
+            return sums[...], maximum, total
+
+        sums, maximum, total = pl.run_scoped(attend, plgpu.ACC((ROWS, head_dim), jnp.float32))
+        log_sum_tile[...] = maximum / LOG2_E + jnp.log(total)
+        query_tile[...] = (sums / along(total, sums.shape)).astype(out.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(query_tile, out.at[index, rows, lanes])
+        plgpu.copy_smem_to_gmem(log_sum_tile, log_sum.at[index, head, rows])
+        plgpu.wait_smem_to_gmem(0)

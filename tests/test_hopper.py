@@ -1,0 +1,44 @@
+"""The Hopper kernel without a Hopper GPU: it lowers, it is chosen, wrong settings are refused. benchmarks/attention_gpu.py checks its numbers on one."""
+import jax
+import jax.numpy as jnp
+import pytest
+
+import schema
+from kernels import attention
+from tests.conftest import make_config
+
+HOPPER = schema.Kernel(kernel="hopper", block_q=128, block_kv=128)
+
+
+def lowered(tokens, heads, head_dim=128, keys=None):
+    array = jax.ShapeDtypeStruct((2, tokens, heads * head_dim), jnp.bfloat16)
+    attend = jax.jit(lambda *arrays: attention.attend_flat(*arrays, head_dim, HOPPER, keys=keys))
+    return attend.trace(array, array, array).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("tokens, heads, head_dim, keys", [
+    (32_760, 12, 128, None),  # 480p
+    (75_776, 2, 128, 75_600),  # padding behind the keys
+    (100, 2, 64, None),  # less than a block, and no multiple of 8
+])
+def test_it_lowers_to_two_kernels_and_no_branch_of_the_host(tokens, heads, head_dim, keys):
+    """The exact kernel is always started and decides for itself: lax.cond or a loop would have XLA ask the host."""
+    program = lowered(tokens, heads, head_dim, keys)
+    assert program.count("custom_call @mosaic_gpu") == 2
+    assert "stablehlo.while" not in program and "stablehlo.case" not in program and "stablehlo.if" not in program
+
+
+def test_the_exact_kernel_writes_over_the_fast_ones_results():
+    assert "output_operand_alias" in lowered(1024, 2)
+
+
+@pytest.mark.parametrize("overrides, message", [
+    (["attention=hopper", "model.dtype.transformer=float16"], "attention.self.kernel=hopper: takes bfloat16, and model.dtype.transformer=float16"),
+    (["attention=hopper", "attention.self.block_kv=256"], "attention.self.block_kv=256: more does not fit the registers; use 64, 96, 128, 160"),
+    (["attention=hopper", "attention.self.block_q=256"], "attention.self.block_q=256: the Hopper kernel's tile is 128 queries; set 128"),
+    (["attention=hopper", "attention.self.window=100"], "attention.self.window=100: the Hopper kernel has no windows"),
+])
+def test_what_it_cannot_do_is_refused(overrides, message):
+    with pytest.raises(schema.ConfigError) as error:
+        schema.validate(make_config("model=wan21_t2v_1_3b", "resolution=480p", "mesh=gpu_1", *overrides))
+    assert message in str(error.value)
