@@ -10,7 +10,7 @@ demo: .venv/ready
 	.venv/bin/python run.py
 
 test: lint
-	.venv/bin/python -m pytest -q --numprocesses 2 --dist loadfile --durations=10
+	.venv/bin/python -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations=10
 
 lint: .venv/ready
 	.venv/bin/ruff check .

@@ -56,9 +56,10 @@ rows, skipped = [], []
 
 
 def configure(*overrides):
-    """A config as `python run.py <overrides>` composes it."""
+    """A config as `python run.py <overrides>` composes it, without the cache of compiled programs."""
+    mesh = ["mesh=gpu_1"] if DEVICE == "cuda" else []
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return hydra.compose("config", commandline.rewrite([*(["mesh=gpu_1"] if DEVICE == "cuda" else []), *overrides]))
+        return hydra.compose("config", commandline.rewrite([*mesh, "compile.cache_dir=null", *overrides]))
 
 
 def median_seconds(call, repeats, warm_up=1):
