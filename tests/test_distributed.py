@@ -193,6 +193,10 @@ try:
     time.sleep(60)
 except KeyboardInterrupt:
     distributed.leave("was interrupted", 130)
+except Exception as error:  # as run.attempt: an interpreter that ends by itself may find the watcher's thread inside the store, and abort
+    print(error, flush=True)
+    distributed.regroup(str(error))
+    sys.exit(1)
 """
 
 
