@@ -221,7 +221,7 @@ class ScannedBlocks(torch.nn.Module):
 
     With `same_video`, all of the batch is one video at one time, and only the texts differ. Then the first block's
     self-attention, which no text has reached yet, is computed once for all: the block takes a batch of one and its
-    cross-attention spreads it. At 720p that is 1 % of a guided step.
+    cross-attention spreads it. That is 1 % of a guided step's arithmetic.
     """
 
     def __init__(self, block, gathered=None, multiple=1, same_video=False):

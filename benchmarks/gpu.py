@@ -1,6 +1,6 @@
 """This project against diffusers on one NVIDIA GPU: the same shapes, the same random weights, one run.
 
-    python benchmarks/gpu.py                                   # everything, about 13 minutes on an H200
+    python benchmarks/gpu.py                                   # everything
     python benchmarks/gpu.py --only transformer --cases 1.3b-480p
     python benchmarks/gpu.py --smoke                           # small shapes of the demo model, on any machine
 
@@ -47,6 +47,7 @@ CASES = {
 SMOKE = ["model=demo", "resolution.height=64", "resolution.width=64", "resolution.frames=5", "mesh=auto", "attention=auto",
          "+model.architecture.vae.latents_mean=[0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0]", "+model.architecture.vae.latents_std=[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1]"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MESH = ["mesh=gpu_1"] if DEVICE == "cuda" else []
 PROMPT = "a red circle moving to the right"
 STEPS = 4  # of the whole pipeline
 rows, skipped = [], []
@@ -57,9 +58,8 @@ rows, skipped = [], []
 
 def configure(*overrides):
     """A config as `python run.py <overrides>` composes it, without the cache of compiled programs."""
-    mesh = ["mesh=gpu_1"] if DEVICE == "cuda" else []
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return hydra.compose("config", commandline.rewrite([*mesh, "compile.cache_dir=null", *overrides]))
+        return hydra.compose("config", commandline.rewrite([*MESH, "compile.cache_dir=null", *overrides]))
 
 
 def median_seconds(call, repeats, warm_up=1):
@@ -262,7 +262,7 @@ def step_values(config, latents, texts, row=None):
     """What the step program takes, from torch tensors; `row` is the scheduler's coefficients, by default those of its first step."""
     import stages
 
-    timesteps, coefficients = stages.scheduler_table(config)
+    _, coefficients = stages.scheduler_table(config)
     state = numpy.zeros((coefficients.shape[1], *stages.latent_shape(config)), numpy.float32)
     state[0] = latents.cpu().numpy()
     embeddings = torch.cat(list(texts[: 2 if stages.guided(config) else 1])).float().cpu().numpy()
@@ -388,7 +388,7 @@ def text(case, overrides, side, options):
 
 PEER = """
 import sys, time, torch, diffusers
-folder, prompt, steps, began = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+folder, prompt, steps, height, width, frames, began = *sys.argv[1:3], *map(int, sys.argv[3:7]), float(sys.argv[7])
 vae = diffusers.AutoencoderKLWan.from_pretrained(folder, subfolder="vae", torch_dtype=torch.float32)
 pipeline = diffusers.WanPipeline.from_pretrained(folder, vae=vae, torch_dtype=torch.bfloat16).to("cuda")
 pipeline.transformer.set_attention_backend("_native_cudnn")
@@ -399,7 +399,8 @@ def after_step(pipeline, index, timestep, tensors):
         torch.cuda.synchronize()
         first.append(time.time() - began)
     return tensors
-pipeline(prompt, height=480, width=832, num_frames=81, num_inference_steps=steps, guidance_scale=5.0, output_type="np", callback_on_step_end=after_step)
+pipeline(prompt, height=height, width=width, num_frames=frames, num_inference_steps=steps, guidance_scale=5.0, output_type="np",
+         callback_on_step_end=after_step)
 print(first[0], time.time() - began)
 """
 
@@ -417,7 +418,8 @@ def pipeline(case, overrides, side, options):
 
 
 def peer_pipeline(folder, scratch, overrides):
-    command = [sys.executable, "-c", PEER, str(folder), PROMPT, str(STEPS), str(time.time())]
+    size = configure(*overrides).resolution
+    command = [sys.executable, "-c", PEER, str(folder), PROMPT, *map(str, (STEPS, size.height, size.width, size.frames, time.time()))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     if done.returncode:
         raise RuntimeError(done.stderr[-600:])
@@ -427,8 +429,8 @@ def peer_pipeline(folder, scratch, overrides):
 def project_pipeline(folder, scratch, overrides):
     """As the user runs it. What came after the first step is taken off the whole; saving embeddings and the process's end are not."""
     shutil.rmtree(scratch / "run", ignore_errors=True)
-    command = [sys.executable, "run.py", *(["mesh=gpu_1"] if DEVICE == "cuda" else []), *overrides, f"model.path={folder}",
-               f"steps={STEPS}", f"prompt={PROMPT}", f"hydra.run.dir={scratch}/run", f"compile.cache_dir={scratch}/cache"]
+    command = [sys.executable, "run.py", *MESH, *overrides, f"model.path={folder}", f"steps={STEPS}", f"prompt={PROMPT}",
+               f"hydra.run.dir={scratch}/run", f"compile.cache_dir={scratch}/cache"]
     began = time.perf_counter()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     whole = time.perf_counter() - began
@@ -511,6 +513,8 @@ def main():
     parser.add_argument("--json", help="also write the rows here")
     parser.add_argument("--side", choices=("peers", "ours"), help="measure one side, in this process; --json is needed")
     options = parser.parse_args()
+    if options.side and not options.json:
+        parser.error("--side: say with --json where the rows go")
     cases = {"smoke": SMOKE} if options.smoke else {name: CASES[name] for name in options.cases}
     torch.backends.cudnn.benchmark = True
     if options.side:

@@ -151,14 +151,14 @@ def attend_fast(query, key_ring, value_ring, key_ready, value_ready, key_free, v
         plgpu.barrier_wait(value_ready.at[slot])
         plgpu.wgmma(sums, weights, value_ring.at[slot])
 
-    def real(scores, index):
+    def real(scores, last):
         """Only the last block can hold more than the keys."""
-        return masked(scores, (steps - 1) * block_kv, keys) if index == steps - 1 and keys % block_kv else scores
+        return masked(scores, (steps - 1) * block_kv, keys) if last and keys % block_kv else scores
 
     def first_step(scores):
         plgpu.barrier_wait(key_ready.at[0])
         multiply_keys(scores, 0)
-        values = real(scores[...], 0)
+        values = real(scores[...], steps == 1)
         maximum = jnp.max(values, axis=1) * scale
         weights = jnp.exp2(values * scale - along(maximum, values.shape))
         weights, total = lax.optimization_barrier((weights, jnp.sum(weights, axis=1)))
@@ -174,7 +174,7 @@ def attend_fast(query, key_ring, value_ring, key_ready, value_ready, key_free, v
         def overlapped(scores):
             multiply_keys(scores, slot)
             multiply_values(weights, previous)
-            values = real(plgpu.wgmma_accumulator_load(scores, wait_n=1), steps - 1 if last else None)
+            values = real(plgpu.wgmma_accumulator_load(scores, wait_n=1), last)
             plgpu.barrier_arrive(key_free.at[slot])
             weights_now = jnp.exp2(values * scale - along(maximum, values.shape))
             results = lax.optimization_barrier((weights_now, old_total + jnp.sum(weights_now, axis=1)))

@@ -80,6 +80,10 @@ def test_the_14b_at_720p_lowers_for_hardware_that_is_not_here(mesh, platform, ke
     if stage == "denoise":
         assert kernel in text, "self-attention runs in the chip's own kernel"
         assert "75600" in text
+    if stage == "denoise" and platform == "cuda":
+        kernels = [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
+        assert any("tensor<1x75600x5120xbf16>" in line for line in kernels), "the first self-attention is one for both prompts"
+        assert any("tensor<2x75600x5120xbf16>" in line for line in kernels)
 
 
 def test_tensor_parallel_puts_a_quarter_of_the_14b_on_each_chip():

@@ -133,6 +133,13 @@ def test_a_mesh_that_is_not_here_is_told():
         run.make_mesh(make_config("mesh=cpu_8", "mesh.devices=16", "mesh.axes.tp=8"))
 
 
+def test_the_meshs_flags_come_before_the_users(monkeypatch):
+    flags = {}
+    monkeypatch.setattr(run, "append_flags", lambda variable, given: flags.update({variable: list(given)}))
+    run.start_jax(make_config("mesh.xla_flags=[--first]", "compile.xla_flags=[--second]"))
+    assert flags["XLA_FLAGS"] == ["--first", "--second"]
+
+
 def test_ctrl_c_leaves_finished_stages_and_status_130(finished, tmp_path):
     cache = f"compile.cache_dir={finished[0].parent / 'jax-cache'}"
     process = subprocess.Popen(arguments(tmp_path, "steps=900", cache), cwd=ROOT, stderr=subprocess.PIPE, text=True)
