@@ -25,6 +25,7 @@ import commandline
 import distributed
 import jobs
 import schema
+import validation
 from commandline import sweep_folders
 
 log = logging.getLogger("wan")
@@ -89,7 +90,7 @@ def attempt(config, folder: Path, overrides: list[str]) -> float | None:
         config = records.take_over(config, overrides)
         if jobs.wanted(config):
             return make_all(config, folder, overrides)
-        schema.validate(config)
+        validation.validate(config)
         if config.sweep.resume and (before := distributed.from_first("done before", finished_before(config, folder))):
             return before
         return TASKS[config.task](config, folder, overrides)
@@ -339,7 +340,7 @@ def make_mesh(config):
         raise schema.ConfigError(f"mesh={mesh.name}: axes {sizes} over {needed} devices, and {found}; change mesh.axes or use mesh=auto")
     config.mesh.axes = {axis: rest if size == -1 else size for axis, size in mesh.axes.items()}
     config.mesh.devices = needed
-    schema.validate(config)  # again, now that every axis has a size
+    validation.validate(config)  # again, now that every axis has a size
     types = (jax.sharding.AxisType.Auto,) * len(mesh.axes)
     if hosts > 1:
         return jax.sharding.Mesh(distributed.arrange(devices, tuple(mesh.axes.values())), tuple(mesh.axes), axis_types=types)

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 import commandline
 import schema
 import stages
+import validation
 import weights
 from kernels.attention import attend_flat, resolve
 
@@ -29,7 +30,7 @@ log = logging.getLogger("wan")
 
 def search(config, mesh, folder: Path, bar, conf: Path = commandline.CONF) -> float:
     """Time every combination, write tune.json and the winner's config; returns the winner's seconds."""
-    lists = schema.search_lists(config)
+    lists = validation.search_lists(config)
     config = resolved(config, mesh)
     rows = []
     combinations = [dict(zip(lists, values)) for values in itertools.product(*lists.values())]
@@ -66,7 +67,7 @@ def try_one(config, mesh, values) -> dict:
     try:
         for key, value in values.items():
             OmegaConf.update(tried, key, value)
-        schema.validate(tried)
+        validation.validate(tried)
         seconds = median_seconds(program(tried, mesh, values), config.tune.repeats)
         return {"values": values, "seconds": seconds, "error": None}
     except Exception as error:

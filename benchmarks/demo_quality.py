@@ -44,7 +44,7 @@ def main() -> None:
     for name, overrides in VARIANTS.items():
         with tempfile.TemporaryDirectory() as folder:
             config = make_config(*overrides, *sys.argv[1:])
-            run.schema.validate(config)
+            run.validation.validate(config)
             run.generate(config, Path(folder))
             frames = load_file(Path(folder) / "decode.safetensors")["frames"].astype(float)
         reference = frames if reference is None else reference

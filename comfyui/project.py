@@ -83,13 +83,14 @@ def compose(overrides):
         import commandline
         import run  # noqa: F401 - it registers the schema, and sets Hydra's version for the process
         import schema
+        import validation
 
         try:
             with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
                 config = hydra.compose("config", commandline.rewrite(list(overrides)))
         except commandline.USER_ERRORS as error:
             raise schema.ConfigError(commandline.explain(error)) from error
-        schema.validate(config)
+        validation.validate(config)
         return config
 
 

@@ -14,6 +14,7 @@ from jax import lax
 from omegaconf import OmegaConf
 
 import schema
+import validation
 from kernels import parallel as schemes
 from kernels import splash
 from kernels.rotary import rotate
@@ -165,9 +166,9 @@ def choose(part, name, devices, found, device, dtype, head_dim):
     if found is None:
         raise schema.ConfigError(f"attention=auto: nothing in attention.devices for {device.device_kind!r}; has {', '.join(devices)}")
     kernel = read_kernel(found, name, part)
-    if not schema.takes_dtype(kernel.kernel, str(dtype)) or list(schema.unserved(kernel, head_dim)):
+    if not validation.takes_dtype(kernel.kernel, str(dtype)) or list(validation.unserved(kernel, head_dim)):
         kernel = read_kernel("xla", name, part)
-    problems = list(schema.kernel_problems(kernel, head_dim))
+    problems = list(validation.kernel_problems(kernel, head_dim))
     if problems:
         raise schema.ConfigError(f"conf/attention/{found}.yaml: {name}.{problems[0]}")
     return kernel

@@ -47,7 +47,7 @@ def generate(tmp_path, cache):
         path = tmp_path / folder
         path.mkdir()
         config = make_config(*SMALL, cache, *overrides)
-        run.schema.validate(config)
+        run.validation.validate(config)
         run.generate(config, path)
         return path
 

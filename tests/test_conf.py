@@ -9,8 +9,9 @@ import run
 import stages
 import weights
 from commandline import CONF, options
-from schema import COMPONENTS, validate
+from schema import COMPONENTS
 from tests.conftest import ROOT, make_config
+from validation import validate
 
 REAL = {"wan21_t2v_1_3b": 1.42e9, "wan21_t2v_14b": 14.29e9}
 GROUPS = ("model", "mesh", "distributed", "sharding", "resolution", "attention", "ops", "scheduler", "prompt")

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 import distributed
 import run
 import schema
+import validation
 from tests.conftest import FAST, ROOT, SMALL, make_config
 from tests.test_parity import psnr
 
@@ -272,7 +273,7 @@ def test_what_cannot_be_joined_is_told(overrides, message):
 )
 def test_settings_that_cannot_be_are_refused(overrides, message):
     with pytest.raises(schema.ConfigError, match=message):
-        schema.validate(make_config(*overrides))
+        validation.validate(make_config(*overrides))
 
 
 # ---------------------------------------------------------------- the order of devices

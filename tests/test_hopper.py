@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 import schema
+import validation
 from kernels import attention
 from tests.conftest import make_config
 
@@ -40,5 +41,5 @@ def test_the_exact_kernel_writes_over_the_fast_ones_results():
 ])
 def test_what_it_cannot_do_is_refused(overrides, message):
     with pytest.raises(schema.ConfigError) as error:
-        schema.validate(make_config("model=wan21_t2v_1_3b", "resolution=480p", "mesh=gpu_1", *overrides))
+        validation.validate(make_config("model=wan21_t2v_1_3b", "resolution=480p", "mesh=gpu_1", *overrides))
     assert message in str(error.value)

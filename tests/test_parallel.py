@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import schema
+import validation
 from kernels import attention
 
 QUICK = {"xla_backend_optimization_level": 0}  # each program is compiled once and run once
@@ -90,7 +91,7 @@ def test_a_window_survives_ulysses():
 
 
 def problems(head_count, axes, window=None, **named):
-    return schema.attention_problems(schema.Attention(self=replace(XLA, window=window), cross=XLA), head_count, 128, axes, schema.Parallel(**named))
+    return validation.attention_problems(schema.Attention(self=replace(XLA, window=window), cross=XLA), head_count, 128, axes, schema.Parallel(**named))
 
 
 def test_heads_that_do_not_divide_are_refused_with_what_works():

@@ -10,8 +10,9 @@ from diffusers import AutoencoderKLWan
 
 import patches
 from patches import interop, torchax
-from schema import ConfigError, validate
+from schema import ConfigError
 from tests.conftest import make_config
+from validation import validate
 
 # ---------------------------------------------------------------- lifetime
 

@@ -11,8 +11,9 @@ import compiler
 import plan
 import run
 import stages
-from schema import ConfigError, validate
+from schema import ConfigError
 from tests.conftest import make_config
+from validation import validate
 
 
 def make(folder, *overrides):

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 
 from commandline import CONF, options
 from distributed import flatten
-from schema import validate
 from tests.conftest import make_config
+from validation import validate
 
 GOLDEN = Path(__file__).parent / "golden"
 NOT_OF_THE_VIDEO = ("compile.cache_dir", "plan.", "tune.")  # of the machine, or of other tasks

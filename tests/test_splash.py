@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError
 
 import schema
+import validation
 from kernels import attention, splash
 
 QUICK = {"xla_backend_optimization_level": 0}  # each shape is compiled once and run once
@@ -206,7 +207,7 @@ def test_shipped_blocks_lower_for_their_tpu(name, part, keys):
 
 @pytest.mark.parametrize("name", ["auto", "xla", "cudnn", "hopper", *DEVICE_KINDS])
 def test_shipped_configs_are_sound(name):
-    assert schema.attention_problems(shipped(name), 40, 128, {}, schema.Parallel()) == []
+    assert validation.attention_problems(shipped(name), 40, 128, {}, schema.Parallel()) == []
 
 
 def test_an_unknown_key_is_refused():
@@ -226,7 +227,7 @@ def test_an_unknown_key_is_refused():
     ({"window": -1}, 128, "attention.self.window=-1"),
 ])
 def test_wrong_blocks_are_refused_with_the_way_out(change, head_dim, message):
-    problems = schema.attention_problems(schema.Attention(self=replace(SPLASH, **change), cross=XLA), 12, head_dim, {}, schema.Parallel())
+    problems = validation.attention_problems(schema.Attention(self=replace(SPLASH, **change), cross=XLA), 12, head_dim, {}, schema.Parallel())
     assert any(message in problem for problem in problems), problems
 
 

@@ -63,4 +63,4 @@ def test_nothing_that_runs_is_an_error(tmp_path, conf):
 @pytest.mark.parametrize("value, message", [("[]", "name at least one key"), ('["attention.blok=1"]', "no key attention.blok"), ('["steps"]', "needs values")])
 def test_bad_searches_are_told(value, message):
     with pytest.raises(ConfigError, match=message):
-        run.schema.validate(make_config("task=tune", f"tune.search={value}"))
+        run.validation.validate(make_config("task=tune", f"tune.search={value}"))
