@@ -8,10 +8,12 @@ compose → validate → mesh → build → compile (in a thread) → load → e
 """
 import contextlib
 import errno
+import importlib
 import logging
 import math
 import os
 import sys
+import threading
 import traceback
 import warnings
 from pathlib import Path
@@ -61,6 +63,9 @@ def main() -> None:
         if not sweep_folders.keys() & set(folder.parents):  # a list inside a sweep is in the sweep's report
             write_report(folder)
     distributed.finish()
+    for thread in threading.enumerate():
+        if thread.name == "imports":  # which would fail loudly in an interpreter that is shutting down
+            thread.join()
     failed = failures or any(next(folder.rglob("failure.json"), None) for folder, elsewhere in sweep_folders.items() if elsewhere)
     sys.exit(status or (1 if failed else 0))
 
@@ -178,7 +183,7 @@ def generate(config, folder: Path, overrides=()) -> float:
     distributed.agree("stages", {"prompts": prompts, "stages to run": wanted})
     with clock("start"):
         mesh = start_jax(config)
-        import engine  # brings in torch and diffusers: after the flags are set, and never for --help
+        import engine
         import plan as plans
     log.info("%s on %s", config.model.name, describe(mesh))
 
@@ -284,18 +289,25 @@ def find_checkpoint(config, stage: str) -> Path:
 
 
 def start_jax(config):
-    """Set the flags that must stand before JAX starts, then arrange its devices as the config's mesh."""
+    """Set the flags that must stand before JAX starts, then arrange its devices as the config's mesh.
+
+    A thread imports torch and diffusers meanwhile, which takes as long on some machines; --help and mistakes are told without.
+    """
     append_flags("XLA_FLAGS", [*config.mesh.xla_flags, *config.compile.xla_flags])
     append_flags("LIBTPU_INIT_ARGS", config.compile.libtpu_flags)
     import jax
 
+    threading.Thread(target=importlib.import_module, args=["engine"], name="imports").start()
     use_fake_devices(config)
     if config.compile.cache_dir is not None:
         jax.config.update("jax_compilation_cache_dir", config.compile.cache_dir)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_default_matmul_precision", config.compile.matmul_precision)
-    return make_mesh(config)
+    mesh = make_mesh(config)
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    jax.jit(lambda: jax.numpy.zeros(()), out_shardings=everywhere)().block_until_ready()  # the first program takes seconds on a GPU
+    return mesh
 
 
 def use_fake_devices(config) -> None:

@@ -3,16 +3,20 @@
     tensors = plan(module, table, mesh, "bfloat16", key)    # what goes where: pure, from shapes alone
     arrays = load(tensors, folder, progress)                # {name: jax.Array}
 
-Host memory never holds more than one tensor: each file is opened for one tensor, read, cast, sent to its devices
-and closed again (a mapped file counts as resident for as long as it stays open).
+Threads read a few tensors ahead of the one that is sent to the devices, and host memory never holds more than those.
+They read plainly, at the offsets that a file's header names: mapping a file for every tensor, as `safe_open` does, took
+longer than the reading, and keeping it mapped would keep in memory what was read.
 """
+import functools
+import json
+import math
 import re
-from collections import defaultdict
+from collections import defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
-import ml_dtypes
 import numpy
 import torch
 from safetensors import safe_open
@@ -21,6 +25,9 @@ from patches import ScannedBlocks, partition_spec, spec_problem
 from schema import ConfigError, nearest
 
 REPLICATED = "(replicated)"
+READERS = 4  # threads that read, each one tensor at a time
+# What safetensors calls the dtypes that weights come in, and numpy and torch alike.
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 
 
 @dataclass
@@ -141,8 +148,18 @@ def gib(count: float) -> float:
 # ---------------------------------------------------------------- loading
 
 
-def index(folder: Path) -> dict[str, tuple[Path, tuple]]:
-    """The safetensors file and the shape of each tensor of a component."""
+@dataclass
+class Stored:
+    """Where a tensor lies, and its dtype in safetensors' words."""
+
+    file: Path
+    dtype: str
+    shape: tuple
+    offset: int
+
+
+def index(folder: Path) -> dict[str, Stored]:
+    """Every tensor in a component's safetensors files."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         others = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt*"))
@@ -151,32 +168,52 @@ def index(folder: Path) -> dict[str, tuple[Path, tuple]]:
     found = {}
     for file in files:
         try:
-            with safe_open(file, framework="pt") as handle:
-                shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118 - it is no dict
+            tensors = read_header(file)
         except Exception as error:
             raise ConfigError(f"{file}: not a readable safetensors file ({error}); download it again") from error
-        twice = next(iter(found.keys() & shapes.keys()), None)
+        twice = next(iter(found.keys() & tensors.keys()), None)
         if twice is not None:
-            raise ConfigError(f"{folder}: {twice} is in {found[twice][0].name} and in {file.name}; keep one set of files")
-        found |= {name: (file, shape) for name, shape in shapes.items()}
+            raise ConfigError(f"{folder}: {twice} is in {found[twice].file.name} and in {file.name}; keep one set of files")
+        found |= tensors
     return found
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+    with safe_open(file, framework="pt"):  # raises where header and length do not agree
+        pass
+    with file.open("rb") as handle:
+        length = int.from_bytes(handle.read(8), "little")
+        header = json.loads(handle.read(length))
+    header.pop("__metadata__", None)
+    return {
+        name: Stored(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
 
 
 def load(tensors: dict[str, Tensor], folder: Path, progress, ignored=()) -> dict[str, jax.Array]:
     """Read every planned tensor from a component's folder to its devices. `progress` is told the bytes as they arrive."""
     files = index(folder)
     check_names(tensors, files, folder, ignored)
-    arrays = {}
+    jobs = [(files[source], tensor.dtype, layer_sharding(tensor)) for tensor in tensors.values() for source in tensor.sources]
+    layers, arrays = read_ahead(jobs), {}
     for name, tensor in tensors.items():
         if not tensor.sources:
             arrays[name] = put(tensor.value, tensor.sharding)
         elif tensor.stacked:
-            arrays[name] = read_stack(files, tensor)
+            arrays[name] = stack(tensor, layers)
         else:
-            arrays[name] = read(files, tensor.sources[0], tensor.dtype, tensor.sharding)
+            arrays[name] = send(tensor.shape, tensor.sharding, next(layers))
         jax.block_until_ready(arrays[name])
         progress(tensor.bytes)
     return arrays
+
+
+def layer_sharding(tensor: Tensor):
+    """How one of an array's sources lies on the devices."""
+    if not tensor.stacked:
+        return tensor.sharding
+    return jax.sharding.NamedSharding(tensor.sharding.mesh, jax.sharding.PartitionSpec(*tensor.sharding.spec[1:]))
 
 
 def check_names(tensors, files, folder, ignored):
@@ -189,30 +226,67 @@ def check_names(tensors, files, folder, ignored):
     missing = [name for name in wanted if name not in files]
     problems = [f"missing: {name}" for name in missing] + [f"unexpected: {name}" for name in unexpected]
     for name in wanted.keys() & files.keys():
-        shape = files[name][1]
-        if shape != wanted[name]:
-            problems.append(f"{name}: shape {shape} in the checkpoint, {wanted[name]} in the model")
+        stored = files[name]
+        if stored.shape != wanted[name]:
+            problems.append(f"{name}: shape {stored.shape} in the checkpoint, {wanted[name]} in the model")
+        if stored.dtype not in DTYPES:
+            problems.append(f"{name}: stored as {stored.dtype}, which is none of {', '.join(DTYPES)}")
     if problems:
         shown = problems[:20] + ([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])
         raise ConfigError(f"{folder} does not hold this model's weights:\n" + "\n".join(f"  - {line}" for line in shown))
 
 
-def read(files, name, dtype, sharding) -> jax.Array:
-    """One tensor, each device's part read for that device alone."""
-    file, shape = files[name]
-    with safe_open(file, framework="pt") as handle:
-        stored = handle.get_slice(name)
-        return jax.make_array_from_callback(shape, sharding, lambda part: to_numpy(stored[part], dtype))
+def read_ahead(jobs):
+    """What `read` gives for each job, in their order, the next ones being read meanwhile."""
+    with ThreadPoolExecutor(READERS) as pool:
+        reading = deque()
+        for job in jobs:
+            reading.append(pool.submit(read, *job))
+            if len(reading) == READERS:
+                yield reading.popleft().result()
+        while reading:
+            yield reading.popleft().result()
 
 
-def read_stack(files, tensor: Tensor) -> jax.Array:
+def read(stored: Stored, dtype, sharding) -> dict[str, numpy.ndarray]:
+    """The parts of a tensor that this process's devices hold, by where they lie in it. Rows are read once for all parts that share them."""
+    rows, parts = {}, {}
+    for part in sharding.addressable_devices_indices_map(stored.shape).values():
+        first, last, _ = part[0].indices(stored.shape[0])
+        if (first, last) not in rows:
+            rows[first, last] = read_rows(stored, first, last, dtype)
+        parts[str(part)] = rows[first, last][(slice(None), *part[1:])]
+    return parts
+
+
+def read_rows(stored: Stored, first: int, last: int, dtype: str) -> numpy.ndarray:
+    """Some rows in the wanted dtype. All memory is numpy's: torch's may keep what another thread frees."""
+    shape, kind = (last - first, *stored.shape[1:]), numpy.dtype(DTYPES[stored.dtype])
+    offset = stored.offset + first * math.prod(stored.shape[1:]) * kind.itemsize
+    found = numpy.fromfile(stored.file, kind, math.prod(shape), offset=offset).reshape(shape)
+    if kind == dtype:
+        return found
+    wanted = numpy.empty(shape, dtype)
+    as_torch(wanted).copy_(as_torch(found))  # numpy would take its time
+    return wanted
+
+
+def as_torch(array: numpy.ndarray) -> torch.Tensor:
+    """The same memory. Torch does not know numpy's small floats: they pass as integers."""
+    return torch.from_numpy(array.view(f"int{8 * array.itemsize}")).view(getattr(torch, array.dtype.name))
+
+
+def send(shape, sharding, parts) -> jax.Array:
+    return jax.make_array_from_callback(shape, sharding, lambda part: parts[str(part)])
+
+
+def stack(tensor: Tensor, layers) -> jax.Array:
     """The same tensor of every layer into one array, written layer by layer into memory that is already on the devices."""
-    layer_sharding = jax.sharding.NamedSharding(tensor.sharding.mesh, jax.sharding.PartitionSpec(*tensor.sharding.spec[1:]))
-    stack = zeros(tensor.struct)
-    for layer, source in enumerate(tensor.sources):
-        stack = write_layer(stack, read(files, source, tensor.dtype, layer_sharding), layer)
-        jax.block_until_ready(stack)  # or the layers queue up in host memory faster than they are written
-    return stack
+    array, sharding = zeros(tensor.struct), layer_sharding(tensor)
+    for layer in range(len(tensor.sources)):
+        array = write_layer(array, send(tensor.shape[1:], sharding, next(layers)), layer)
+        jax.block_until_ready(array)  # or the layers queue up in host memory faster than they are written
+    return array
 
 
 def put(value: numpy.ndarray, sharding) -> jax.Array:
@@ -222,17 +296,14 @@ def put(value: numpy.ndarray, sharding) -> jax.Array:
 
 def zeros(struct) -> jax.Array:
     """Zeros made on the devices that a struct names."""
-    return jax.jit(lambda: jax.numpy.zeros(struct.shape, struct.dtype), out_shardings=struct.sharding)()
+    return zeros_program(struct)()
+
+
+@functools.cache  # many arrays are alike
+def zeros_program(struct):
+    return jax.jit(lambda: jax.numpy.zeros(struct.shape, struct.dtype), out_shardings=struct.sharding)
 
 
 @jax.jit(donate_argnums=0)
 def write_layer(stack, value, layer):
     return jax.lax.dynamic_update_index_in_dim(stack, value, layer, 0)
-
-
-def to_numpy(tensor: torch.Tensor, dtype: str) -> numpy.ndarray:
-    """A torch tensor in the wanted dtype as numpy; numpy knows bfloat16 only through ml_dtypes."""
-    tensor = tensor.to(getattr(torch, dtype)).contiguous()
-    if dtype == "bfloat16":
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()

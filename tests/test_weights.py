@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch
 
 import checkpoint
 import weights
@@ -32,23 +33,30 @@ def table(unmatched="replicate", **rules):
     return Table({name: Rule(pattern, spec) for name, (pattern, spec) in rules.items()}, unmatched=unmatched)
 
 
-def test_plan_and_load_put_every_part_where_the_table_says(mesh, tmp_path):
-    stored = {
-        "0.weight": numpy.random.randn(16, 8).astype("float32"),
-        "0.bias": numpy.random.randn(16).astype("float32"),
-        "1.weight": numpy.random.randn(16).astype("float32"),
-        "1.bias": numpy.random.randn(16).astype("float32"),
-    }
-    save_file(stored, tmp_path / "model.safetensors")
-    tensors = weights.plan(small_module(), table(linear=(r"0\..*", ["tp"])), mesh, "bfloat16", "sharding.x")
+@pytest.mark.parametrize("spec", [["tp"], [None, "tp"], ["dp", "tp"]], ids=str)
+@pytest.mark.parametrize("stored_as", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_plan_and_load_put_every_part_where_the_table_says(mesh, tmp_path, spec, stored_as):
+    shapes = {"0.weight": (16, 8), "0.bias": (16,), "1.weight": (16,), "1.bias": (16,)}
+    stored = {name: torch.randn(shape).to(getattr(torch, stored_as)) for name, shape in shapes.items()}
+    save_torch(stored, tmp_path / "model.safetensors")
+    tensors = weights.plan(small_module(), table(matrix=(r"0\.weight", spec), bias=(r"0\.bias", ["tp"])), mesh, "bfloat16", "sharding.x")
     seen = []
     arrays = weights.load(tensors, tmp_path, seen.append)
-    assert arrays["0.weight"].sharding.spec == jax.sharding.PartitionSpec("tp")
-    assert arrays["0.weight"].addressable_shards[0].data.shape == (4, 8)
+    assert arrays["0.weight"].sharding.spec == jax.sharding.PartitionSpec(*spec)
+    assert arrays["0.bias"].addressable_shards[0].data.shape == (4,)
     assert arrays["0.weight"].dtype == jnp.bfloat16 and arrays["1.weight"].dtype == jnp.float32
     assert sum(seen) == 16 * 9 * 2 + 2 * 16 * 4
     for name, array in arrays.items():
-        numpy.testing.assert_array_equal(numpy.asarray(array), stored[name].astype(array.dtype))
+        wanted = stored[name].to(getattr(torch, array.dtype.name)).float().numpy()
+        numpy.testing.assert_array_equal(numpy.asarray(array).astype("float32"), wanted)
+
+
+def test_weights_stored_as_integers_are_refused(mesh, tmp_path):
+    """They would need a scale that this model does not have."""
+    stored = {"0.weight": numpy.zeros((16, 8), "int8")} | {name: numpy.zeros(16) for name in ("0.bias", "1.weight", "1.bias")}
+    save_file(stored, tmp_path / "a.safetensors")
+    with pytest.raises(ConfigError, match=r"0.weight: stored as I8, which is none of F64, F32, F16, BF16"):
+        weights.load(weights.plan(small_module(), table(), mesh, "float32", "sharding.x"), tmp_path, print)
 
 
 @pytest.mark.parametrize(
