@@ -182,7 +182,7 @@ def generate(config, folder: Path, overrides=()) -> float:
     checkpoints = {name: find_checkpoint(config, name) for name in wanted}
     distributed.agree("stages", {"prompts": prompts, "stages to run": wanted})
     with clock("start"):
-        mesh = start_jax(config)
+        mesh = start_jax(config, meanwhile=begin_imports)
         import engine
         import plan as plans
     log.info("%s on %s", config.model.name, describe(mesh))
@@ -288,16 +288,18 @@ def find_checkpoint(config, stage: str) -> Path:
     return folder
 
 
-def start_jax(config):
-    """Set the flags that must stand before JAX starts, then arrange its devices as the config's mesh.
+def begin_imports() -> None:
+    """Torch and diffusers take as long to import as a TPU or GPU to start. --help and mistakes in a config do without."""
+    threading.Thread(target=importlib.import_module, args=["engine"], name="imports").start()
 
-    A thread imports torch and diffusers meanwhile, which takes as long on some machines; --help and mistakes are told without.
-    """
+
+def start_jax(config, meanwhile=lambda: None):
+    """Set the flags that must stand before JAX starts, then arrange its devices as the config's mesh; `meanwhile` is called in between."""
     append_flags("XLA_FLAGS", [*config.mesh.xla_flags, *config.compile.xla_flags])
     append_flags("LIBTPU_INIT_ARGS", config.compile.libtpu_flags)
     import jax
 
-    threading.Thread(target=importlib.import_module, args=["engine"], name="imports").start()
+    meanwhile()
     use_fake_devices(config)
     if config.compile.cache_dir is not None:
         jax.config.update("jax_compilation_cache_dir", config.compile.cache_dir)

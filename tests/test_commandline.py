@@ -84,7 +84,7 @@ def test_help_loads_neither_jax_nor_torch():
 
 
 def test_a_bad_command_line_ends_with_one_line_and_status_1():
-    for arguments in (["stesp=3"], ["steps=0"], ["prompts=x"], ["replay=x"], ["preset=demo_v9"]):
+    for arguments in (["stesp=3"], ["steps=0"], ["prompts=x"], ["replay=x"], ["preset=demo_v9"], ["mesh=v6e_8"]):
         answer = command(*arguments)
         assert answer.returncode == 1
         assert "error: " in answer.stderr
