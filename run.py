@@ -289,7 +289,7 @@ def find_checkpoint(config, stage: str) -> Path:
 
 
 def begin_imports() -> None:
-    """Torch and diffusers take as long to import as a TPU or GPU to start. --help and mistakes in a config do without."""
+    """Import torch and diffusers in a thread, while the devices start. --help and mistakes in a config do without."""
     threading.Thread(target=importlib.import_module, args=["engine"], name="imports").start()
 
 

@@ -477,7 +477,7 @@ def compiling(stages: dict[str, Stage], report):
                         future.set_exception(error)
 
     thread, interval = threading.Thread(target=work, name="compile"), sys.getswitchinterval()
-    # Loading asks for the interpreter thousands of times, and tracing keeps it for this long each time: by default 5 ms, which made loading four times as long.
+    # Loading asks for the interpreter thousands of times, and tracing keeps it for this long each time; by default 5 ms.
     sys.setswitchinterval(1e-4)
     thread.start()
     try:

@@ -4,8 +4,8 @@
     arrays = load(tensors, folder, progress)                # {name: jax.Array}
 
 Threads read a few tensors ahead of the one that is sent to the devices, and host memory never holds more than those.
-They read plainly, at the offsets that a file's header names: mapping a file for every tensor, as `safe_open` does, took
-longer than the reading, and keeping it mapped would keep in memory what was read.
+They read plainly, at the offsets that a file's header names: opening a file for every tensor with `safe_open` takes
+longer than reading a few MB, and keeping it open would keep in memory what was read, since it is mapped.
 """
 import functools
 import json
@@ -27,7 +27,7 @@ from schema import ConfigError, nearest
 REPLICATED = "(replicated)"
 READERS = 4  # threads that read, each one tensor at a time
 # What safetensors calls the dtypes that weights come in, and numpy and torch alike.
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+STORED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 
 
 @dataclass
@@ -179,6 +179,7 @@ def index(folder: Path) -> dict[str, Stored]:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
+    """What a file holds; safetensors itself does not tell offsets."""
     with safe_open(file, framework="pt"):  # raises where header and length do not agree
         pass
     with file.open("rb") as handle:
@@ -229,8 +230,8 @@ def check_names(tensors, files, folder, ignored):
         stored = files[name]
         if stored.shape != wanted[name]:
             problems.append(f"{name}: shape {stored.shape} in the checkpoint, {wanted[name]} in the model")
-        if stored.dtype not in DTYPES:
-            problems.append(f"{name}: stored as {stored.dtype}, which is none of {', '.join(DTYPES)}")
+        if stored.dtype not in STORED_DTYPES:
+            problems.append(f"{name}: stored as {stored.dtype}, which is none of {', '.join(STORED_DTYPES)}")
     if problems:
         shown = problems[:20] + ([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])
         raise ConfigError(f"{folder} does not hold this model's weights:\n" + "\n".join(f"  - {line}" for line in shown))
@@ -261,7 +262,7 @@ def read(stored: Stored, dtype, sharding) -> dict[str, numpy.ndarray]:
 
 def read_rows(stored: Stored, first: int, last: int, dtype: str) -> numpy.ndarray:
     """Some rows in the wanted dtype. All memory is numpy's: torch's may keep what another thread frees."""
-    shape, kind = (last - first, *stored.shape[1:]), numpy.dtype(DTYPES[stored.dtype])
+    shape, kind = (last - first, *stored.shape[1:]), numpy.dtype(STORED_DTYPES[stored.dtype])
     offset = stored.offset + first * math.prod(stored.shape[1:]) * kind.itemsize
     found = numpy.fromfile(stored.file, kind, math.prod(shape), offset=offset).reshape(shape)
     if kind == dtype:
