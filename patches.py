@@ -23,8 +23,9 @@ from torchax import interop  # noqa: E402
 
 torch.backends.mha.set_fastpath_enabled(_fast_path)
 
-from kernels.attention import attend_flat  # noqa: E402
-from schema import Attention, ConfigError, Kernel, Op, Parallel, nearest  # noqa: E402
+from wan_torchax.kernels.attention import attend_flat  # noqa: E402
+
+from wan_torchax.config.schema import Attention, ConfigError, Kernel, Op, Parallel, nearest  # noqa: E402
 
 # ---------------------------------------------------------------- torchax's lifetime
 
@@ -94,7 +95,7 @@ def find_function(key, path, allow_external):
     if not allow_external and module.split(".")[0] not in ("patches", "kernels"):
         raise ConfigError(f"{key}={path}: not in patches or kernels; set allow_external_ops=true to trust it")
     try:
-        found = importlib.import_module(module)
+        found = importlib.import_module(module if allow_external and not module.startswith(("patches", "kernels")) else f"wan_torchax.{module}")
     except ImportError as error:
         raise ConfigError(f"{key}={path}: {error}") from error
     if not callable(getattr(found, name, None)):

@@ -22,13 +22,10 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 
-import checkpoint
-import commandline
-import distributed
-import jobs
-import schema
-import validation
-from commandline import sweep_folders
+from wan_torchax.config import commandline, jobs, schema, validation
+from wan_torchax.config.commandline import sweep_folders
+from wan_torchax.devices import distributed
+from wan_torchax.runtime import checkpoint
 
 log = logging.getLogger("wan")
 ConfigStore.instance().store("schema", schema.root())
@@ -87,7 +84,7 @@ def job(config) -> float | None:
 
 def attempt(config, folder: Path, overrides: list[str]) -> float | None:
     """Run a config's task; an error is told and recorded, and does not stop the jobs that follow."""
-    import records
+    from wan_torchax.records import outputs as records
 
     try:
         distributed.join(config)
@@ -108,7 +105,7 @@ def attempt(config, folder: Path, overrides: list[str]) -> float | None:
 
 def fail(folder: Path, overrides: list[str], message: str) -> None:
     """Tell and record why a job failed; the exit status and the report know of it too."""
-    import records
+    from wan_torchax.records import outputs as records
 
     failures.append(f"{folder}: {message}")
     log.error("error: %s", message)
@@ -158,18 +155,18 @@ def make_one(one: jobs.Job, folder: Path, shared: list[str]) -> float | None:
 def write_report(folder: Path) -> None:
     """The page of a sweep; the plans of a sweep of plans as one table."""
     if next(folder.glob("*/plan.json"), None):
-        import plan
+        from wan_torchax.tasks import plan
 
         print(plan.compare(folder))
         return
-    import report
+    from wan_torchax.records import report
 
     print(report.write(folder))
 
 
 def generate(config, folder: Path, overrides=()) -> float:
     """The whole pipeline: prompt in; video, stage results and metrics out. Returns the median seconds of a step."""
-    import records
+    from wan_torchax.records import outputs as records
 
     clock = records.Clock()
     prompts = read_prompts(config)
@@ -183,8 +180,9 @@ def generate(config, folder: Path, overrides=()) -> float:
     distributed.agree("stages", {"prompts": prompts, "stages to run": wanted})
     with clock("start"):
         mesh = start_jax(config, meanwhile=begin_imports)
-        import engine
-        import plan as plans
+        from wan_torchax.tasks import plan as plans
+
+        from wan_torchax import session as engine
     log.info("%s on %s", config.model.name, describe(mesh))
 
     def keep_result(name, result):
@@ -221,7 +219,7 @@ def profiled(folder: Path):
 def tune(config, folder: Path, overrides=()) -> float:
     """Search block sizes on this device; see tune.py."""
     mesh = start_jax(config)
-    import tune
+    from wan_torchax.tasks import tune
 
     return tune.search(config, mesh, folder, bar)
 
@@ -229,7 +227,7 @@ def tune(config, folder: Path, overrides=()) -> float:
 def plan(config, folder: Path, overrides=()) -> float:
     """Whether it fits and how fast it will be, on hardware that is not here; see plan.py."""
     use_fake_devices(config)
-    import plan
+    from wan_torchax.tasks import plan
 
     if Path(config.model.path).is_dir():  # what the config leaves to the checkpoint; without one, the config has to say it all
         for stage in schema.STAGES:
@@ -273,7 +271,7 @@ def read_prompts(config) -> tuple[str, str]:
 
 
 def finished_before(config, folder: Path) -> float | None:
-    import records
+    from wan_torchax.records import outputs as records
 
     return records.finished_before(records.settle(config, read_prompts(config)), folder)
 
@@ -290,7 +288,7 @@ def find_checkpoint(config, stage: str) -> Path:
 
 def begin_imports() -> None:
     """Import torch and diffusers in a thread, while the devices start. --help and mistakes in a config do without."""
-    threading.Thread(target=importlib.import_module, args=["engine"], name="imports").start()
+    threading.Thread(target=importlib.import_module, args=["wan_torchax.session"], name="imports").start()
 
 
 def start_jax(config, meanwhile=lambda: None):
@@ -324,7 +322,7 @@ def append_flags(variable: str, flags) -> None:
     """Add flags to an environment variable that is read once, when JAX starts."""
     present = os.environ.get(variable, "").split()
     missing = [flag for flag in flags if flag not in present]
-    if missing and "engine" in sys.modules:  # JAX runs since an earlier job
+    if missing and "wan_torchax.session" in sys.modules:  # JAX runs since an earlier job
         raise schema.ConfigError(f"compile: {' '.join(missing)} comes too late, JAX runs already; give each set of flags a process of its own")
     os.environ[variable] = " ".join(present + missing)
 

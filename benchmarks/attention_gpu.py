@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from wan_torchax.kernels.attention import attend_flat
 
-import schema
-from kernels.attention import attend_flat
+from wan_torchax.config import schema
 
 HEAD_DIM, REPEATS = 128, 7
 KERNELS = {name: schema.Kernel(kernel=name, block_q=128, block_kv=128) for name in ("cudnn", "hopper")}

@@ -34,8 +34,8 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 
-import commandline
 import run  # JAX, torchax and the stages are imported where they are used: the peers' process must not have them
+from wan_torchax.config import commandline
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = {
@@ -157,7 +157,7 @@ def build(config, name, make, arrays=None):
     Returns (stage, compile seconds, peak GiB by XLA's own account).
     """
     mesh = run.start_jax(config)
-    import stages
+    from wan_torchax.stages import denoise as stages
 
     stage = stages.BUILDERS[name](config, mesh)
     report = []
@@ -244,7 +244,7 @@ def project_steps(case, overrides):
         config = configure(*overrides, *changed)
         stage, compile_seconds, peak = build(config, "denoise", transformer_module, arrays)
         arrays = stage.arrays
-        import stages
+        from wan_torchax.stages import denoise as stages
 
         values = step_values(config, *random_inputs(config, getattr(torch, config.model.dtype.transformer)))
         state, *rest = stages.put(stage, "step", values)
@@ -260,7 +260,7 @@ def project_steps(case, overrides):
 
 def step_values(config, latents, texts, row=None):
     """What the step program takes, from torch tensors; `row` is the scheduler's coefficients, by default those of its first step."""
-    import stages
+    from wan_torchax.stages import denoise as stages
 
     _, coefficients = stages.scheduler_table(config)
     state = numpy.zeros((coefficients.shape[1], *stages.latent_shape(config)), numpy.float32)
@@ -274,9 +274,9 @@ def floor(case, overrides, side, options):
     config = configure(*overrides)
     mesh = run.start_jax(config)
     import jax
+    from wan_torchax.kernels import attention
 
-    import stages
-    from kernels import attention
+    from wan_torchax.stages import denoise as stages
 
     architecture = config.model.architecture.transformer
     tokens = math.prod(latent_shape(config)[2:]) // math.prod(architecture.patch_size)
@@ -326,7 +326,7 @@ def correctness(case, overrides, side, options):
     model, dtype = transformer_module(config), getattr(torch, config.model.dtype.transformer)
     latents, texts = random_inputs(config, dtype)
     stage, _, _ = build(config, "denoise", lambda config: model)
-    import stages
+    from wan_torchax.stages import denoise as stages
 
     slots = stages.scheduler_table(config)[1].shape[1]
     row = numpy.zeros((slots, slots + 1), numpy.float32)
@@ -350,7 +350,7 @@ def vae(case, overrides, side, options, dtype="float32"):
     latents = torch.randn(latent_shape(config), device=DEVICE, dtype=getattr(torch, dtype))
     if side == "ours":
         stage, compile_seconds, peak = build(config, "decode", vae_module)
-        import stages
+        from wan_torchax.stages import denoise as stages
 
         values = latents.float().cpu().numpy()
         seconds, _ = median_seconds(lambda: stages.run_decode(stage, config, values, lambda count: None), 3)
@@ -368,7 +368,7 @@ def text(case, overrides, side, options):
     mask = torch.ones_like(tokens)
     if side == "ours":
         stage, compile_seconds, peak = build(config, "text", text_module)
-        import stages
+        from wan_torchax.stages import denoise as stages
 
         inputs = stages.put(stage, "encode", [tokens.cpu().numpy(), mask.cpu().numpy()])
         seconds, _ = median_seconds(lambda: stage("encode", *inputs).block_until_ready(), 10)

@@ -30,8 +30,9 @@ from omegaconf import OmegaConf
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-import schema  # noqa: E402
-from kernels import splash  # noqa: E402
+from wan_torchax.kernels import splash  # noqa: E402
+
+from wan_torchax.config import schema  # noqa: E402
 
 UNITS = ("MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL", "SALU")
 SHOWN = ("MXU", "VALU", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL")

@@ -36,14 +36,14 @@ def run_stages(names, overrides, results=None, helpers=()):
     # ComfyUI runs nodes in inference mode, which is a thread's own, and the engine builds and traces modules in two
     # threads: in both, torch is here as it is under run.py.
     with project.at_work(), torch.inference_mode(False):
-        import records
         import run
+        from wan_torchax.records import outputs as records
 
         config = project.compose([*SERVER_DEFAULTS, *overrides])
         folders = {name: run.find_checkpoint(config, name) for name in (*names, *helpers)}
         check_inputs(config.model, results or {})
         mesh = run.start_jax(config)
-        import engine  # after the flags are set
+        from wan_torchax import session as engine  # after the flags are set
 
         watcher = engine.Watcher(host.Bar, on_preview=functools.partial(host.show_preview, config.steps))
         prompts = run.read_prompts(config)

@@ -80,10 +80,8 @@ def compose(overrides):
     with hydra_apart():
         import hydra
 
-        import commandline
         import run  # noqa: F401 - it registers the schema, and sets Hydra's version for the process
-        import schema
-        import validation
+        from wan_torchax.config import commandline, schema, validation
 
         try:
             with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):

@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from omegaconf import OmegaConf
+from wan_torchax.kernels import parallel as schemes
+from wan_torchax.kernels import splash
+from wan_torchax.kernels.rotary import rotate
 
-import schema
-import validation
-from kernels import parallel as schemes
-from kernels import splash
-from kernels.rotary import rotate
+from wan_torchax.config import schema, validation
 
 CONF = Path(__file__).parent.parent / "conf" / "attention"
 MASKED = splash.LOWEST  # finite: a row masked so far must not become inf - inf
@@ -141,7 +140,7 @@ def tpu_splash(query, key, value, keys, head_dim, kernel):
 
 def gpu_hopper(*arguments):
     """The Pallas kernel for NVIDIA Hopper."""
-    from kernels import hopper  # its compiler's modules take a second to import
+    from wan_torchax.kernels import hopper  # its compiler's modules take a second to import
 
     return hopper.attention(*arguments)
 

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-
-from kernels.parallel import cut
+from wan_torchax.kernels.parallel import cut
 
 LANES = 128
 ROWS = 256  # tokens of a block: a few MiB even for 40 heads

@@ -14,8 +14,8 @@ from hydra import compose, initialize_config_dir
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-import commandline  # noqa: E402
 import run  # noqa: E402 - it registers the schema
+from wan_torchax.config import commandline  # noqa: E402
 
 # The demo model as small and short as it goes.
 SMALL = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "steps=3"]

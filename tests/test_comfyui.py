@@ -25,12 +25,12 @@ import torch
 from safetensors.numpy import load_file
 
 import comfyui
-import engine
-import patches
-import stages
 from comfyui import host, nodes, project
-from schema import ConfigError
 from tests.conftest import ROOT
+from wan_torchax import patches
+from wan_torchax import session as engine
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.stages import denoise as stages
 
 NODES = comfyui.NODE_CLASS_MAPPINGS
 WORKFLOWS = ROOT / "comfyui" / "workflows"
@@ -188,7 +188,7 @@ def test_linked_beside_modules_of_the_same_names(tmp_path):
     for name in ("schema", "run", "media"):
         (tmp_path / f"{name}.py").write_text(f"whose = 'theirs: {name}'")
     code = f"""
-        import schema
+        from wan_torchax.config import schema
         from hydra import initialize_config_dir
         from hydra.core.global_hydra import GlobalHydra
         initialize_config_dir({str(tmp_path)!r}, version_base="1.2")

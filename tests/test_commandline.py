@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-import commandline
 import run
 from tests.conftest import ROOT, make_config
+from wan_torchax.config import commandline
 
 TEXTS = [
     "a cat, running = fun (really), 你好!",

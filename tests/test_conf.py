@@ -6,12 +6,12 @@ import pytest
 import yaml
 
 import run
-import stages
-import weights
-from commandline import CONF, options
-from schema import COMPONENTS
 from tests.conftest import ROOT, make_config
-from validation import validate
+from wan_torchax.config.commandline import CONF, options
+from wan_torchax.config.schema import COMPONENTS
+from wan_torchax.config.validation import validate
+from wan_torchax.runtime import weights
+from wan_torchax.stages import denoise as stages
 
 REAL = {"wan21_t2v_1_3b": 1.42e9, "wan21_t2v_14b": 14.29e9}
 GROUPS = ("model", "mesh", "distributed", "sharding", "resolution", "attention", "ops", "scheduler", "prompt")

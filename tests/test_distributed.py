@@ -13,12 +13,11 @@ import numpy
 import pytest
 from safetensors.numpy import load_file
 
-import distributed
 import run
-import schema
-import validation
 from tests.conftest import FAST, ROOT, SMALL, make_config
 from tests.test_parity import psnr
+from wan_torchax.config import schema, validation
+from wan_torchax.devices import distributed
 
 PROMPT = "a red circle moving right on a white background"
 
@@ -133,7 +132,7 @@ def test_each_process_holds_its_part_of_the_mesh(two):
 LOAD = """
 import sys, torch, jax, distributed, run, weights, records
 from pathlib import Path
-from schema import Rule, Table
+from wan_torchax.config.schema import Rule, Table
 from tests.conftest import make_config
 config = make_config("mesh=cpu_8", "mesh.axes={{dp:1,sp:1,tp:8}}", *sys.argv[2:])
 distributed.join(config)

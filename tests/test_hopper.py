@@ -2,11 +2,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from wan_torchax.kernels import attention
 
-import schema
-import validation
-from kernels import attention
 from tests.conftest import make_config
+from wan_torchax.config import schema, validation
 
 HOPPER = schema.Kernel(kernel="hopper", block_q=128, block_kv=128)
 

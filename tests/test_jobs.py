@@ -1,9 +1,9 @@
 """Lists of prompts: every format, per-line settings, seeds, shards, and lines that are broken."""
 import pytest
 
-import jobs
-from schema import ConfigError
 from tests.conftest import compose_rewritten, make_config
+from wan_torchax.config import jobs
+from wan_torchax.config.schema import ConfigError
 
 
 def read(*overrides):

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 from hydra import compose, initialize_config_dir
 
-import jobs
-from schema import ConfigError
 from tests.conftest import FAST, ROOT, SMALL
+from wan_torchax.config import jobs
+from wan_torchax.config.schema import ConfigError
 
 PROMPTS = json.dumps(["a red circle", "a blue square", "a green star", "a yellow ring"])
 LIGHT = [*SMALL, "steps=2", "stages=[text,denoise]", f"prompts={PROMPTS}"]

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from wan_torchax.kernels import attention
 
-import schema
-import validation
-from kernels import attention
+from wan_torchax.config import schema, validation
 
 QUICK = {"xla_backend_optimization_level": 0}  # each program is compiled once and run once
 XLA = schema.Kernel(kernel="xla", block_q=16, block_kv=16)

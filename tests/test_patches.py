@@ -7,12 +7,12 @@ import numpy
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
+from wan_torchax.patches import interop, torchax
 
-import patches
-from patches import interop, torchax
-from schema import ConfigError
 from tests.conftest import make_config
-from validation import validate
+from wan_torchax import patches
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.validation import validate
 
 # ---------------------------------------------------------------- lifetime
 

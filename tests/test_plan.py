@@ -7,13 +7,12 @@ import jax
 import pytest
 from PIL import Image
 
-import compiler
-import plan
 import run
-import stages
-from schema import ConfigError
 from tests.conftest import make_config
-from validation import validate
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.validation import validate
+from wan_torchax.stages import denoise as stages
+from wan_torchax.tasks import compiler, plan
 
 
 def make(folder, *overrides):

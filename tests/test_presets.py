@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from commandline import CONF, options
-from distributed import flatten
 from tests.conftest import make_config
-from validation import validate
+from wan_torchax.config.commandline import CONF, options
+from wan_torchax.config.validation import validate
+from wan_torchax.devices.distributed import flatten
 
 GOLDEN = Path(__file__).parent / "golden"
 NOT_OF_THE_VIDEO = ("compile.cache_dir", "plan.", "tune.")  # of the machine, or of other tasks

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
+from wan_torchax.kernels import attention, rotary
 
-import schema
-from kernels import attention, rotary
+from wan_torchax.config import schema
 
 PLAIN = schema.Kernel(kernel="xla")
 LANES = schema.Kernel(kernel="splash", interpret=True)

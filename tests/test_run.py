@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
-import media
 import run
-from schema import ConfigError
 from tests.conftest import ROOT, SMALL, make_config
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.records import media
 
 
 @pytest.fixture(scope="module")

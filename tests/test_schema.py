@@ -3,9 +3,9 @@ import math
 
 import pytest
 
-from schema import ConfigError
 from tests.conftest import make_config
-from validation import nearest_multiple, spec_axes, validate
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.validation import nearest_multiple, spec_axes, validate
 
 # overrides -> what the message must say
 BAD = {

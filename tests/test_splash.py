@@ -9,10 +9,9 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError
+from wan_torchax.kernels import attention, splash
 
-import schema
-import validation
-from kernels import attention, splash
+from wan_torchax.config import schema, validation
 
 QUICK = {"xla_backend_optimization_level": 0}  # each shape is compiled once and run once
 # Small blocks, so that a few hundred tokens make several blocks, tiles and chunks and a tail.

@@ -7,9 +7,9 @@ import torch
 from safetensors.numpy import load_file
 
 import run
-import stages
-from schema import ConfigError
 from tests.conftest import make_config
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.stages import denoise as stages
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 20])

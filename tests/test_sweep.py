@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
-import records
-import report
 import run
-from schema import ConfigError
 from tests.conftest import ROOT, SMALL, make_config
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.records import outputs as records
+from wan_torchax.records import report
 
 PROMPTS = ["a red circle, moving right", "a blue square", "a green star"]
 

@@ -6,10 +6,10 @@ import pytest
 import yaml
 
 import run
-import tune
-from commandline import CONF
-from schema import ConfigError
 from tests.conftest import SMALL, make_config
+from wan_torchax.config.commandline import CONF
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.tasks import tune
 
 
 @pytest.fixture

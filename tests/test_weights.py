@@ -11,10 +11,9 @@ import torch
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
 
-import checkpoint
-import weights
-from schema import ConfigError, Rule, Table
 from tests.conftest import ROOT, make_config
+from wan_torchax.config.schema import ConfigError, Rule, Table
+from wan_torchax.runtime import checkpoint, weights
 
 
 @pytest.fixture
@@ -138,7 +137,7 @@ def test_an_architecture_that_contradicts_the_config_is_refused(tmp_path):
 STREAM = """
 import sys, jax, torch, weights, patches, records
 from pathlib import Path
-from schema import Table
+from wan_torchax.config.schema import Table
 layers, width, depth = 24, 4096, 2
 class Block(torch.nn.Module):
     def __init__(self):

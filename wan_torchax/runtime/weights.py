@@ -21,8 +21,8 @@ import numpy
 import torch
 from safetensors import safe_open
 
-from patches import ScannedBlocks, partition_spec, spec_problem
-from schema import ConfigError, nearest
+from wan_torchax.config.schema import ConfigError, nearest
+from wan_torchax.patches import ScannedBlocks, partition_spec, spec_problem
 
 REPLICATED = "(replicated)"
 READERS = 4  # threads that read, each one tensor at a time

@@ -18,12 +18,10 @@ import jax
 import yaml
 from omegaconf import OmegaConf
 
-import commandline
-import schema
-import stages
-import validation
-import weights
-from kernels.attention import attend_flat, resolve
+from wan_torchax.config import commandline, schema, validation
+from wan_torchax.kernels.attention import attend_flat, resolve
+from wan_torchax.runtime import weights
+from wan_torchax.stages import denoise as stages
 
 log = logging.getLogger("wan")
 

@@ -26,7 +26,7 @@ from datetime import timedelta
 
 from omegaconf import OmegaConf
 
-from schema import ConfigError
+from wan_torchax.config.schema import ConfigError
 
 log = logging.getLogger("wan")
 BEAT_SECONDS = 1.0
@@ -164,7 +164,7 @@ def begin(config) -> None:
     """A new job: its configuration and everybody's packages must be the same; an error on all processes where they are not."""
     if group is None:
         return
-    import records
+    from wan_torchax.records import outputs as records
 
     group.job += 1
     settings = OmegaConf.to_container(config, resolve=True)

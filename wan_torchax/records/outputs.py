@@ -18,8 +18,8 @@ from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-import media
-import schema
+from wan_torchax.config import schema
+from wan_torchax.records import media
 
 log = logging.getLogger("wan")
 GIB = 2**30

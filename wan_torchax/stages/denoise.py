@@ -24,11 +24,10 @@ import transformers
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from omegaconf import OmegaConf
 
-import checkpoint
-import patches
-import weights
-from kernels.attention import resolve
-from schema import ConfigError
+from wan_torchax import patches
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.kernels.attention import resolve
+from wan_torchax.runtime import checkpoint, weights
 
 log = logging.getLogger("wan")
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy
 from omegaconf import OmegaConf
 
-import records
-import schema
-import stages
-import weights
+from wan_torchax.config import schema
+from wan_torchax.records import outputs as records
+from wan_torchax.runtime import weights
+from wan_torchax.stages import denoise as stages
 
 log = logging.getLogger("wan")
 TEXTS_KEPT = 64

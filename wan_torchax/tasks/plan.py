@@ -23,10 +23,10 @@ import jax
 from omegaconf import OmegaConf
 from PIL import Image, ImageDraw, ImageFont
 
-import compiler
-import schema
-import stages
-import weights
+from wan_torchax.config import schema
+from wan_torchax.runtime import weights
+from wan_torchax.stages import denoise as stages
+from wan_torchax.tasks import compiler
 
 log = logging.getLogger("wan")
 # The part of the program an op belongs to, by the names its scopes have; the first that matches counts.

@@ -11,8 +11,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from commandline import rewrite
-from schema import ConfigError
+from wan_torchax.config.commandline import rewrite
+from wan_torchax.config.schema import ConfigError
 
 
 @dataclass

@@ -11,7 +11,7 @@ import re
 import yaml
 from omegaconf import OmegaConf
 
-from schema import COMPONENTS, DTYPES, GUIDANCE, PLATFORMS, STAGES, TASKS, Config, ConfigError, Kernel, Op, Parallel, Rule, nearest
+from wan_torchax.config.schema import COMPONENTS, DTYPES, GUIDANCE, PLATFORMS, STAGES, TASKS, Config, ConfigError, Kernel, Op, Parallel, Rule, nearest
 
 
 def nearest_multiple(value: int, base: int, offset: int = 0) -> str:

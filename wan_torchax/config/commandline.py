@@ -7,11 +7,12 @@ from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import schema
+from wan_torchax import ROOT
+from wan_torchax.config import schema
 
 # Swept without compiling or loading anything again.
 CHEAP = ("seed", "prompt", "prompt.text", "prompt.negative", "guidance_scale", "steps", "resolution.fps", "resolution.flow_shift", "output.quality")
-CONF = Path(__file__).parent / "conf"
+CONF = ROOT / "conf"
 PLUGINS = {("hydra/launcher", name): f"hydra-{name.partition('_')[0]}-launcher" for name in ("submitit_local", "submitit_slurm", "ray")}
 TEXT_KEYS = {"prompt": "prompt.text", "prompt.text": "prompt.text", "negative_prompt": "prompt.negative", "prompt.negative": "prompt.negative"}
 

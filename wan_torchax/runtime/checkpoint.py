@@ -3,14 +3,15 @@ import json
 import os
 from pathlib import Path
 
-from schema import ConfigError
+from wan_torchax import ROOT
+from wan_torchax.config.schema import ConfigError
 
 
 def find(model, component) -> Path:
     """The folder of one component of a checkpoint: local, or downloaded from the Hub."""
     local = Path(os.path.expanduser(model.path))
     if not local.is_absolute() and not local.exists():
-        local = Path(__file__).parent / model.path
+        local = ROOT / model.path
     folder = (local if local.is_dir() else download(model, component)) / component
     if not folder.is_dir():
         raise ConfigError(f"model.path={model.path}: no folder {component}/; a checkpoint in diffusers layout has text_encoder, tokenizer, transformer and vae")
