@@ -1,58 +1,64 @@
 """Attention as the config asks for it: which kernel, on which devices.
 
-    out = attend_flat(query, key, value, head_dim, kernel, parallel, mesh)   # (batch, tokens, heads * head_dim)
+    attend = Attend(head_dim, kernel, parallel, mesh)
+    out = attend(query, key, value)                     # all (batch, tokens, heads * head_dim)
 
 It runs inside `jax.jit`. A kernel sees only the tokens and heads of its own device and returns, beside
 its output, the log-sum-exp of every score row, which is all that is needed to merge two partial results.
 """
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from omegaconf import OmegaConf
+
 from wan_torchax.kernels import parallel as schemes
 from wan_torchax.kernels import splash
 from wan_torchax.kernels.rotary import rotate
+from wan_torchax.kernels.settings import Kernel, Parallel
 
-from wan_torchax.config import schema, validation
-
-CONF = Path(__file__).parent.parent / "conf" / "attention"
 MASKED = splash.LOWEST  # finite: a row masked so far must not become inf - inf
+ALONE, WHOLE = Parallel(), schemes.Place()  # one device, which has all tokens
 
 
-def attend_flat(query, key, value, head_dim, kernel, parallel=None, mesh=None, cross=False, rotary=None, keys=None):
-    """softmax(query · keyᵀ / sqrt(head_dim)) · value per head, on (batch, tokens, heads * head_dim).
+@dataclass(frozen=True)
+class Attend:
+    """softmax(query · keyᵀ / sqrt(head_dim)) · value per head."""
 
-    `cross` says that the keys are few and every device holds them all, so that no token has to travel. `rotary`, the cosines
-    and sines of RoPE as (tokens, head_dim) float32, turns queries and keys first. Only the first `keys` keys count, where
-    given; the rest is padding.
-    """
-    parallel, keys = parallel or schema.Parallel(), keys or key.shape[1]
+    head_dim: int
+    kernel: Kernel
+    parallel: Parallel = ALONE
+    mesh: jax.sharding.Mesh | None = None  # None: one device
+    cross: bool = False  # the keys are few and every device holds them all, so that no token has to travel
+    keys: int | None = None  # how many of the keys count, the rest being padding; None: all
 
-    def prepare(query, key, tables=(), first=0, axes=(), parts=1):
-        """RoPE and smoothing on one device's tokens, these from `first` on, the others over `axes`; the heads cut into parts."""
+    def __call__(self, query, key, value, rotary=()):
+        """`rotary`, the cosines and sines of RoPE as (tokens, head_dim) float32, turns queries and keys first."""
+        keys = self.keys or key.shape[1]
+        if self.mesh is not None:
+            return schemes.spread(self, query, key, value, rotary, keys)
+        query, key = self.prepare(query, key, rotary, keys)
+        return self.local(query[0], key[0], value, keys)[0]
+
+    def prepare(self, query, key, rotary, keys, place=WHOLE):
+        """RoPE and smoothing on one device's tokens; the heads cut into as many parts as the place says."""
         with jax.named_scope("rope"):
-            query, key = (rotate(x, *tables, head_dim, kernel, parts) if tables else schemes.cut(x, parts, 2) for x in (query, key))
-        if kernel.smooth_keys:
-            real = first + jnp.arange(key.shape[2]) < keys
+            query, key = (self.turn(array, rotary, place.parts) for array in (query, key))
+        if self.kernel.smooth_keys:
+            real = place.first + jnp.arange(key.shape[2]) < keys
             total = jnp.sum(jnp.where(real[:, None], key, 0), axis=2, keepdims=True, dtype=jnp.float32)
-            key = key - (lax.psum(total, axes) / keys).astype(key.dtype)
+            key = key - (lax.psum(total, place.axes) / keys).astype(key.dtype)
         return query, key
 
-    def local(query, key, value, keys):
-        return KERNELS[chosen(kernel, keys)](query, key, value, keys, head_dim, kernel)
+    def turn(self, array, rotary, parts):
+        if not rotary:
+            return schemes.cut(array, parts, 2)
+        return rotate(array, *rotary, self.head_dim, self.kernel, parts)
 
-    if mesh is None:
-        query, key = prepare(query, key, rotary or ())
-        return local(query[0], key[0], value, keys)[0]
-    return schemes.spread(local, prepare, query, key, value, rotary or (), keys, head_dim, parallel, mesh, cross)
-
-
-def chosen(kernel, keys):
-    """The kernel's name for this many keys on one device."""
-    return kernel.kernel if keys >= kernel.min_keys else "xla"
+    def local(self, query, key, value, keys):
+        """(out, log_sum) of one device's queries and the first `keys` keys it is given."""
+        name = self.kernel.kernel if keys >= self.kernel.min_keys else "xla"
+        return KERNELS[name](query, key, value, keys, self.head_dim, self.kernel)
 
 
 def xla(query, key, value, keys, head_dim, kernel):
@@ -105,26 +111,29 @@ def online_step(carry, scores, value_block):
     new_maximum = jnp.maximum(maximum, scores.max(axis=-1))
     correction = jnp.exp(maximum - new_maximum)
     weights = jnp.exp(scores - new_maximum[..., None])
-    product = jnp.einsum("bhqk,bkhd->bhqd", weights.astype(value_block.dtype), value_block, preferred_element_type=jnp.float32)
+    product = jnp.einsum(
+        "bhqk,bkhd->bhqd", weights.astype(value_block.dtype), value_block, preferred_element_type=jnp.float32
+    )
     return out * correction[..., None] + product, new_maximum, total * correction + weights.sum(axis=-1)
 
 
 def cudnn(query, key, value, keys, head_dim, kernel):
     """cuDNN's fused attention (NVIDIA, bf16 or fp16).
 
-    It is 7 to 9 % slower where the keys are no multiple of 128 (75,600 are not): there, the last few are attended to apart
-    (benchmarks/attention_gpu.py).
+    It is 7 to 9 % slower where the keys are no multiple of 128 (75,600 are not): there, the last few are attended to
+    apart (benchmarks/attention_gpu.py).
     """
     whole = keys // 128 * 128
     if whole in (0, keys):
         return cudnn_call(query, key[:, :keys], value[:, :keys], head_dim)
-    most, rest = (cudnn_call(query, key[:, part], value[:, part], head_dim) for part in (slice(whole), slice(whole, keys)))
-    out, log_sum = schemes.merge(most, rest, head_dim)
+    most, rest = slice(whole), slice(whole, keys)
+    parts = (cudnn_call(query, key[:, part], value[:, part], head_dim) for part in (most, rest))
+    out, log_sum = schemes.merge(*parts, head_dim)
     return out.astype(query.dtype), log_sum
 
 
 def cudnn_call(query, key, value, head_dim):
-    # jax.nn.dot_product_attention rounds the log-sum-exp to bf16, too coarse to merge with; this is the function under it.
+    # jax.nn.dot_product_attention rounds the log-sum-exp to bf16, too coarse to merge with; this is what it calls.
     from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention
 
     split = [x.reshape(*x.shape[:2], -1, head_dim) for x in (query, key, value)]
@@ -146,34 +155,3 @@ def gpu_hopper(*arguments):
 
 
 KERNELS = {"xla": xla, "cudnn": cudnn, "splash": tpu_splash, "hopper": gpu_hopper}
-
-
-def resolve(attention, device, dtype, head_dim=128):
-    """Replace every `kernel: auto` by what conf/attention/auto.yaml names for this device; read once, at build time.
-
-    A device kind ("TPU v6 lite") goes before its platform ("gpu"). Where the kernel named there does not serve the dtype or
-    the head dim (only `xla` has float32; splash and hopper have head dims 64 and 128), `xla` does.
-    """
-    found = attention.devices.get(device.device_kind) or attention.devices.get(device.platform)
-    parts = {name: choose(getattr(attention, name), name, attention.devices, found, device, dtype, head_dim) for name in ("self", "cross")}
-    return replace(attention, **parts)
-
-
-def choose(part, name, devices, found, device, dtype, head_dim):
-    if part.kernel != "auto":
-        return part
-    if found is None:
-        raise schema.ConfigError(f"attention=auto: nothing in attention.devices for {device.device_kind!r}; has {', '.join(devices)}")
-    kernel = read_kernel(found, name, part)
-    if not validation.takes_dtype(kernel.kernel, str(dtype)) or list(validation.unserved(kernel, head_dim)):
-        kernel = read_kernel("xla", name, part)
-    problems = list(validation.kernel_problems(kernel, head_dim))
-    if problems:
-        raise schema.ConfigError(f"conf/attention/{found}.yaml: {name}.{problems[0]}")
-    return kernel
-
-
-def read_kernel(file, name, part):
-    """The values of a file in conf/attention, less what the config says beside `kernel: auto`."""
-    values = OmegaConf.to_container(OmegaConf.load(CONF / f"{file}.yaml"))[name]
-    return schema.Kernel(**values | {"window": part.window, "smooth_keys": part.smooth_keys, "outline": part.outline})

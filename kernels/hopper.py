@@ -6,13 +6,15 @@
     log_sum     (batch, heads, queries) float32: log of the sum of exp(score), for merging with other keys
     keys        how many of the tokens count; the rest is padding, which must be finite
 
-The fast kernel takes the maximum of a row's first block of keys as its weights' reference, not a running one: that saves the maxima
-and corrections of all later blocks. A row whose later scores are so far above it that its weights come near overflow is lost. Its
-log_sum says so, and the exact kernel, which otherwise ends at once, computes every row again with a running maximum.
+The fast kernel takes the maximum of a row's first block of keys as its weights' reference, not a running one: that
+saves the maxima and corrections of all later blocks. A row whose later scores are so far above it that its weights
+come near overflow is lost. Its log_sum says so, and the exact kernel, which otherwise ends at once, computes every
+row again with a running maximum.
 
 Copies leave out what overhangs an array: zeros are read there and nothing is written.
 """
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +42,8 @@ def attention(query, key, value, keys, head_dim, kernel):
 
 def tiles_for_products(dtype, swizzle=128):
     """Shared memory as the tensor cores read it; `swizzle` is how many bytes deep a product goes at a time."""
-    return partial(plgpu.SMEM, dtype=dtype, transforms=(plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)))
+    transforms = plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
+    return partial(plgpu.SMEM, dtype=dtype, transforms=transforms)
 
 
 def masked(scores, first, keys):
@@ -62,10 +65,20 @@ def along(values, shape):
 # ---------------------------------------------------------------- the fast kernel
 
 
+class Ring(NamedTuple):
+    """Buffers in shared memory that one warpgroup fills and the others use, with barriers for each."""
+
+    buffer: object  # (STAGES, block_kv, head_dim)
+    ready: object
+    free: object
+
+
 def fast(query, key, value, keys, head_dim, block_kv):
-    """A block of threads holds a tile of queries, a part for each of its compute warpgroups, and walks over all keys. One more warpgroup
-    does nothing but fetch blocks of keys and values into rings of buffers. In the grid query tiles are fastest, so that a head's keys and
-    values stay in L2."""
+    """A block of threads holds a tile of queries, a part for each of its compute warpgroups, and walks over all keys.
+
+    One more warpgroup does nothing but fetch blocks of keys and values into rings of buffers. In the grid query tiles
+    are fastest, so that a head's keys and values stay in L2.
+    """
     batch, queries, width = query.shape
     heads, tiles = width // head_dim, pl.cdiv(queries, GROUPS * ROWS)
     ring = tiles_for_products(query.dtype, next(size for size in (128, 64, 32) if block_kv % (size // 2) == 0))
@@ -100,6 +113,7 @@ def fast_body(query, key, value, out, log_sum, *, query_tile, key_ring, value_ri
     _, block_kv, head_dim = key_ring.shape
     batch, head, group = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("group")
     lanes = pl.ds(head * head_dim, head_dim)
+    key_blocks, value_blocks = Ring(key_ring, key_ready, key_free), Ring(value_ring, value_ready, value_free)
 
     @pl.when(group == GROUPS)
     def fetch():
@@ -109,12 +123,12 @@ def fast_body(query, key, value, out, log_sum, *, query_tile, key_ring, value_ri
         def fetch_blocks(step):
             slot, tokens = lax.rem(step, STAGES), pl.ds(step * block_kv, block_kv)
 
-            def fetch_block(array, ring, ready, free):
-                pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(free.at[slot]))
-                plgpu.copy_gmem_to_smem(array.at[batch, tokens, lanes], ring.at[slot], ready.at[slot])
+            def fetch_block(array, ring):
+                pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(ring.free.at[slot]))
+                plgpu.copy_gmem_to_smem(array.at[batch, tokens, lanes], ring.buffer.at[slot], ring.ready.at[slot])
 
-            fetch_block(key, key_ring, key_ready, key_free)
-            fetch_block(value, value_ring, value_ready, value_free)
+            fetch_block(key, key_blocks)
+            fetch_block(value, value_blocks)
 
     @pl.when(group < GROUPS)
     def compute():
@@ -123,7 +137,7 @@ def fast_body(query, key, value, out, log_sum, *, query_tile, key_ring, value_ri
         own_query, own_log_sum = query_tile.at[group], log_sum_tile.at[group]
         plgpu.copy_gmem_to_smem(query.at[batch, rows, lanes], own_query, query_ready.at[group])
         plgpu.barrier_wait(query_ready.at[group])
-        attend = partial(attend_fast, own_query, key_ring, value_ring, key_ready, value_ready, key_free, value_free, keys)
+        attend = partial(attend_fast, own_query, key_blocks, value_blocks, keys)
         sums, maximum, total = pl.run_scoped(attend, plgpu.ACC((ROWS, head_dim), jnp.float32))
         own_log_sum[...] = jnp.where(total < TRUSTED_SUM, maximum / LOG2_E + jnp.log(total), jnp.nan)
         own_query[...] = (sums / along(total, sums.shape)).astype(out.dtype)
@@ -133,38 +147,38 @@ def fast_body(query, key, value, out, log_sum, *, query_tile, key_ring, value_ri
         plgpu.wait_smem_to_gmem(0)
 
 
-def attend_fast(query, key_ring, value_ring, key_ready, value_ready, key_free, value_free, keys, sums):
-    """One warpgroup's rows over all key blocks: gives the weighted values, the reference (times log2 e) and the weights' sum.
+def attend_fast(query, key_blocks, value_blocks, keys, sums):
+    """One warpgroup's rows over all key blocks: the weighted values, the reference (times log2 e), the weights' sum.
 
-    A step starts the score product of its block and the value product of the previous one, and takes the softmax while the
-    second still runs. The compiler keeps to that order only because (a) the softmax ends in an optimization barrier, (b) the
-    wait for the next keys, a branch, parts it from the wait for the value product, and (c) the weights are rounded behind
-    that wait, since no register that a product reads may be written before it is done.
+    A step starts the score product of its block and the value product of the previous one, and takes the softmax
+    while the second still runs. The compiler keeps to that order only because (a) the softmax ends in an optimization
+    barrier, (b) the wait for the next keys, a branch, parts it from the wait for the value product, and (c) the
+    weights are rounded behind that wait, since no register that a product reads may be written before it is done.
     """
-    _, block_kv, head_dim = key_ring.shape
+    _, block_kv, head_dim = key_blocks.buffer.shape
     steps, scale, dtype = pl.cdiv(keys, block_kv), head_dim**-0.5 * LOG2_E, query.dtype
 
     def multiply_keys(scores, slot):
-        plgpu.wgmma(scores, query, key_ring.at[slot].transpose((1, 0)))
+        plgpu.wgmma(scores, query, key_blocks.buffer.at[slot].transpose((1, 0)))
 
     def multiply_values(weights, slot):
-        plgpu.barrier_wait(value_ready.at[slot])
-        plgpu.wgmma(sums, weights, value_ring.at[slot])
+        plgpu.barrier_wait(value_blocks.ready.at[slot])
+        plgpu.wgmma(sums, weights, value_blocks.buffer.at[slot])
 
     def real(scores, last):
         """Only the last block can hold more than the keys."""
         return masked(scores, (steps - 1) * block_kv, keys) if last and keys % block_kv else scores
 
     def first_step(scores):
-        plgpu.barrier_wait(key_ready.at[0])
+        plgpu.barrier_wait(key_blocks.ready.at[0])
         multiply_keys(scores, 0)
         values = real(scores[...], steps == 1)
         maximum = jnp.max(values, axis=1) * scale
         weights = jnp.exp2(values * scale - along(maximum, values.shape))
         weights, total = lax.optimization_barrier((weights, jnp.sum(weights, axis=1)))
-        plgpu.barrier_arrive(key_free.at[0])
+        plgpu.barrier_arrive(key_blocks.free.at[0])
         if steps > 1:
-            plgpu.barrier_wait(key_ready.at[1])
+            plgpu.barrier_wait(key_blocks.ready.at[1])
         return weights.astype(dtype), maximum, total
 
     def step(index, state, last=False):
@@ -175,16 +189,16 @@ def attend_fast(query, key_ring, value_ring, key_ready, value_ready, key_free, v
             multiply_keys(scores, slot)
             multiply_values(weights, previous)
             values = real(plgpu.wgmma_accumulator_load(scores, wait_n=1), last)
-            plgpu.barrier_arrive(key_free.at[slot])
+            plgpu.barrier_arrive(key_blocks.free.at[slot])
             weights_now = jnp.exp2(values * scale - along(maximum, values.shape))
             results = lax.optimization_barrier((weights_now, old_total + jnp.sum(weights_now, axis=1)))
             if not last:
-                plgpu.barrier_wait(key_ready.at[lax.rem(index + 1, STAGES)])
+                plgpu.barrier_wait(key_blocks.ready.at[lax.rem(index + 1, STAGES)])
             return results
 
         new_weights, total = pl.run_scoped(overlapped, plgpu.ACC((ROWS, block_kv), jnp.float32))
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(value_free.at[previous])
+        plgpu.barrier_arrive(value_blocks.free.at[previous])
         return new_weights.astype(dtype), maximum, total
 
     state = pl.run_scoped(first_step, plgpu.ACC((ROWS, block_kv), jnp.float32))
@@ -200,10 +214,10 @@ def attend_fast(query, key_ring, value_ring, key_ready, value_ready, key_free, v
 
 
 def exact_if(lost, query, key, value, out, log_sum, keys, head_dim):
-    """Where `lost` is true, attention with a running maximum in place of `out` and `log_sum`; else those, and the kernel ends at once.
+    """Where `lost` is true, attention with a running maximum in place of `out` and `log_sum`; else those, at once.
 
-    The device decides, not lax.cond: for that XLA asks the host, in every transformer block. Simple rather than fast: one warpgroup
-    takes one tile after the other, and fetches a block of keys and values when it needs it.
+    The device decides, not lax.cond: for that XLA asks the host, in every transformer block. Simple rather than fast:
+    one warpgroup takes one tile after the other, and fetches a block of keys and values when it needs it.
     """
     block_kv, tile = 128, tiles_for_products(query.dtype)
     scratch = dict(
@@ -223,9 +237,11 @@ def exact_if(lost, query, key, value, out, log_sum, keys, head_dim):
     return jax.freeze(out), jax.freeze(log_sum)
 
 
-def exact_body(lost, query, key, value, out, log_sum, *, query_tile, key_tile, value_tile, log_sum_tile, ready, keys, head_dim):
+def exact_body(lost, query, key, value, out, log_sum, *, query_tile, key_tile, value_tile, log_sum_tile, ready,
+               keys, head_dim):
     batch, queries, width = query.shape
-    heads, tiles, block_kv, scale = width // head_dim, pl.cdiv(queries, ROWS), key_tile.shape[0], head_dim**-0.5 * LOG2_E
+    heads, tiles = width // head_dim, pl.cdiv(queries, ROWS)
+    block_kv, scale = key_tile.shape[0], head_dim**-0.5 * LOG2_E
 
     def fetch(source, tile):
         plgpu.copy_gmem_to_smem(source, tile, ready)
@@ -248,7 +264,8 @@ def exact_body(lost, query, key, value, out, log_sum, *, query_tile, key_tile, v
                     plgpu.wgmma(scores, query_tile, key_tile.transpose((1, 0)))
                     return scores[...]
 
-                scores = masked(pl.run_scoped(multiply_keys, plgpu.ACC((ROWS, block_kv), jnp.float32)), block * block_kv, keys)
+                scores = pl.run_scoped(multiply_keys, plgpu.ACC((ROWS, block_kv), jnp.float32))
+                scores = masked(scores, block * block_kv, keys)
                 new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1) * scale)
                 correction = jnp.exp2(maximum - new_maximum)
                 weights = jnp.exp2(scores * scale - along(new_maximum, scores.shape))

@@ -1,6 +1,6 @@
 """Attention over a mesh: heads sharded, Ulysses, ring, and Ulysses × ring, all through one `jax.shard_map`.
 
-A scheme is which mesh axes `schema.Parallel` names. Before and after attention:
+A scheme is which mesh axes `settings.Parallel` names. Before and after attention:
 
     tokens  over (ring, ulysses), ring the slower; padded at the end where they do not divide, exactly masked
     heads   over heads
@@ -9,6 +9,7 @@ Inside, Ulysses trades tokens for heads (all-to-all) and back; the ring then pas
 neighbour to neighbour while each device merges what it sees, so no device ever holds all of them.
 Arrays are (batch, tokens, heads * head_dim); a head is a contiguous run of the last dimension.
 """
+from dataclasses import dataclass
 from math import prod
 
 import jax
@@ -19,59 +20,65 @@ from jax.sharding import PartitionSpec
 EMPTY = -1e30  # log-sum-exp of no keys at all, finite so that two empty parts merge without NaN
 
 
-def spread(local, prepare, query, key, value, tables, keys, head_dim, parallel, mesh, cross):
-    """Run attention on every device's share; with `cross`, keys stay whole.
+@dataclass(frozen=True)
+class Place:
+    """Where one device's tokens lie among all of them."""
 
-    There, `prepare(query, key, tables, first, axes, parts)` turns queries and keys by RoPE's tables (tokens, …) and cuts their heads
-    into parts, and `local(query, key, value, keys) -> (out, log_sum)` attends to the first `keys` keys.
-    """
-    token_axes = tuple(axis for axis in (parallel.ring, parallel.ulysses) if axis)
+    first: int | jax.Array = 0  # the number of its first token
+    axes: tuple[str, ...] = ()  # mesh axes that share the tokens
+    parts: int = 1  # of its heads: one for each device that Ulysses trades with
+
+
+def spread(attend, query, key, value, rotary, keys):
+    """Run `attend` (attention.Attend) on every device's share of its mesh; in cross-attention keys stay whole."""
+    parallel, mesh, cross = attend.parallel, attend.mesh, attend.cross
+    token_axes = parallel.token_axes
     shards = prod(mesh.shape[axis] for axis in token_axes)
     queries = query.shape[1]
     tokens_spread = PartitionSpec(parallel.batch, token_axes or None, parallel.heads)
     tokens_whole = PartitionSpec(parallel.batch, None, parallel.heads)
     key_spec = tokens_whole if cross else tokens_spread
+    table_specs = [PartitionSpec(token_axes or None) for _ in rotary]
 
-    def on_device(query, key, value, *tables):
+    def on_device(query, key, value, *rotary):
         if cross:
-            query, key = prepare(query, key)
-            return local(query[0], key[0], value, keys)[0]
+            query, key = attend.prepare(query, key, (), keys)
+            return attend.local(query[0], key[0], value, keys)[0]
         first = lax.axis_index(token_axes) * key.shape[1] if token_axes else 0
-        parts = lax.axis_size(parallel.ulysses) if parallel.ulysses else 1
-        return exchange(local, *prepare(query, key, tables, first, token_axes, parts), value, head_dim, parallel, keys)
+        place = Place(first, token_axes, lax.axis_size(parallel.ulysses) if parallel.ulysses else 1)
+        return exchange(attend, *attend.prepare(query, key, rotary, keys, place), value, keys)
 
-    sharded = jax.shard_map(on_device, mesh=mesh, in_specs=(tokens_spread, key_spec, key_spec, *(PartitionSpec(token_axes or None) for _ in tables)),
-                            out_specs=tokens_spread, check_vma=False)  # Pallas kernels carry no varying-axes types
+    sharded = jax.shard_map(
+        on_device, mesh=mesh, in_specs=(tokens_spread, key_spec, key_spec, *table_specs), out_specs=tokens_spread,
+        check_vma=False,  # Pallas kernels carry no varying-axes types
+    )
     query = pad_tokens(query, shards)
-    key, value = (x if cross else pad_tokens(x, shards) for x in (key, value))
-    return sharded(query, key, value, *(pad_tokens(table[None], shards)[0] for table in tables))[:, :queries]
+    key, value = (array if cross else pad_tokens(array, shards) for array in (key, value))
+    return sharded(query, key, value, *(pad_tokens(table[None], shards)[0] for table in rotary))[:, :queries]
 
 
 def pad_tokens(array, shards):
     return jnp.pad(array, ((0, 0), (0, -array.shape[1] % shards), (0, 0)))
 
 
-def exchange(local, query, key, value, head_dim, parallel, keys):
+def exchange(attend, query, key, value, keys):
     """One device's part of Ulysses, ring or both; `keys` is how many of all keys are real.
 
-    query, key (parts, batch, tokens, width of a part): what every device of the Ulysses axis gets. Values and outputs travel
-    transposed, which is how the TPU's kernel takes and gives them.
+    query, key (parts, batch, tokens, width of a part): what every device of the Ulysses axis gets. Values and outputs
+    travel transposed, which is how the TPU's kernel takes and gives them.
     """
-    axis = parallel.ulysses
+    axis = attend.parallel.ulysses
     if axis:
         query, key = (join(travel(x, axis), 1) for x in (query, key))
         value = join(travel(cut(value.swapaxes(1, 2), lax.axis_size(axis), 1), axis), 2).swapaxes(1, 2)
     else:
         query, key = query[0], key[0]
-    if parallel.ring:
-        out = ring(local, query, key, value, head_dim, parallel.ring, keys)
-    else:
-        out = local(query, key, value, keys)[0]
+    out = ring(attend, query, key, value, keys) if attend.parallel.ring else attend.local(query, key, value, keys)[0]
     return join(travel(cut(out.swapaxes(1, 2), lax.axis_size(axis), 2), axis), 1).swapaxes(1, 2) if axis else out
 
 
-# The parts that an all-to-all sends stand in front while they travel: one that is told to cut the last dimension where it lies
-# has XLA copy the array five times from one layout to the next.
+# The parts that an all-to-all sends stand in front while they travel: one that is told to cut the last dimension where
+# it lies has XLA copy the array five times from one layout to the next.
 
 
 def cut(array, parts, dimension):
@@ -93,36 +100,39 @@ def join(pieces, dimension):
     return jnp.concatenate(pieces, axis=2)
 
 
-def ring(local, query, key, value, head_dim, axis, keys):
-    """Attention of this device's queries to the keys of every device on `axis`."""
+def ring(attend, query, key, value, keys):
+    """Attention of this device's queries to the keys of every device on the ring's axis."""
+    axis = attend.parallel.ring
     size, shard = lax.axis_size(axis), key.shape[1]
     real = [min(max(keys - index * shard, 0), shard) for index in range(size)]  # only the last shards hold padding
     lengths = sorted(set(real))
     neighbours = [(index, (index + 1) % size) for index in range(size)]
 
+    def attend_to(length):
+        return lambda key, value: attend_real(attend, query, key, value, length)
+
     def part(step, key, value):
         source = (lax.axis_index(axis) - step) % size
         which = jnp.array([lengths.index(length) for length in real])[source]
-        branches = [lambda key, value, length=length: attend_real(local, query, key, value, head_dim, length) for length in lengths]
-        out, log_sum = lax.switch(which, branches, key, value)
+        out, log_sum = lax.switch(which, [attend_to(length) for length in lengths], key, value)
         return out.astype(jnp.float32), log_sum
 
     def step(carry, number):
         result, key, value = carry
-        key, value = (lax.ppermute(x, axis, neighbours) for x in (key, value))
-        return (merge(result, part(number, key, value), head_dim), key, value), None
+        key, value = (lax.ppermute(array, axis, neighbours) for array in (key, value))
+        return (merge(result, part(number, key, value), attend.head_dim), key, value), None
 
     start = (part(0, key, value), key, value)
     ((out, _), _, _), _ = lax.scan(step, start, jnp.arange(1, size))
     return out.astype(query.dtype)
 
 
-def attend_real(local, query, key, value, head_dim, length):
-    """`local` on the first `length` keys; a shard that is all padding contributes nothing."""
+def attend_real(attend, query, key, value, length):
+    """Attention to the first `length` keys; a shard that is all padding contributes nothing."""
     if length:
-        return local(query, key, value, length)
+        return attend.local(query, key, value, length)
     batch, queries, width = query.shape
-    return jnp.zeros_like(query), jnp.full((batch, width // head_dim, queries), EMPTY)
+    return jnp.zeros_like(query), jnp.full((batch, width // attend.head_dim, queries), EMPTY)
 
 
 def merge(first, second, head_dim):

@@ -1,14 +1,16 @@
 """RoPE on (batch, tokens, heads * head_dim): neighbouring lanes 2i and 2i + 1 turn by their token's i-th angle.
 
-On TPU a pass of its own, because XLA finds no layout in which pairs are cheap: reshaped to (…, 2) or rolled, it copies
-queries and keys several times over. For 75,600 tokens of 10 heads on v6e that is 9.4 M cycles by the compiler's estimate,
-and 0.3 M bundles here. Tables are diffusers': (tokens, head_dim) float32, each pair's cosine or sine standing twice.
+On TPU a pass of its own, because XLA finds no layout in which pairs are cheap: reshaped to (…, 2) or rolled, it
+copies queries and keys several times over. For 75,600 tokens of 10 heads on v6e that is 9.4 M cycles by the
+compiler's estimate, and 0.3 M bundles here. Tables are diffusers': (tokens, head_dim) float32, each pair's cosine or
+sine standing twice.
 """
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+
 from wan_torchax.kernels.parallel import cut
 
 LANES = 128
@@ -23,7 +25,7 @@ def rotate(array, cosine, sine, head_dim, kernel, parts=1):
 
 
 def rotate_plain(array, cosine, sine):
-    """Each lane times its cosine, plus its neighbour times its signed sine: elementwise, so XLA makes one pass of it."""
+    """Each lane times its cosine, plus its neighbour times its signed sine: elementwise, one pass for XLA."""
     batch, tokens, width = array.shape
     wide = array.astype(jnp.float32).reshape(batch, tokens, -1, cosine.shape[1] // 2, 2)
     cosine, sine = (table.reshape(tokens, 1, -1, 2) for table in (cosine, sine))
@@ -31,7 +33,7 @@ def rotate_plain(array, cosine, sine):
 
 
 def rotate_lanes(array, cosine, sine, head_dim, kernel, parts):
-    """The Pallas kernel: each lane times its cosine, plus its neighbour times its signed sine, written where its part is."""
+    """The Pallas kernel: the same, each lane written where its part is."""
     batch, tokens, width = array.shape
     sine = jnp.where(jnp.arange(head_dim) % 2 == 0, -sine, sine)
     cosine, sine = (jnp.concatenate([table] * (LANES // head_dim), axis=1) for table in (cosine, sine))
@@ -44,7 +46,9 @@ def rotate_lanes(array, cosine, sine, head_dim, kernel, parts):
         in_specs=[block, table, table],
         out_specs=pl.BlockSpec((parts, None, rows, width // parts), lambda b, i: (0, b, i, 0)),
         out_shape=jax.ShapeDtypeStruct((parts, batch, tokens, width // parts), array.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=kernel.vmem_mib * 2**20),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=kernel.vmem_mib * 2**20
+        ),
         interpret=kernel.interpret,
         name="rotary_kernel",
     )(array, cosine, sine)

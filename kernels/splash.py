@@ -20,8 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LOG2_E = 1.4426950408889634
-LOWEST = float(np.finfo(np.float32).min)  # masks a score; finite, because a row that is all masked so far must not give inf - inf
-TRUSTED_SUM = 2.0**100  # the fast path's largest row sum: well below overflow, and 1 / sum well above the denormals a TPU flushes
+# Masks a score; finite, because a row that is all masked so far must not give inf - inf.
+LOWEST = float(np.finfo(np.float32).min)
+# The fast path's largest row sum: well below overflow, and 1 / sum well above the denormals a TPU flushes.
+TRUSTED_SUM = 2.0**100
 
 
 def reference(query, key, value, head_dim, window=None):
@@ -39,7 +41,10 @@ def attention(query, key, value_t, keys, head_dim, kernel):
     batch, queries, width = query.shape
     heads = width // head_dim
     if head_dim % 128:  # a block's last dimension must be whole lanes or the whole array: fold the heads into the batch
-        query, key = (x.reshape(batch, -1, heads, head_dim).swapaxes(1, 2).reshape(batch * heads, -1, head_dim) for x in (query, key))
+        query, key = (
+            array.reshape(batch, -1, heads, head_dim).swapaxes(1, 2).reshape(batch * heads, -1, head_dim)
+            for array in (query, key)
+        )
         value_t = value_t.reshape(batch * heads, head_dim, -1)
     exact = partial(call, exact_kernel, query, key, value_t, keys, head_dim, kernel)
     if kernel.window is not None:
@@ -48,12 +53,13 @@ def attention(query, key, value_t, keys, head_dim, kernel):
         out_t, log_sum = call(fast_kernel, query, key, value_t, keys, head_dim, kernel)
         lost = ~jnp.all(jnp.isfinite(log_sum))
         # A loop that runs at most once, not lax.cond: its result takes over the buffers it starts from, without a copy.
-        _, out_t, log_sum = lax.while_loop(lambda state: state[0], lambda state: (False, *exact()), (lost, out_t, log_sum))
+        start = lost, out_t, log_sum
+        _, out_t, log_sum = lax.while_loop(lambda state: state[0], lambda state: (False, *exact()), start)
     return out_t.reshape(batch, width, queries), log_sum.reshape(batch, heads, queries)
 
 
 def call(body, query, key, value_t, keys, head_dim, kernel):
-    """One Pallas call: a grid over batch, heads, query blocks and, innermost, key blocks. Edge blocks overhang the arrays."""
+    """One Pallas call, its grid over batch, heads, query blocks and, innermost, key blocks; edge blocks overhang."""
     batch, queries, width = query.shape
     heads = width // head_dim
     block_q, block_kv = fitting(kernel.block_q, kernel.sub_q, queries), fitting(kernel.block_kv, kernel.chunk_kv, keys)
@@ -80,7 +86,9 @@ def call(body, query, key, value_t, keys, head_dim, kernel):
             pltpu.VMEM((1, block_q), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"), vmem_limit_bytes=kernel.vmem_mib * 2**20),
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=kernel.vmem_mib * 2**20,
+        ),
         interpret=kernel.interpret,
         name=body.__name__,
     )(query, key, value_t)
@@ -180,8 +188,8 @@ def parts_of(block_q, sub_q):
 
 
 def keep_query(query, query_t, kernel):
-    """Transpose a query block, once. With fold_scale it is also scaled, and kept as two bf16 terms: scaled and rounded to one,
-    it would lose a bit, and an MXU 256 deep takes both terms of head dim 128 in the time of one."""
+    """Transpose a query block, once. With fold_scale it is also scaled, and kept as two bf16 terms: scaled and rounded to
+    one, it would lose a bit, and an MXU 256 deep takes both terms of head dim 128 in the time of one."""
     if not kernel.fold_scale:
         query_t[...] = query[...].T
         return
@@ -211,7 +219,7 @@ def dot(left, right):
 
 
 def exact_kernel(query, key, value_t, out_t, log_sum, query_t, means, maximum, total, *, keys, kernel):
-    """One block of keys with a running maximum, always normalised: right for any scores and values that are finite, and slower.
+    """One block of keys with a running maximum, always normalised: right for any finite scores and values, and slower.
 
     Shapes as in fast_kernel. `means` is the output so far, not a sum, so that no value is too large for it.
     """
@@ -243,7 +251,8 @@ def exact_kernel(query, key, value_t, out_t, log_sum, query_t, means, maximum, t
 
     near = True
     if kernel.window is not None:  # a block of keys that no query of this block sees
-        near = (first_key <= first_query + block_q - 1 + kernel.window) & (first_key + block_kv > first_query - kernel.window)
+        near = first_key <= first_query + block_q - 1 + kernel.window
+        near &= first_key + block_kv > first_query - kernel.window
     pl.when(near)(lambda: pl.loop(0, block_kv // kernel.chunk_kv)(add_chunk))
 
     @pl.when(pl.program_id(3) == last)

@@ -1,7 +1,7 @@
 """The runner's modules. run.py is the entry; docs/architecture.md says what stands on what.
 
-patches.py and kernels/ lie at the project's top, where users look for them, and belong to this package all the same: as
-`wan_torchax.patches` and `wan_torchax.kernels` they take nobody else's name (Hugging Face has a package called kernels).
+patches.py and kernels/ lie at the project's top, where users look for them, and belong to this package all the same:
+as `wan_torchax.patches` and `wan_torchax.kernels` they take nobody else's name (Hugging Face has a package `kernels`).
 """
 import sys
 from pathlib import Path
@@ -11,5 +11,5 @@ __path__.append(str(ROOT))
 
 
 def leave_sys_path() -> None:
-    """Take the project's folder off sys.path, where Python puts it for run.py: others would find our folders by their names."""
+    """Take the project's folder off sys.path, where Python puts it for run.py: others would find our folders there."""
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]

@@ -1,203 +1,222 @@
-"""Runs stages one after the other, and keeps what it made for the next run in this process.
+"""One Session for all who want videos: run.py, ComfyUI, benchmarks, plans and tuning are its callers.
 
-Programs, weights and text embeddings are each kept by what they were made from, the last of their kind (embeddings:
-the last few): a sweep over seeds or prompts compiles and loads nothing twice, and a change of model, mesh or sharding
-frees the old before the new is loaded.
+    session = Session()
+    resolved = session.resolve(config, ["text", "denoise", "decode"])       # checkpoints found, devices started
+    values = session.run(resolved, ["text", "denoise", "decode"], resolved.inputs(), print)
+
+It owns what a process has made so far, each thing by what it was made from: programs, weights, and the last results of
+stages that are cheap to keep. So a sweep over seeds or prompts compiles and loads nothing twice, and a change of model,
+mesh or sharding frees the old before the new is loaded. Two threads may ask it at once: they queue.
 """
-import json
+import contextlib
+import importlib
 import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import wait
-from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 import numpy
-from omegaconf import OmegaConf
 
-from wan_torchax.config import schema
-from wan_torchax.records import outputs as records
-from wan_torchax.runtime import weights
-from wan_torchax.stages import denoise as stages
+from wan_torchax.config.graph import Graph
+from wan_torchax.config.resolve import Resolved, key_of, resolve
+from wan_torchax.devices.start import start, warm_up
+from wan_torchax.events import Advanced, Began, Ended, Finished, Listener, Previewed, Stepped, silence
+from wan_torchax.runtime.checkpoint import find_all
+from wan_torchax.runtime.components import Component
+from wan_torchax.runtime.programs import compiling, no_compilation
+from wan_torchax.stages.stage import Stage, find, result_settings
 
 log = logging.getLogger("wan")
-TEXTS_KEPT = 64
 
 
-@dataclass
-class Kept:
-    """What this process has made so far; each entry with the key it was made from."""
+class Session:
+    """Devices, components and programs of this process."""
 
-    stages: dict = field(default_factory=dict)  # name -> (key, Stage with its compiled programs)
-    arrays: dict = field(default_factory=dict)  # name -> (key, weights on the devices)
-    texts: dict = field(default_factory=dict)  # key -> embeddings
+    def __init__(self):
+        self.lock = threading.RLock()
+        self.stages: dict[str, Stage] = {}
+        self.components: dict[str, Component] = {}
+        self.results: dict[str, dict[str, dict[str, numpy.ndarray]]] = {}  # by stage, then by what they were made from
 
-    def clear(self):
-        self.stages.clear(), self.arrays.clear(), self.texts.clear()
+    # ------------------------------------------------------------ before a run
 
+    def resolve(self, config, names: Iterable[str], tell: Listener = silence, weights: bool = True) -> Resolved:
+        """Find the checkpoints of the named stages, start the devices, and leave nothing open in the config.
 
-kept = Kept()
+        Without `weights`, only a local checkpoint is looked at, for what its config.json adds: nothing will be loaded.
+        """
+        graph = Graph.of(config.pipeline)
+        needed = graph.components(names)
+        loaded = [name for name in graph.components(graph.stages) if name in self.components and name not in needed]
+        checkpoints = find_all(config.model, [*needed, *loaded], required=weights)
+        with self.lock, phase("start", tell):
+            devices = start(config, meanwhile=import_models)
+            resolved = resolve(config, checkpoints, devices)
+            warm_up(resolved.mesh)
+        return resolved
 
+    def build(self, resolved: Resolved, names: Iterable[str]) -> dict[str, Stage]:
+        """The named stages, on their components; what was made before and still fits is used again."""
+        for name in list(self.components):  # also one that is not used this time holds memory
+            if Component.key_for(name, resolved) != self.components[name].key:
+                self.components.pop(name).free()
+        return {name: self.build_one(name, resolved) for name in names}
 
-@dataclass
-class Watcher:
-    """Who is told of progress. Anything here may raise, which ends the run with torch and JAX in good order."""
+    def build_one(self, name: str, resolved: Resolved) -> Stage:
+        components = {}
+        for component in resolved.graph.stages[name].uses:
+            if component not in self.components:
+                self.components[component] = Component(component, resolved)
+            components[component] = self.components[component]
+        recipe, stage = find(name).recipe_for(name, resolved), self.stages.get(name)
+        if stage is None or stage.recipe.key != recipe.key or not stage.programs.ready():
+            self.stages.pop(name, None)
+            stage = self.stages[name] = find(name)(name, recipe, components)
+        stage.components = components
+        return stage
 
-    bar: object  # bar(total, description, **options): a context manager with update(count) and refresh()
-    on_result: object = None  # on_result(stage, result): as soon as a stage is done
-    on_preview: object = None  # on_preview(step, frame): every `preview_every` steps, the middle frame so far
+    # ------------------------------------------------------------ a run
 
+    def run(
+        self, resolved: Resolved, names: Iterable[str], values: dict[str, Any], tell: Listener = silence
+    ) -> dict[str, Any]:
+        """Run the named stages in order on the values at hand; returns those they give beside those handed in."""
+        with self.lock:
+            try:
+                return self.run_alone(resolved, list(names), dict(values), tell)
+            finally:
+                if not is_resident(resolved.config):
+                    self.free()
 
-def execute(config, mesh, names, folders: dict[str, Path], prompts, results, clock, watcher) -> dict[str, numpy.ndarray]:
-    """Run the named stages in order; returns their results beside those handed in. `folders` has each stage's weights."""
-    results = dict(results)
-    text_key = key_of(records.stage_settings(config, "text", prompts))
-    if "text" in names and text_key in kept.texts:
-        results["text"] = kept.texts[text_key]
-        tell_result(watcher, "text", results["text"])
-    names = [name for name in names if name not in results]
-    with clock("build"):
-        built, fresh = build(config, mesh, names + preview_helpers(config, names, folders))
-    with stages.compiling(fresh, clock.compiled):
+    def run_alone(self, resolved: Resolved, names: list[str], values: dict[str, Any], tell: Listener) -> dict[str, Any]:
         for name in names:
-            load(config, name, built[name], folders[name], clock, watcher.bar)
-            if name == "denoise" and config.preview_every and "decode" in built:
-                load(config, "decode", built["decode"], folders["decode"], clock, watcher.bar)
-            wait_for_programs(name, built[name], watcher.bar)
-            with clock(name), stages.no_compilation():
-                results[name] = RUNNERS[name](built, config, prompts, results, clock, watcher)
-            if not resident(config):
-                free(name, built[name])
-            tell_result(watcher, name, results[name])
-    if "text" in names:
-        kept.texts[text_key] = results["text"]
-        while len(kept.texts) > TEXTS_KEPT:
-            kept.texts.pop(next(iter(kept.texts)))
-    return results
+            if (result := self.recall(name, resolved)) is not None:
+                values |= result
+                tell(Finished(name, result))
+        names = [name for name in names if not set(resolved.graph.stages[name].gives) <= values.keys()]
+        with phase("build", tell):
+            stages = self.build(resolved, [*names, *self.helpers(resolved, names)])
+            for component in {part.name: part for stage in stages.values() for part in stage.components.values()}.values():
+                component.check()
+        fresh = {name: stage.programs for name, stage in stages.items() if not stage.programs.ready()}
+        with compiling(fresh, tell):
+            for name in names:
+                result = self.run_stage(name, stages, resolved, values, tell)
+                if not is_resident(resolved.config):
+                    self.free_unused([stages[other] for other in names[names.index(name) + 1 :]])
+                values |= result
+                self.remember(name, resolved, result)
+                tell(Finished(name, result))
+        return values
+
+    def run_stage(self, name: str, stages: dict[str, Stage], resolved: Resolved, values: dict, tell: Listener) -> dict:
+        """Load what a stage needs, wait for its programs, run it; gives its values."""
+        stage, previewer = stages[name], self.previewer(name, stages, resolved)
+        for loading in filter(None, (stage, previewer)):
+            for key, component in loading.components.items():
+                component.load(loading.tensors[key], tell)
+        wait_for_programs(stage, tell)
+        taken = {value: values[value] for value in resolved.graph.stages[name].takes}
+        listener = tell if previewer is None else with_previews(previewer, resolved.config.preview_every, tell)
+        with phase(name, tell, *stage.amount(resolved)), no_compilation():
+            return stage.run(resolved, taken, listener)
+
+    # ------------------------------------------------------------ previews
+
+    def previewer(self, name: str, stages: dict[str, Stage], resolved: Resolved) -> Stage | None:
+        """The stage that can show what another makes while it is made."""
+        if not resolved.config.preview_every:
+            return None
+        gives = set(resolved.graph.stages[name].gives)
+        return next((stage for key, stage in stages.items() if gives & set(resolved.graph.stages[key].takes)
+                     and hasattr(stage, "preview")), None)
+
+    def helpers(self, resolved: Resolved, names: list[str]) -> list[str]:
+        """Stages that are not run but show what others make: where their weights are at hand and may stay."""
+        if not (resolved.config.preview_every and is_resident(resolved.config)):
+            return []
+        given = {value for name in names for value in resolved.graph.stages[name].gives}
+        return [
+            name for name, stage in resolved.graph.stages.items()
+            if name not in names and given & set(stage.takes) and hasattr(find(name), "preview")
+            and set(stage.uses) <= resolved.checkpoints.keys()
+        ]
+
+    # ------------------------------------------------------------ what stays
+
+    def recall(self, name: str, resolved: Resolved) -> dict[str, numpy.ndarray] | None:
+        """The result of a stage that was made from the same before."""
+        return self.results.get(name, {}).get(result_key(name, resolved))
+
+    def remember(self, name: str, resolved: Resolved, result: dict[str, numpy.ndarray]) -> None:
+        most = find(name).results_remembered
+        if most:
+            results = self.results.setdefault(name, {})
+            results[result_key(name, resolved)] = result
+            while len(results) > most:
+                results.pop(next(iter(results)))
+
+    def free_unused(self, stages: list[Stage]) -> None:
+        """Let go of the weights that none of these stages needs."""
+        needed = {key for stage in stages for key in stage.components}
+        for key, component in self.components.items():
+            if key not in needed:
+                component.free()
+
+    def free(self) -> None:
+        """Let go of all weights."""
+        self.free_unused([])
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        with self.lock:
+            self.free()
+            self.stages.clear(), self.components.clear(), self.results.clear()
 
 
-def preview_helpers(config, names, folders) -> list[str]:
-    """The decoder beside denoising alone, if previews are wanted and there are weights for it that may stay."""
-    wanted = config.preview_every and names == ["denoise"] and "decode" in folders and resident(config)
-    return ["decode"] if wanted else []
+def result_key(name: str, resolved: Resolved) -> str:
+    fingerprints = {component: checkpoint.fingerprint for component, checkpoint in resolved.checkpoints.items()}
+    return key_of(result_settings(resolved.config, name, fingerprints))
 
 
-def tell_result(watcher, name, result):
-    if watcher.on_result is not None:
-        watcher.on_result(name, result)
-
-
-def resident(config) -> bool:
+def is_resident(config) -> bool:
     """Whether weights stay on the device after their stage: as the config says, by default only in a sweep."""
     return config.keep_resident if config.keep_resident is not None else config.sweep.active
 
 
-# ---------------------------------------------------------------- what is kept
+def import_models() -> None:
+    """Import torch and diffusers in a thread, while the devices start. --help and mistakes in a config do without."""
+    threading.Thread(target=importlib.import_module, args=["wan_torchax.models"], name="imports").start()
 
 
-def key_of(parts) -> str:
-    return json.dumps(parts, sort_keys=True, default=str)
+@contextlib.contextmanager
+def phase(name: str, tell: Listener, total: int | None = None, unit: str = "") -> Iterator[None]:
+    began = time.perf_counter()
+    tell(Began(name, total, unit))
+    yield
+    tell(Ended(name, time.perf_counter() - began))
 
 
-def weights_key(config, name) -> str:
-    """What a stage's arrays depend on."""
-    component = schema.COMPONENTS[name]
-    model, table = config.model, OmegaConf.to_container(config.sharding[component], resolve=True)
-    mesh = OmegaConf.to_container(config.mesh, resolve=True)
-    return key_of([model.name, model.path, model.revision, model.dtype[component], model.scan_blocks, table, mesh])
+def wait_for_programs(stage: Stage, tell: Listener) -> None:
+    """Tell that compilation is still going on, if it is."""
+    waiting, name = list(stage.programs.compiled.values()), f"compile_{stage.name}"
+    if wait(waiting, timeout=0).not_done:
+        with phase(name, tell):
+            while wait(waiting, timeout=0.2).not_done:
+                tell(Advanced(name, 0))
 
 
-def programs_key(config, name) -> str:
-    """What a stage's programs depend on: its arrays, shapes and settings that are compiled in."""
-    settings = [weights_key(config, name), stages.guided(config), OmegaConf.to_container(config.ops, resolve=True), config.model.text_tokens]
-    settings += [config.compile.matmul_precision, config.model.dtype.transformer]
-    if name == "denoise":
-        attention = OmegaConf.to_container(config.attention, resolve=True), OmegaConf.to_container(config.sharding.attention, resolve=True)
-        settings += [*attention, config.guidance, stages.latent_shape(config), stages.scheduler_table(config)[1].shape[1]]
-    if name == "decode":
-        settings += [config.resolution.height, config.resolution.width]
-    return key_of(settings)
+def with_previews(previewer: Stage, every: int, tell: Listener) -> Listener:
+    """A listener that also tells how the video looks, every so many steps."""
+
+    def listener(event):
+        tell(event)
+        if isinstance(event, Stepped) and event.step % every == 0 and event.step < event.steps:
+            tell(Previewed(event.step, previewer.preview(event.estimate)))
+
+    return listener
 
 
-def build(config, mesh, names):
-    """The stages, and those of them that still have to be compiled. What does not fit any more is freed first."""
-    for name in list(kept.arrays):  # all of them: a stage that is not run this time holds memory too
-        if kept.arrays[name][0] != weights_key(config, name):
-            free(name, None)
-    built, fresh = {}, {}
-    for name in names:
-        key = programs_key(config, name)
-        if kept.stages.get(name, (None,))[0] == key and is_compiled(kept.stages[name][1]):
-            built[name] = kept.stages[name][1]
-        else:
-            kept.stages.pop(name, None)
-            built[name] = fresh[name] = stages.BUILDERS[name](config, mesh)
-            kept.stages[name] = key, built[name]
-    return built, fresh
-
-
-def is_compiled(stage) -> bool:
-    """Not so after a run that was cancelled, or failed, before the compiler got to the last program."""
-    return bool(stage.compiled) and all(future.done() and future.exception() is None for future in stage.compiled.values())
-
-
-def free(name, stage) -> None:
-    """Let go of a stage's weights."""
-    kept.arrays.pop(name, None)
-    for holder in (stage, kept.stages.get(name, (None, None))[1]):
-        if holder is not None:
-            holder.arrays = None
-
-
-def load(config, name, stage, folder: Path, clock, bar) -> None:
-    """Weights to the devices, with a bar in bytes and a summary of what lies where; nothing if they are there."""
-    key = weights_key(config, name)
-    if kept.arrays.get(name, (None,))[0] == key:
-        stage.arrays = kept.arrays[name][1]
-        return
-    free(name, stage)
-    total = sum(tensor.bytes for tensor in stage.tensors.values())
-    with clock(f"load_{name}"), bar(total, f"loading {stage.component}", unit="B", unit_scale=True) as progress:
-        stage.arrays = weights.load(stage.tensors, folder, progress.update, stages.IGNORED[stage.component])
-    kept.arrays[name] = key, stage.arrays
-    log.info("%s: %.3f GiB loaded in %.1f s", stage.component, weights.gib(total), clock.seconds[f"load_{name}"])
-    for line in weights.summary(stage.tensors):
-        log.info(line)
-
-
-def wait_for_programs(name, stage, bar) -> None:
-    """Show that compilation is still going on, if it is."""
-    waiting = list(stage.compiled.values())
-    with bar(None, f"compiling {name}", bar_format="{desc}: {elapsed}") as progress:
-        while wait(waiting, timeout=0.2).not_done:
-            progress.refresh()
-
-
-# ---------------------------------------------------------------- the stages, with progress
-
-
-def run_text(built, config, prompts, results, clock, watcher):
-    return stages.run_text(built["text"], config, *prompts, log.warning)
-
-
-def run_denoise(built, config, prompts, results, clock, watcher):
-    with watcher.bar(config.steps, "denoising", unit="step") as progress:
-
-        def on_step(index, seconds, estimate):
-            clock.steps.append(seconds)
-            progress.update(1)
-            if watcher.on_preview is not None and "decode" in built and due(config, index):
-                frame, _, _ = built["decode"]("first", estimate)
-                watcher.on_preview(index + 1, numpy.asarray(frame)[0])
-
-        return stages.run_denoise(built["denoise"], config, results["text"], on_step)
-
-
-def due(config, index) -> bool:
-    return bool(config.preview_every) and (index + 1) % config.preview_every == 0 and index + 1 < config.steps
-
-
-def run_decode(built, config, prompts, results, clock, watcher):
-    with watcher.bar(config.resolution.frames, "decoding", unit="frame") as progress:
-        return stages.run_decode(built["decode"], config, results["denoise"], progress.update)
-
-
-RUNNERS = {"text": run_text, "denoise": run_denoise, "decode": run_decode}
+session = Session()  # of this process

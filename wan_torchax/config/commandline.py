@@ -1,30 +1,71 @@
 """What happens to the command line before and after Hydra: free text in, clear errors out. No JAX, no torch."""
+import contextlib
+import os
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.experimental.callback import Callback
-from omegaconf import OmegaConf
+from hydra.version import VersionBase
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from wan_torchax import ROOT
 from wan_torchax.config import schema
+from wan_torchax.config.wording import nearest
 
-# Swept without compiling or loading anything again.
-CHEAP = ("seed", "prompt", "prompt.text", "prompt.negative", "guidance_scale", "steps", "resolution.fps", "resolution.flow_shift", "output.quality")
 CONF = ROOT / "conf"
-PLUGINS = {("hydra/launcher", name): f"hydra-{name.partition('_')[0]}-launcher" for name in ("submitit_local", "submitit_slurm", "ray")}
-TEXT_KEYS = {"prompt": "prompt.text", "prompt.text": "prompt.text", "negative_prompt": "prompt.negative", "prompt.negative": "prompt.negative"}
+HYDRA_VERSION = "1.3"
+# Swept without compiling or loading anything again.
+CHEAP = (
+    "seed", "prompt", "prompt.text", "prompt.negative", "guidance_scale", "steps", "resolution.fps",
+    "resolution.flow_shift", "output.quality",
+)
+LAUNCHERS = {name: f"hydra-{name.partition('_')[0]}-launcher" for name in ("submitit_local", "submitit_slurm", "ray")}
+TEXT_KEYS = {
+    "prompt": "prompt.text",
+    "prompt.text": "prompt.text",
+    "negative_prompt": "prompt.negative",
+    "prompt.negative": "prompt.negative",
+}
+USER_ERRORS = (HydraException, OmegaConfBaseException)
+
+ConfigStore.instance().store("schema", schema.root())
 
 
-sweep_folders: dict[Path, bool] = {}  # folders of several jobs, which get a report at the end; True: a launcher may run them elsewhere
+# ---------------------------------------------------------------- composing
 
 
-class SweepFolder(Callback):
-    """Hydra tells it where the jobs of a sweep will be, whichever launcher runs them and wherever (hydra.callbacks in conf/config.yaml)."""
+def compose(overrides: Iterable[str]) -> DictConfig:
+    """The config that `python run.py` would run with, from overrides in Hydra's grammar (see `rewrite`)."""
+    with apart(), hydra.initialize_config_dir(str(CONF), version_base=HYDRA_VERSION):
+        try:
+            return hydra.compose("config", list(overrides))
+        except USER_ERRORS as error:
+            raise schema.ConfigError(explain(error)) from error
 
-    def on_multirun_start(self, config, **_):
-        sweep_folders[Path(config.hydra.sweep.dir)] = True
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Hydra keeps its state for the whole process; whoever else uses it finds theirs again."""
+    others, base = GlobalHydra.instance().hydra, VersionBase.instance().version_base
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra, VersionBase.instance().version_base = others, base
+
+
+def options(group: str) -> list[str]:
+    """The names of a group's files in conf/."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+# ---------------------------------------------------------------- before Hydra
 
 
 def rewrite(arguments: list[str]) -> list[str]:
@@ -37,7 +78,8 @@ def rewrite(arguments: list[str]) -> list[str]:
     rewritten = []
     for argument in arguments:
         key, separator, value = argument.partition("=")
-        if separator and key in TEXT_KEYS and not (key == "prompt" and set(value.split(",")) <= set(options("prompt"))):
+        by_name = key == "prompt" and set(value.split(",")) <= set(options("prompt"))
+        if separator and key in TEXT_KEYS and not by_name:
             argument = f"{TEXT_KEYS[key]}={quote(value)}"
         elif separator and key == "prompts":
             argument = f"prompts={quote(value)}"
@@ -45,20 +87,45 @@ def rewrite(arguments: list[str]) -> list[str]:
     if {"-m", "--multirun"} & set(arguments):
         overrides = [argument for argument in rewritten if "=" in argument and not argument.startswith("-")]
         flags = [argument for argument in rewritten if argument not in overrides]
-        overrides.sort(key=lambda override: override.partition("=")[0] in CHEAP)  # stable: otherwise the order stays
+        overrides.sort(key=lambda override: key_of(override) in CHEAP)  # stable: otherwise the order stays
         return [*flags, *overrides, "sweep.active=true"]
     return rewritten
 
 
+def key_of(override: str) -> str:
+    """`+ops.mine={…}`, `~ops.mine` -> ops.mine."""
+    return override.lstrip("+~").partition("=")[0]
+
+
 def quote(text: str) -> str:
     """A string literal of Hydra's grammar that means exactly this text (line breaks become spaces)."""
-    text = re.sub(r"(\\*)\$\{", lambda found: found.group(1) * 2 + r"\${", text.replace("\n", " "))
-    text = re.sub(r"(\\*)('|$)", lambda found: found.group(1) * 2 + (r"\'" if found.group(2) else ""), text)
+    text = literal(text.replace("\n", " "))
+    text = re.sub(r"(\\*)('|$)", lambda match: match.group(1) * 2 + (r"\'" if match.group(2) else ""), text)
     return f"'{text}'"
 
 
-def options(group: str) -> list[str]:
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+def literal(text: str) -> str:
+    """A value for OmegaConf that reads as exactly this text: `${…}` in it is no interpolation."""
+    return re.sub(r"(\\*)\$\{", lambda match: match.group(1) * 2 + r"\${", text)
+
+
+# ---------------------------------------------------------------- sweeps
+
+
+sweep_folders: dict[Path, bool] = {}  # folders of several jobs, for the report; True: a launcher may run them elsewhere
+
+
+class SweepFolder(Callback):
+    """Hydra tells it where the jobs of a sweep will be, whichever launcher runs them (hydra.callbacks in conf)."""
+
+    def on_multirun_start(self, config, **_) -> None:
+        sweep_folders[Path(config.hydra.sweep.dir)] = True
+        if not config.hydra.launcher._target_.endswith(".BasicLauncher"):  # its workers have to find the package
+            paths = str(ROOT), os.environ.get("PYTHONPATH")
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+
+
+# ---------------------------------------------------------------- after Hydra
 
 
 def explain(error: Exception) -> str:
@@ -66,23 +133,26 @@ def explain(error: Exception) -> str:
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
-        if (group, name) in PLUGINS:
-            return f"{group}={name}: comes with a plugin that is not installed; pip install {PLUGINS[group, name]}"
-        return f"{group}={name}: no such option; {schema.nearest(name, options(group))}"
+        if group == "hydra/launcher" and name in LAUNCHERS:
+            return f"{group}={name}: comes with a plugin that is not installed; pip install {LAUNCHERS[name]}"
+        return f"{group}={name}: no such option; {nearest(name, options(group))}"
     if isinstance(error, OverrideParseException):
         return f"{error.override}: {str(error).splitlines()[0]}; put quotes around the value: 'key=\"value\"'"
-    found = re.search(r"Could not (?:override|append to config\.? .*?) '?([\w.@/]+)'?", str(error))
-    key = getattr(cause, "full_key", None) or (found.group(1) if found else None)
-    unknown = re.search(r"(?:Key '[^']+' (?:not in|is not in struct)|No match in the defaults list|not in struct)", f"{error} {cause}")
-    if key and unknown:
-        return f"{key}: no such key or group; {schema.nearest(key, known_keys())} (python run.py --cfg job shows them all)"
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip() and not line.strip().startswith(("full_key", "object_type", "reference_type"))]
-    reason = " ".join(lines[:2])
+    named = re.search(r"Could not (?:override|append to config\.? .*?) '?([\w.@/]+)'?", str(error))
+    key = getattr(cause, "full_key", None) or (named.group(1) if named else None)
+    unknown = r"(?:Key '[^']+' (?:not in|is not in struct)|No match in the defaults list|not in struct)"
+    if key and re.search(unknown, f"{error} {cause}"):
+        close = nearest(key, known_keys())
+        return f"{key}: no such key or group; {close} (python run.py --cfg job shows them all)"
+    details = ("full_key", "object_type", "reference_type")
+    lines = [line.strip() for line in str(cause).splitlines()]
+    reason = " ".join([line for line in lines if line and not line.startswith(details)][:2])
     return f"{key}: {reason}" if key and key not in reason else reason
 
 
 def known_keys() -> list[str]:
     """Every key that can be overridden, dotted, and every group."""
+
     def walk(node, prefix):
         for name in node:
             yield prefix + name
@@ -91,6 +161,3 @@ def known_keys() -> list[str]:
                 yield from walk(child, f"{prefix}{name}.")
 
     return [*walk(schema.root(), ""), "preset", "negative_prompt"]
-
-
-USER_ERRORS = (HydraException, OmegaConfBaseException)

@@ -2,7 +2,7 @@
 
     python run.py prompts=prompts.txt                     # one prompt a line
     python run.py prompts=jobs.csv seeds=4                # columns: prompt, negative_prompt, seed, or any other key
-    python run.py prompts=jobs.jsonl shard=3/12           # every twelfth job, from the third: for one of twelve machines
+    python run.py prompts=jobs.jsonl shard=3/12           # every twelfth job, from the third: one machine's of twelve
 """
 import csv
 import io
@@ -24,7 +24,8 @@ class Job:
     error: str | None = None
 
 
-CHIPS = {"tpu": ("accel[0-9]*", "vfio/[0-9]*"), "gpu": ("nvidia[0-9]*",)}  # what a host that has some shows under /dev
+# What a host that has some shows under /dev.
+CHIPS = {"tpu": ("accel[0-9]*", "vfio/[0-9]*"), "gpu": ("nvidia[0-9]*",)}
 
 
 def check_launcher(launcher, mesh) -> None:
@@ -36,25 +37,35 @@ def check_launcher(launcher, mesh) -> None:
     if name == "BasicLauncher" or platform == "cpu":
         return
     if name == "SlurmLauncher":
-        owned, remedy = launcher.tasks_per_node == 1 and "exclusive" in launcher.additional_parameters, "use hydra/launcher=slurm, which asks for whole nodes"
+        owned = launcher.tasks_per_node == 1 and "exclusive" in launcher.additional_parameters
+        remedy = "use hydra/launcher=slurm, which asks for whole nodes"
     elif name == "RayLauncher":
-        key, remote = ("resources={TPU:%d}" if platform == "tpu" else "num_gpus=%d") % (mesh.devices or 1), launcher.ray.remote
+        needed, remote = mesh.devices or 1, launcher.ray.remote
         taken = remote.get("num_gpus") if platform == "gpu" else remote.get("resources", {}).get("TPU")
-        owned, remedy = (taken or 0) >= (mesh.devices or 1), f"set hydra.launcher.ray.remote.{key}"
+        owned = (taken or 0) >= needed
+        resource = f"num_gpus={needed}" if platform == "gpu" else f"resources={{TPU:{needed}}}"
+        remedy = f"set hydra.launcher.ray.remote.{resource}"
     else:
-        owned, remedy = False, "leave hydra/launcher out to run one after the other, or give each machine its share with shard=1/2 and so on"
+        owned, share = False, "give each machine its share with shard=1/2 and so on"
+        remedy = f"leave hydra/launcher out to run one after the other, or {share}"
     if not owned:
-        raise ConfigError(f"hydra/launcher: {name} may start two jobs on one host, and its {platform} takes one process; {remedy}")
+        raise ConfigError(
+            f"hydra/launcher: {name} may start two jobs on one host, and its {platform} takes one process; {remedy}"
+        )
 
 
 def chips_here() -> str:
     """The platform JAX would choose, without starting it."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return "cpu"
-    return next((kind for kind, patterns in CHIPS.items() if any(any(Path("/dev").glob(pattern)) for pattern in patterns)), "cpu")
+    for kind, patterns in CHIPS.items():
+        if any(any(Path("/dev").glob(pattern)) for pattern in patterns):
+            return kind
+    return "cpu"
 
 
-def wanted(config) -> bool:
+def are_listed(config) -> bool:
+    """Whether the config asks for a list of videos."""
     return config.prompts is not None or config.seeds is not None
 
 
@@ -82,8 +93,10 @@ def read_prompts(source: str):
         try:
             prompts = json.loads(source)
         except ValueError as error:
-            raise ConfigError(f"""prompts={source}: not a JSON list ({error}); write prompts='["first", "second"]'""") from error
-        rows = [(number, *checked(prompt if isinstance(prompt, dict) else {"prompt": prompt}, number)) for number, prompt in enumerate(prompts, start=1)]
+            remedy = """write prompts='["first", "second"]'"""
+            raise ConfigError(f"prompts={source}: not a JSON list ({error}); {remedy}") from error
+        entries = [prompt if isinstance(prompt, dict) else {"prompt": prompt} for prompt in prompts]
+        rows = [(number, *checked(entry, number)) for number, entry in enumerate(entries, start=1)]
     else:
         rows = list(read_file(Path(source)))
     if not rows:

@@ -1,26 +1,24 @@
 """The config's dataclasses: pure, no JAX, no torch.
 
-Hydra composes the files under conf/ against these classes, so a misspelt key or a wrong type fails before anything heavy
-loads. What types cannot say, validation.py checks.
+Hydra composes the files under conf/ against these classes, so a misspelt key or a wrong type fails before anything
+heavy loads. What types cannot say, validation.py checks.
 """
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-TASKS = ("generate", "plan", "tune", "presets")
-STAGES = ("text", "denoise", "decode")
-COMPONENTS = {"text": "text_encoder", "denoise": "transformer", "decode": "vae"}
+from wan_torchax.kernels.settings import Kernel, Parallel
+
 DTYPES = ("float32", "bfloat16", "float16")
 GUIDANCE = ("batched", "sequential")
 PLATFORMS = ("cpu", "gpu", "tpu")
 
 
 def longer_side(height: int, width: int, axes: list) -> list:
-    """The spec of a video (batch, channels, frames, height, width) whose longer side is spread over axes: ${longer_side:…}."""
+    """The spec of a video (batch, channels, frames, height, width) whose longer side is spread: ${longer_side:…}."""
     return [None, None, None, list(axes), None] if height > width else [None, None, None, None, list(axes)]
 
 
@@ -31,13 +29,25 @@ class ConfigError(Exception):
     """What the user can fix: shown as one paragraph, without a traceback."""
 
 
-def nearest(value, choices) -> str:
-    """The choice most like a misspelt value, for error messages."""
-    close = difflib.get_close_matches(str(value), list(choices), n=1, cutoff=0.4)
-    return f"nearest: {close[0]}" if close else "one of: " + ", ".join(choices)
-
-
 # ---------------------------------------------------------------- groups
+
+
+@dataclass
+class PipelineStage:
+    """One stage of a pipeline: the components it uses, the values it takes and those it gives."""
+
+    uses: list[str] = field(default_factory=list)
+    takes: list[str] = field(default_factory=list)
+    gives: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Pipeline:
+    """A small graph of stages, in the order they run; graph.py reads it."""
+
+    name: str = MISSING
+    inputs: dict[str, str] = field(default_factory=dict)  # a value's name -> the config key the user gives it by
+    stages: dict[str, PipelineStage] = field(default_factory=dict)
 
 
 @dataclass
@@ -65,6 +75,9 @@ class Chip:
     clock_ghz: Optional[float] = None
     hbm_gbs: Optional[float] = None  # GB/s of its memory
     link_gbs: Optional[float] = None  # GB/s of one link to a neighbour, one way
+    self_attention_share: Optional[float] = None  # of peak, that the attention kernels reach
+    cross_attention_share: Optional[float] = None
+    correction: Optional[float] = None  # what estimates are multiplied by
 
 
 @dataclass
@@ -111,7 +124,7 @@ class Sharding:
     text_encoder: Table = field(default_factory=Table)
     transformer: Table = field(default_factory=Table)
     vae: Table = field(default_factory=Table)
-    attention: Parallel = field(default_factory=lambda: Parallel())
+    attention: Parallel = field(default_factory=Parallel)
 
 
 @dataclass
@@ -166,9 +179,9 @@ class Sweep:
 class Plan:
     compiler: Optional[str] = None  # a Python with libtpu; null: this one if it has it; none: do not compile
     margin_gib: float = MISSING
-    self_attention_share: float = MISSING
-    cross_attention_share: float = MISSING
-    correction: float = MISSING
+    self_attention_share: Optional[float] = None  # null: the chip's
+    cross_attention_share: Optional[float] = None
+    correction: Optional[float] = None
 
 
 @dataclass
@@ -187,39 +200,11 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """One attention kernel and its tunables; conf/attention/*.yaml says what each means and what was measured."""
-
-    kernel: str = "auto"  # auto | splash | hopper | cudnn | xla
-    block_q: int = 512
-    block_kv: int = 512
-    tile_kv: int = 512  # splash only, like the next four
-    sub_q: int = 512
-    chunk_kv: int = 256
-    fold_scale: bool = True  # scale queries, kept as two bf16 terms, instead of scores
-    vmem_mib: int = 64
-    min_keys: int = 0  # shorter key sequences go to `xla`
-    window: Optional[int] = None  # a query sees keys at most this many tokens away
-    smooth_keys: bool = False  # subtract the mean key first: the same result in exact arithmetic
-    interpret: bool = False  # run the Pallas kernel on CPU, for tests
-    outline: bool = False  # leave the Pallas kernel's body out, for plans: compiling it takes minutes, and the compiler gives it no cycles
-
-
-@dataclass(frozen=True)
 class Attention:
     self: Kernel = field(default_factory=Kernel)
     cross: Kernel = field(default_factory=Kernel)
-    devices: dict[str, str] = field(default_factory=dict)  # device kind or platform -> file that `kernel: auto` takes its values from
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """Which mesh axes spread the batch, the heads and the tokens of attention (`sharding.attention`)."""
-
-    batch: Optional[str] = None
-    heads: Optional[str] = None
-    ulysses: Optional[str] = None
-    ring: Optional[str] = None
+    # Device kind or platform -> the file that `kernel: auto` takes its values from.
+    devices: dict[str, str] = field(default_factory=dict)
 
 
 # ---------------------------------------------------------------- the whole
@@ -230,7 +215,7 @@ class Config:
     """The root of the config; conf/config.yaml says what each key means."""
 
     task: str = "generate"
-    stages: list[str] = field(default_factory=lambda: list(STAGES))
+    stages: list[str] = MISSING
     seed: int = MISSING
     steps: int = MISSING
     guidance_scale: float = MISSING
@@ -245,12 +230,13 @@ class Config:
     shard: Optional[str] = None
     allow_external_ops: bool = False
     traceback: bool = False
+    pipeline: Pipeline = field(default_factory=Pipeline)
     model: Model = field(default_factory=Model)
     mesh: Mesh = field(default_factory=Mesh)
     distributed: Distributed = field(default_factory=Distributed)
     sharding: Sharding = field(default_factory=Sharding)
     resolution: Resolution = field(default_factory=Resolution)
-    attention: Attention = field(default_factory=lambda: Attention())
+    attention: Attention = field(default_factory=Attention)
     ops: dict[str, Any] = field(default_factory=dict)  # rows of Op; Any, so that a command line can add one
     scheduler: Scheduler = field(default_factory=Scheduler)
     prompt: Prompt = field(default_factory=Prompt)

@@ -27,6 +27,8 @@ from datetime import timedelta
 from omegaconf import OmegaConf
 
 from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.wording import flatten, listed
+from wan_torchax.records import provenance
 
 log = logging.getLogger("wan")
 BEAT_SECONDS = 1.0
@@ -89,48 +91,74 @@ def join(config) -> None:
     group = Group(coordinator, process, processes, settings.lost_seconds, stores, names)
     tag_logs(f"{process}/{processes}")
     group.watcher.start()
-    group.names = [f"{name} ({host})" for name, host in zip(group.names, meet("host", socket.gethostname(), settings.join_seconds))]
+    hosts = meet("host", socket.gethostname(), settings.join_seconds)
+    group.names = [f"{name} ({host})" for name, host in zip(group.names, hosts)]
     speak_on_abort()
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
-    jax.distributed.initialize(coordinator, processes, process, initialization_timeout=settings.join_seconds, cluster_detection_method="deactivate")
+    jax.distributed.initialize(
+        coordinator, processes, process,
+        initialization_timeout=settings.join_seconds, cluster_detection_method="deactivate",
+    )
     log.info("%s; all are here", group.names[process])
 
 
 def find(settings) -> tuple[str, int, int]:
-    """Coordinator (host:port), process count and id: as the config says, else as JAX finds them on Cloud TPU, GKE, Slurm or Open MPI."""
+    """Coordinator (host:port), process count and id: from the config, else as JAX finds them.
+
+    JAX knows Cloud TPU, GKE, Slurm and Open MPI.
+    """
     from jax._src.clusters import ClusterEnv  # what jax.distributed.initialize() asks; it has no public name
 
-    found = settings.coordinator, settings.processes, settings.process
-    if None in found:
-        found = ClusterEnv.auto_detect_unset_distributed_params(*found, None, None, settings.join_seconds)[:3]
-    keys = [f"distributed.{key}" for key, value in zip(("coordinator", "processes", "process"), found) if value is None]
-    if keys:
-        raise ConfigError(f"distributed=auto: this is no Cloud TPU, GKE or Slurm job that JAX knows; set {', '.join(keys)} (e.g. host0:8476, 2 and 0)")
-    coordinator, processes, process = found
+    place = settings.coordinator, settings.processes, settings.process
+    if None in place:
+        place = ClusterEnv.auto_detect_unset_distributed_params(*place, None, None, settings.join_seconds)[:3]
+    keys = ("coordinator", "processes", "process")
+    unknown = ", ".join(f"distributed.{key}" for key, value in zip(keys, place) if value is None)
+    if unknown:
+        raise ConfigError(
+            f"distributed=auto: this is no Cloud TPU, GKE or Slurm job that JAX knows; set {unknown} "
+            "(e.g. host0:8476, 2 and 0)"
+        )
+    coordinator, processes, process = place
     if not 0 <= process < processes:
-        raise ConfigError(f"distributed.process={process}: must be from 0 to {processes - 1}, with distributed.processes={processes}")
+        raise ConfigError(
+            f"distributed.process={process}: must be from 0 to {processes - 1}, with distributed.processes={processes}"
+        )
     if not coordinator.rpartition(":")[2].isdigit():
-        raise ConfigError(f"distributed.coordinator={coordinator}: write host:port of process 0, e.g. {coordinator}:8476")
+        raise ConfigError(
+            f"distributed.coordinator={coordinator}: write host:port of process 0, e.g. {coordinator}:8476"
+        )
     return coordinator, processes, process
 
 
 def sign_in(coordinator, processes, process, settings) -> list:
     """Two connections to the store beside the coordinator, which process 0 opens."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # its C++ side prints a stack trace for every process that is late
+    # Its C++ side prints a stack trace for every process that is late.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from torch.distributed import DistNetworkError, TCPStore
 
     host, _, port = coordinator.rpartition(":")
     place = host, int(port) - 1
     wait = timedelta(seconds=settings.join_seconds / 2)  # torch tries twice
     try:
-        stores = [TCPStore(*place, is_master=first and process == 0, timeout=wait, wait_for_workers=False) for first in (True, False)]
+        stores = [
+            TCPStore(*place, is_master=first and process == 0, timeout=wait, wait_for_workers=False)
+            for first in (True, False)
+        ]
     except DistNetworkError as error:
         if process == 0:
-            raise ConfigError(f"distributed.coordinator={coordinator}: cannot listen on port {place[1]} ({str(error).splitlines()[0]})") from error
-        reason = f"process 0 of {processes} did not answer at {host}:{place[1]} within {settings.join_seconds} s"
-        raise ConfigError(f"distributed.coordinator={coordinator}: {reason}; the same command must run on every host") from error
+            reason = f"cannot listen on port {place[1]} ({str(error).splitlines()[0]})"
+        else:
+            reason = (
+                f"process 0 of {processes} did not answer at {host}:{place[1]} within {settings.join_seconds} s; "
+                "the same command must run on every host"
+            )
+        raise ConfigError(f"distributed.coordinator={coordinator}: {reason}") from error
     if stores[0].add(f"arrived/{process}", 1) > 1:
-        raise ConfigError(f"distributed.process={process}: there is one already; give each host its own number, from 0 to {processes - 1}")
+        raise ConfigError(
+            f"distributed.process={process}: there is one already; give each host its own number, "
+            f"from 0 to {processes - 1}"
+        )
     return stores
 
 
@@ -155,42 +183,34 @@ def meet(what: str, value, seconds: float = PATIENCE) -> list:
     deadline = time.monotonic() + seconds
     while missing := [name for name, key in zip(group.names, keys) if not group.store.check([key])]:
         if time.monotonic() > deadline:
-            raise ConfigError(f"{', '.join(missing)} did not arrive within {seconds:g} s; the same command must run on every host")
+            late = ", ".join(missing)
+            raise ConfigError(f"{late} did not arrive within {seconds:g} s; the same command must run on every host")
         time.sleep(0.05)  # not the store's own wait, which would not hear Ctrl-C
-    return [json.loads(found) for found in group.store.multi_get(keys)]
+    return [json.loads(answer) for answer in group.store.multi_get(keys)]
 
 
 def begin(config) -> None:
-    """A new job: its configuration and everybody's packages must be the same; an error on all processes where they are not."""
+    """A new job: its configuration and everybody's packages must be the same; an error on all processes where they
+    are not."""
     if group is None:
         return
-    from wan_torchax.records import outputs as records
-
     group.job += 1
     settings = OmegaConf.to_container(config, resolve=True)
     settings.pop("distributed")
     settings["compile"].pop("cache_dir")  # a place on each machine
-    agree("configuration", settings | {"package": records.versions(), "git_revision": records.git_revision()})
+    agree("configuration", settings | {"package": provenance.versions(), "git_revision": provenance.git_revision()})
 
 
 def agree(what: str, values: dict) -> None:
     """Raises on every process if the values are not the same on all."""
     if group is None:
         return
-    values = [dict(flatten(found)) for found in meet(what, values)]
-    for number, found in enumerate(values):
-        keys = [key for key in values[0] | found if values[0].get(key) != found.get(key)]
+    first, *others = (dict(flatten(answer)) for answer in meet(what, values))
+    for number, other in enumerate(others, start=1):
+        keys = [key for key in first | other if first.get(key) != other.get(key)]
         if keys:
-            lines = [f"  - {key}: {values[0].get(key)!r} on process 0, {found.get(key)!r} on process {number}" for key in keys[:SHOWN]]
-            raise ConfigError(f"{group.names[number]} differs from {group.names[0]}:\n" + "\n".join(lines))
-
-
-def flatten(node: dict, prefix=""):
-    for key, value in node.items():
-        if isinstance(value, dict) and value:
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+            lines = [f"{key}: {first.get(key)!r} on process 0, {other.get(key)!r} on process {number}" for key in keys]
+            raise ConfigError(f"{group.names[number]} differs from {group.names[0]}:\n{listed(lines, SHOWN)}")
 
 
 def from_first(what: str, value):
@@ -210,10 +230,10 @@ def watch() -> None:
             store.set(f"beat/{group.process}", json.dumps([beat, group.farewell]))
             if group.farewell is not None:
                 return
-            found = [store.get(f"beat/{other}") if store.check([f"beat/{other}"]) else None for other in group.others]
+            states = [last_beat(store, other) for other in group.others]
         except RuntimeError:  # the store went with its process
             end(f"{group.names[0]}, which coordinates, is gone")
-        for other, state in zip(group.others, found):
+        for other, state in zip(group.others, states):
             if state is None:  # still to arrive
                 continue
             if (farewell := json.loads(state)[1]) is not None:
@@ -224,8 +244,14 @@ def watch() -> None:
                 end(f"{group.names[other]} was lost: nothing heard of it for {group.lost_seconds} s")
 
 
+def last_beat(store, process: int) -> bytes | None:
+    key = f"beat/{process}"
+    return store.get(key) if store.check([key]) else None
+
+
 def regroup(message: str) -> None:
-    """After an error: when every process has had one, all go on with the next job; else this process leaves, which ends the others."""
+    """After an error: when every process has had one, all go on with the next job; else this process leaves, which
+    ends the others."""
     if group is None:
         return
     if group.job == 0:  # not even all are here
@@ -257,7 +283,7 @@ def end(message: str | None, status: int = 1) -> None:
 
 
 def speak_on_abort() -> None:
-    """JAX abort()s a process that has lost its coordinator, from a C++ thread, before `watch` can see it: name the coordinator then.
+    """JAX abort()s a process that has lost its coordinator, from a C++ thread, before `watch` can see it: name it then.
 
     Python's own signal handlers would run too late, after the handler has returned to abort().
     """
@@ -291,7 +317,8 @@ def finish() -> None:
 def arrange(devices, sizes):
     """The devices of several processes as an array of the mesh's shape.
 
-    The last axes, which carry the most, stay inside a process as far as they go; within each JAX orders the chips along their torus.
+    The last axes, which carry the most, stay inside a process as far as they go; within each JAX orders the chips
+    along their torus.
     """
     from jax.experimental import mesh_utils
 

@@ -1,0 +1,4 @@
+"""What a torch module becomes under JAX. Importing this imports them all, and with them torch and diffusers."""
+from wan_torchax.models import text_encoder, transformer, vae
+
+__all__ = ["text_encoder", "transformer", "vae"]

@@ -4,6 +4,7 @@ import math
 import os
 import re
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import imageio_ffmpeg
@@ -13,15 +14,23 @@ from PIL import Image
 SHEET_FRAMES = 9
 
 
-def write_video(path: Path, frames: numpy.ndarray, fps: int, quality: int, title: str, comment: dict) -> None:
+@dataclass(frozen=True)
+class Encoding:
+    """How a video is written."""
+
+    fps: int
+    quality: int  # H.264's constant rate factor
+
+
+def write_video(path: Path, frames: numpy.ndarray, encoding: Encoding, title: str, comment: dict) -> None:
     """H.264 in yuv420p, the settings in its metadata. The file appears whole or not at all."""
     partial = path.with_name(f".partial-{path.name}")
     _, height, width, _ = frames.shape
-    source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(fps), "-i", "-"]
+    source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(encoding.fps), "-i", "-"]
     # A metadata value goes on to the end of its argument: no escaping is needed on a command line.
     metadata = ["-metadata", f"title={title}", "-metadata", f"comment={json.dumps(comment, ensure_ascii=False)}"]
-    encoder = ["-c:v", "libx264", "-crf", str(quality), "-pix_fmt", "yuv420p", "-movflags", "+faststart", *metadata]
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *source, *encoder, str(partial)]
+    encoder = ["-c:v", "libx264", "-crf", str(encoding.quality), "-pix_fmt", "yuv420p", "-movflags", "+faststart"]
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *source, *encoder, *metadata, str(partial)]
     ran = subprocess.run(command, input=numpy.ascontiguousarray(frames).data, capture_output=True, check=False)
     if ran.returncode:
         partial.unlink(missing_ok=True)
@@ -33,9 +42,9 @@ def read_metadata(path: Path) -> dict | None:
     """The settings a video of ours carries; None for any other file."""
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", str(path), "-f", "ffmetadata", "-"]
     text = subprocess.run(command, capture_output=True, check=False).stdout.decode()
-    found = re.search(r"^comment=((?:[^\\\n]|\\.|\\\n)*)", text, re.MULTILINE)
+    comment = re.search(r"^comment=((?:[^\\\n]|\\.|\\\n)*)", text, re.MULTILINE)
     try:
-        return json.loads(re.sub(r"\\(.|\n)", r"\1", found.group(1))) if found else None
+        return json.loads(re.sub(r"\\(.|\n)", r"\1", comment.group(1))) if comment else None
     except ValueError:
         return None
 

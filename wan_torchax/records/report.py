@@ -7,13 +7,16 @@ import base64
 import csv
 import html
 import io
+import itertools
 import json
 from pathlib import Path
 
 from PIL import Image
 
 EMBEDDED_BYTES = 40e6  # videos beyond this much in all are linked, not embedded: a browser must still open the page
-STAGES = {"text": "#7aa6c2", "denoise": "#2f6690", "decode": "#f2a65a", "load": "#b8b8b8", "compile": "#d1495b", "write": "#81b29a"}
+STAGE_COLOURS = ("#7aa6c2", "#2f6690", "#f2a65a", "#8d6a9f", "#c9ae5d", "#4f9d8b")  # by a stage's place in its pipeline
+OTHER_COLOURS = {"load": "#b8b8b8", "compile": "#d1495b", "write": "#81b29a"}
+NUMBERS = ("seconds_per_step", "floor_seconds_per_step", "seconds_total", "peak_device_gib", "peak_host_gib")
 
 
 def write(folder: Path) -> Path:
@@ -32,8 +35,9 @@ def write(folder: Path) -> Path:
 
 def collect(folder: Path) -> list[dict]:
     """One row for each job: finished ones have metrics.json, failed ones failure.json, others did not get that far."""
-    found = {path.parent for name in ("metrics.json", "failure.json", "config.yaml") for path in folder.rglob(name) if ".hydra" not in path.parts}
-    return [read_job(folder, job) for job in sorted(found - {folder}, key=lambda path: natural(path.relative_to(folder)))]
+    files = [path for name in ("metrics.json", "failure.json", "config.yaml") for path in folder.rglob(name)]
+    jobs = {path.parent for path in files if ".hydra" not in path.parts} - {folder}
+    return [read_job(folder, job) for job in sorted(jobs, key=lambda path: natural(path.relative_to(folder)))]
 
 
 def natural(path: Path) -> list:
@@ -42,17 +46,18 @@ def natural(path: Path) -> list:
 
 
 def read_job(folder: Path, job: Path) -> dict:
-    metrics, failure = (json.loads(path.read_text()) if path.is_file() else {} for path in (job / "metrics.json", job / "failure.json"))
+    metrics, failure = (read_json(job / name) for name in ("metrics.json", "failure.json"))
     overrides = metrics.get("overrides") or failure.get("overrides") or []
+    pairs = (override.partition("=") for override in overrides)
     seconds = metrics.get("seconds", {})
     return {
         "job": str(job.relative_to(folder)),
         "status": "failed" if failure else "done" if metrics else "unfinished",
         "error": failure.get("error"),
-        "overrides": {key.lstrip("+"): value.strip("'\"") for key, _, value in (override.partition("=") for override in overrides) if key != "sweep.active"},
+        "overrides": {key.lstrip("+"): value.strip("'\"") for key, _, value in pairs if key != "sweep.active"},
         "seconds_per_step": metrics.get("step_seconds_median"),
         "seconds_total": seconds.get("total"),
-        "seconds": stage_seconds(seconds, metrics.get("compile", {})),
+        "seconds": seconds_by_part(metrics),
         "peak_device_gib": metrics.get("peak_device_gib"),
         "peak_host_gib": metrics.get("peak_host_gib"),
         "device": metrics.get("device"),
@@ -63,14 +68,27 @@ def read_job(folder: Path, job: Path) -> dict:
     }
 
 
-def stage_seconds(seconds: dict, programs: dict) -> dict:
-    """Where a job's time went. Compilation runs beside loading, so the sum can exceed the total."""
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def seconds_by_part(metrics: dict) -> dict:
+    """Where a job's time went: its stages, then the rest. Compilation runs beside loading: the sum can exceed the total."""
+    seconds = metrics.get("seconds")
     if not seconds:
         return {}
-    parts = {name: seconds.get(name, 0) for name in ("text", "denoise", "decode", "write")}
+    parts = {stage: seconds.get(stage, 0) for stage in metrics["stages"]}
     parts["load"] = sum(value for name, value in seconds.items() if name.startswith("load_"))
-    parts["compile"] = sum(program["seconds"] for program in programs.values())
-    return {name: round(parts[name], 3) for name in STAGES}
+    parts["compile"] = sum(program["seconds"] for program in metrics.get("compile", {}).values())
+    parts["write"] = seconds.get("write", 0)
+    return {name: round(value, 3) for name, value in parts.items()}
+
+
+def colours(rows) -> dict[str, str]:
+    """A colour for every part of a job's time."""
+    parts = dict.fromkeys(name for row in rows for name in row["seconds"])
+    stages = [name for name in parts if name not in OTHER_COLOURS]
+    return dict(zip(stages, itertools.cycle(STAGE_COLOURS))) | OTHER_COLOURS
 
 
 def varying_keys(rows) -> list[str]:
@@ -80,21 +98,23 @@ def varying_keys(rows) -> list[str]:
 
 
 def columns(row, varying) -> dict:
-    numbers = ("seconds_per_step", "floor_seconds_per_step", "seconds_total", "peak_device_gib", "peak_host_gib")
-    return {"job": row["job"], "status": row["status"]} | {key: row["overrides"].get(key, "") for key in varying} | {key: row[key] for key in numbers}
+    chosen = {key: row["overrides"].get(key, "") for key in varying}
+    return {"job": row["job"], "status": row["status"]} | chosen | {key: row[key] for key in NUMBERS}
 
 
 def shown(rows, varying) -> list[str]:
     """The columns that say something."""
-    return [name for name in (columns(rows[0], varying) if rows else []) if any(columns(row, varying)[name] not in (None, "") for row in rows)]
+    listed = [columns(row, varying) for row in rows]
+    return [name for name in (listed[0] if listed else ()) if any(row[name] not in (None, "") for row in listed)]
 
 
 def write_table(path: Path, rows, varying) -> None:
     with path.open("w", newline="") as file:
         if rows:
-            writer = csv.DictWriter(file, [*columns(rows[0], varying), "error", "video", "replay"])
+            others = ("error", "video", "replay")
+            writer = csv.DictWriter(file, [*columns(rows[0], varying), *others])
             writer.writeheader()
-            writer.writerows(columns(row, varying) | {key: row[key] for key in ("error", "video", "replay")} for row in rows)
+            writer.writerows(columns(row, varying) | {key: row[key] for key in others} for row in rows)
 
 
 # ---------------------------------------------------------------- the page
@@ -104,7 +124,8 @@ STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1200px; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-table { border-collapse: collapse; width: 100%; } td, th { padding: .3rem .6rem; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top; }
+table { border-collapse: collapse; width: 100%; }
+td, th { padding: .3rem .6rem; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { background: var(--soft); } td.number { text-align: right; font-variant-numeric: tabular-nums; }
 .failed { color: #c62828; } .best { font-weight: 600; }
 .scroll { overflow-x: auto; }
@@ -119,26 +140,29 @@ svg text { font: 12px system-ui, sans-serif; fill: currentColor; }
 
 def render(folder: Path, rows, varying) -> str:
     counts = {status: sum(row["status"] == status for row in rows) for status in ("done", "failed", "unfinished")}
-    told = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    summary = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     devices = ", ".join(sorted({str(row["device"]) for row in rows if row["device"]}))
     parts = [
-        f"<h1>{len(rows)} jobs: {told or 'nothing yet'}</h1>",
+        f"<h1>{len(rows)} jobs: {summary or 'nothing yet'}</h1>",
         f"<p>{html.escape(str(folder))} on {html.escape(devices or 'no device')}</p>",
         f"<h2>Results</h2><div class=scroll>{render_table(rows, varying)}</div>",
         f"<h2>Seconds a step</h2>{render_bars(rows, varying)}",
         f"<h2>Where the time went</h2>{render_stages(rows, varying)}",
         f"<h2>Videos</h2><div class=gallery>{''.join(render_cards(folder, rows, varying))}</div>",
     ]
-    head = f"<meta charset=utf-8><meta name=viewport content='width=device-width'><title>{len(rows)} jobs</title><style>{STYLE}</style>"
+    head = "<meta charset=utf-8><meta name=viewport content='width=device-width'>"
+    head += f"<title>{len(rows)} jobs</title><style>{STYLE}</style>"
     return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"
 
 
 def render_table(rows, varying) -> str:
     names = shown(rows, varying)
     fastest = min((row["seconds_per_step"] for row in rows if row["seconds_per_step"]), default=None)
-    lines = ["<tr>" + "".join(f"<th>{html.escape(name if name in varying else name.replace('_', ' '))}</th>" for name in names) + "<th>error</th></tr>"]
+    heads = [html.escape(name if name in varying else name.replace("_", " ")) for name in names]
+    lines = ["<tr>" + "".join(f"<th>{head}</th>" for head in (*heads, "error")) + "</tr>"]
     for row in rows:
-        marks = " ".join(mark for mark, on in (("failed", row["status"] == "failed"), ("best", fastest and row["seconds_per_step"] == fastest)) if on)
+        best = fastest and row["seconds_per_step"] == fastest
+        marks = " ".join(mark for mark, on in (("failed", row["status"] == "failed"), ("best", best)) if on)
         cells = "".join(render_cell(columns(row, varying)[name]) for name in names)
         lines.append(f"<tr class='{marks}'>{cells}<td>{html.escape(row['error'] or '')}</td></tr>")
     return f"<table>{''.join(lines)}</table>"
@@ -156,15 +180,18 @@ def label(row, varying) -> str:
 
 def render_bars(rows, varying) -> str:
     """One bar a job: seconds a step."""
-    timed = [row for row in rows if row["seconds_per_step"]]
-    return chart([(label(row, varying), [("#2f6690", row["seconds_per_step"])], f"{row['seconds_per_step']:.3g} s") for row in timed])
+    timed = [(row, row["seconds_per_step"]) for row in rows if row["seconds_per_step"]]
+    return chart([(label(row, varying), [(STAGE_COLOURS[1], seconds)], f"{seconds:.3g} s") for row, seconds in timed])
 
 
 def render_stages(rows, varying) -> str:
     """One bar a job: its seconds by stage, with a key to the colours."""
-    timed = [row for row in rows if row["seconds"]]
-    key = "".join(f"<span class=key style='background:{colour}'></span>{name}" for name, colour in STAGES.items())
-    bars = [(label(row, varying), [(STAGES[name], value) for name, value in row["seconds"].items()], f"{sum(row['seconds'].values()):.3g} s") for row in timed]
+    timed, colour_of = [row for row in rows if row["seconds"]], colours(rows)
+    key = "".join(f"<span class=key style='background:{colour}'></span>{name}" for name, colour in colour_of.items())
+    bars = []
+    for row in timed:
+        parts = [(colour_of[name], value) for name, value in row["seconds"].items()]
+        bars.append((label(row, varying), parts, f"{sum(row['seconds'].values()):.3g} s"))
     return f"<p>{key}</p>{chart(bars)}"
 
 
@@ -174,14 +201,14 @@ def chart(bars) -> str:
         return "<p>nothing to show</p>"
     largest = max(sum(value for _, value in parts) for _, parts, _ in bars) or 1
     lines = []
-    for index, (name, parts, told) in enumerate(bars):
-        top, left = index * 24, 360.0
-        lines.append(f"<text x=350 y={top + 15} text-anchor=end>{html.escape(name if len(name) < 54 else '…' + name[-53:])}</text>")
+    for index, (name, parts, note) in enumerate(bars):
+        top, left, short = index * 24, 360.0, name if len(name) < 54 else "…" + name[-53:]
+        lines.append(f"<text x=350 y={top + 15} text-anchor=end>{html.escape(short)}</text>")
         for colour, value in parts:
             width = 700 * value / largest
             lines.append(f"<rect x={left:.1f} y={top + 3} width={width:.1f} height=16 fill='{colour}'/>")
             left += width
-        lines.append(f"<text x={left + 6:.1f} y={top + 15}>{told}</text>")
+        lines.append(f"<text x={left + 6:.1f} y={top + 15}>{note}</text>")
     return f"<svg viewBox='0 0 1150 {24 * len(bars)}' width='100%' role=img>{''.join(lines)}</svg>"
 
 
@@ -191,12 +218,14 @@ def render_cards(folder: Path, rows, varying):
     for row in rows:
         if row["video"] is None:
             continue
-        video, sheet = folder / row["video"], small_picture((folder / row["video"]).with_name("contact_sheet.png"))
+        video = folder / row["video"]
+        sheet = small_picture(video.with_name("contact_sheet.png"))
         budget -= video.stat().st_size + len(sheet)
         source = data_uri(video.read_bytes(), "video/mp4") if budget > 0 else html.escape(row["video"])
         picture = f"<img src='{data_uri(sheet, 'image/jpeg')}' alt='contact sheet'>"
         command = f"<code>{html.escape(row['replay'] or '')}</code>"
-        yield f"<div class=card>{picture}<video src='{source}' controls loop muted></video>{html.escape(label(row, varying))}<br>{command}</div>"
+        player = f"<video src='{source}' controls loop muted></video>"
+        yield f"<div class=card>{picture}{player}{html.escape(label(row, varying))}<br>{command}</div>"
 
 
 def small_picture(path: Path) -> bytes:

@@ -1,51 +1,187 @@
-"""Where a checkpoint is and what it says of itself: a local folder or the Hub. No JAX, no torch: told before they load."""
+"""Where a checkpoint is and what it holds: a local folder or the Hub. No JAX, no torch: told before they load."""
+import contextlib
+import hashlib
 import json
 import os
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import safe_open
+
 from wan_torchax import ROOT
+from wan_torchax.config.resolve import Checkpoint
 from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.wording import listed
+
+SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file, for its fingerprint
+ABOUT_FILES = ("architectures", "dtype", "torch_dtype", "transformers_version", "model_type")  # not of the architecture
+BESIDE = {"text_encoder": ("tokenizer",)}  # folders that go with a component, and count as its own
 
 
-def find(model, component) -> Path:
-    """The folder of one component of a checkpoint: local, or downloaded from the Hub."""
+def find_all(model, components: Iterable[str], required: bool = True) -> dict[str, Checkpoint]:
+    """The checkpoint of each component. Where none is required, as for a plan, only local ones are taken."""
+    if not required and local_folder(model) is None:
+        return {}
+    return {component: find(model, component) for component in components}
+
+
+def find(model, component: str) -> Checkpoint:
+    """One component's folder, its architecture and its fingerprint. Its config.json may add to the config's
+    architecture, not contradict it."""
+    folder = find_folder(model, component)
+    architecture = read_architecture(folder, model.architecture.get(component, {}), component)
+    folders = [folder, *(find_folder(model, other) for other in BESIDE.get(component, ()))]
+    return Checkpoint(folder, architecture, fingerprint(folders))
+
+
+def fingerprints(model, components: Iterable[str]) -> dict[str, str]:
+    """Of those components that are on this machine; nothing is downloaded."""
+    known = {}
+    for component in components:
+        with contextlib.suppress(ConfigError):
+            folders = [find_folder(model, name, local_only=True) for name in (component, *BESIDE.get(component, ()))]
+            known[component] = fingerprint(folders)
+    return known
+
+
+# ---------------------------------------------------------------- folders
+
+
+def local_folder(model) -> Path | None:
+    """The checkpoint on this machine that model.path names, also one of the project's own; None if there is none."""
     local = Path(os.path.expanduser(model.path))
     if not local.is_absolute() and not local.exists():
         local = ROOT / model.path
-    folder = (local if local.is_dir() else download(model, component)) / component
+    return local if local.is_dir() else None
+
+
+def find_folder(model, component: str, local_only: bool = False) -> Path:
+    """The folder of one component of a checkpoint: local, or downloaded from the Hub."""
+    folder = (local_folder(model) or download(model, component, local_only)) / component
     if not folder.is_dir():
-        raise ConfigError(f"model.path={model.path}: no folder {component}/; a checkpoint in diffusers layout has text_encoder, tokenizer, transformer and vae")
+        layout = "a checkpoint in diffusers layout has text_encoder, tokenizer, transformer and vae"
+        raise ConfigError(f"model.path={model.path}: no folder {component}/; {layout}")
     return folder
 
 
-def download(model, component) -> Path:
+def download(model, component: str, local_only: bool) -> Path:
     """Fetch one component's safetensors and configs from the Hub; only those, so no remote code can come along."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
+    key = f"model.path={model.path}"
     patterns = [f"{component}/*.safetensors", f"{component}/*.json", f"{component}/*.model"]
     try:
-        return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=patterns))
+        return Path(snapshot_download(
+            model.path, revision=model.revision, allow_patterns=patterns, local_files_only=local_only
+        ))
     except GatedRepoError as error:
-        raise ConfigError(f"model.path={model.path}: gated; accept its licence on the Hub, then `hf auth login`") from error
+        raise ConfigError(f"{key}: gated; accept its licence on the Hub, then `hf auth login`") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise ConfigError(f"model.path={model.path}: neither a local folder nor a repository on the Hub that you can read") from error
+        raise ConfigError(f"{key}: neither a local folder nor a repository on the Hub that you can read") from error
     except (LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
-            f"model.path={model.path}: the Hub cannot be reached and {component} is not in the local cache; "
-            f"connect once, or download elsewhere with `hf download {model.path}` and set model.path to the folder"
+            f"{key}: the Hub cannot be reached and {component} is not in the local cache; connect once, or download "
+            f"elsewhere with `hf download {model.path}` and set model.path to the folder"
         ) from error
+
+
+# ---------------------------------------------------------------- what they hold
 
 
 def read_architecture(folder: Path, expected, component: str) -> dict:
     """What config.json says of a component, refused where it contradicts conf/model."""
     try:
-        found = json.loads((folder / "config.json").read_text())
+        stored = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: no readable config.json ({error})") from error
-    about_files = ("architectures", "dtype", "torch_dtype", "transformers_version", "model_type")
-    found = {name: value for name, value in found.items() if not name.startswith("_") and name not in about_files}
-    differences = [f"{name}: {found[name]} in the checkpoint, {value} in the config" for name, value in expected.items() if found.get(name, value) != value]
+    stored = {name: value for name, value in stored.items() if not name.startswith("_") and name not in ABOUT_FILES}
+    differences = [
+        f"{name}: {stored[name]} in the checkpoint, {value} in the config"
+        for name, value in expected.items()
+        if stored.get(name, value) != value
+    ]
     if differences:
-        raise ConfigError(f"{folder} is another model than model.architecture.{component} describes:\n" + "\n".join(f"  - {line}" for line in differences))
-    return found | dict(expected)
+        described = f"model.architecture.{component}"
+        raise ConfigError(f"{folder} is another model than {described} describes:\n{listed(differences)}")
+    return stored | dict(expected)
+
+
+@dataclass
+class Stored:
+    """Where a tensor lies, and its dtype in safetensors' words."""
+
+    file: Path
+    dtype: str
+    shape: tuple
+    offset: int
+
+
+def index(folder: Path) -> dict[str, Stored]:
+    """Every tensor in a component's safetensors files."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        others = ", ".join(path.name for pattern in ("*.bin", "*.pt*") for path in sorted(folder.glob(pattern)))
+        hint = f" ({others} can run code when opened and is not read; convert it to safetensors)" if others else ""
+        raise ConfigError(f"{folder}: no .safetensors files{hint}")
+    tensors: dict[str, Stored] = {}
+    for file in files:
+        try:
+            header = read_header(file)
+        except Exception as error:
+            raise ConfigError(f"{file}: not a readable safetensors file ({error}); download it again") from error
+        twice = next(iter(tensors.keys() & header.keys()), None)
+        if twice is not None:
+            places = f"{tensors[twice].file.name} and in {file.name}"
+            raise ConfigError(f"{folder}: {twice} is in {places}; keep one set of files")
+        tensors |= header
+    return tensors
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+    """What a file holds; safetensors itself does not tell offsets."""
+    with safe_open(file, framework="numpy"):  # raises where header and length do not agree
+        pass
+    with file.open("rb") as handle:
+        length = int.from_bytes(handle.read(8), "little")
+        header = json.loads(handle.read(length))
+    header.pop("__metadata__", None)
+    return {
+        name: Stored(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
+
+
+def fingerprint(folders: Iterable[Path]) -> str:
+    """Sixteen hex digits that change with what the folders hold: by the Hub's commit where they are of a snapshot, else
+    by the files. So another fine-tune of the same shape is noticed, without reading all of it."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        if folder.parent.parent.name == "snapshots":
+            digest.update(f"{folder.parent.name}/{folder.name}".encode())
+            continue
+        for file in sorted(path for path in folder.iterdir() if path.is_file()):
+            digest.update(f"{folder.name}/{file.name}".encode())
+            sample(file, digest)
+    return digest.hexdigest()[:16]
+
+
+def sample(file: Path, digest) -> None:
+    """A file's size, its safetensors header, and blocks spread evenly over all of it, from the first to the last."""
+    size = file.stat().st_size
+    digest.update(str(size).encode())
+    with file.open("rb") as handle:
+        if file.suffix == ".safetensors":
+            digest.update(handle.read(min(int.from_bytes(handle.read(8), "little"), size)))
+        offsets = range(0, size, SAMPLE_BYTES)
+        if len(offsets) > SAMPLES:
+            offsets = ((size - SAMPLE_BYTES) * number // (SAMPLES - 1) for number in range(SAMPLES))
+        for offset in offsets:
+            handle.seek(offset)
+            digest.update(handle.read(SAMPLE_BYTES))

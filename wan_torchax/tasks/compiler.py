@@ -2,9 +2,9 @@
 
     python compiler.py step.bin --topology v6e:2x4 --mesh dp=2,sp=1,tp=4 --json report.json
 
-It runs in any Python that has JAX and libtpu, and imports nothing else: plan.py calls it, in this environment or through
-the command in `plan.compiler`. The report, per chip: HBM, code size, the compiler's cycle estimate of every op (loop bodies
-times their trips; Pallas kernels have none), and the collectives with their bytes.
+It runs in any Python that has JAX and libtpu, and imports nothing else: plan.py calls it, in this environment or
+through the command in `plan.compiler`. The report, per chip: HBM, code size, the compiler's cycle estimate of every
+op (loop bodies times their trips; Pallas kernels have none), and the collectives with their bytes.
 """
 import argparse
 import json
@@ -35,7 +35,8 @@ def computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def instructions(text: str):
-    """(instruction, how often it runs) for everything the entry computation reaches through loops, calls and branches."""
+    """(instruction, how often it runs) for everything the entry computation reaches through loops, calls and
+    branches."""
     found, entry = computations(text)
 
     def visit(name, times):

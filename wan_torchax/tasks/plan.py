@@ -4,9 +4,10 @@
     python run.py -m task=plan model=wan21_t2v_14b resolution=720p mesh=v6e_8 sharding=tp,sequence …
     python run.py task=plan preset=t2v_14b_720p_v6e8_v1 stages=[denoise]        # only this stage is compiled
 
-Counted here: parameters, bytes by rule, FLOPs, the time floor; communication as XLA partitions the program for as many fake
-CPU devices. With libtpu (in this environment, or through the command in `plan.compiler`) also what the TPU's own compiler says:
-HBM, cycles by group of ops, code size. Writes plan.json, plan.md and plan.png. Everything estimated is called so.
+Counted here: parameters, bytes by rule, FLOPs, the time floor; communication as XLA partitions the program for as
+many fake CPU devices. With libtpu (in this environment, or through the command in `plan.compiler`) also what the
+TPU's own compiler says: HBM, cycles by group of ops, code size. Writes plan.json, plan.md and plan.png. Everything
+estimated is called so.
 """
 import importlib.util
 import json
@@ -124,7 +125,8 @@ def communication(config, chips) -> dict:
 def from_other_hosts(row, axes, hosts) -> float:
     """Of a collective's bytes, those that one host receives from others, with devices in the order of distributed.arrange.
 
-    A ring (sums, gathers, permutes) enters each host it runs through by one chip; in an all-to-all every chip hears from every other.
+    A ring (sums, gathers, permutes) enters each host it runs through by one chip; in an all-to-all every chip hears
+    from every other.
     """
     chips_a_host = math.prod(axes.values()) // hosts
     group = compiler.devices_along(axes, row["axis"].split("+"))

@@ -3,8 +3,9 @@
     python run.py task=tune model=wan21_t2v_14b resolution=720p mesh=v6e_8 attention=splash_v6e
 
 Every combination of `tune.search` is compiled, warmed up and timed with the device in step with the clock; what is
-refused or does not compile is told and passed over. Keys under attention.self or attention.cross time that attention alone;
-any other key times the whole denoising step, on weights of zeros. The winner is written as conf/attention/<device>_<shape>.yaml.
+refused or does not compile is told and passed over. Keys under attention.self or attention.cross time that attention
+alone; any other key times the whole denoising step, on weights of zeros. The winner is written as
+conf/attention/<device>_<shape>.yaml.
 """
 import dataclasses
 import functools

@@ -1,0 +1,165 @@
+"""Which attention kernel serves which device, and what is wrong with a kernel's settings. No JAX, no torch."""
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from omegaconf import OmegaConf
+
+from wan_torchax import ROOT
+from wan_torchax.config.schema import Attention, ConfigError
+from wan_torchax.config.wording import nearest_multiple, one_of
+from wan_torchax.kernels.settings import Kernel, Parallel
+
+KERNELS = ("auto", "splash", "hopper", "cudnn", "xla")
+HOPPER_BLOCKS = (64, 96, 128, 160)  # keys at a time: scores and sums of 64 queries fit a warpgroup's registers
+
+
+# ---------------------------------------------------------------- the choice
+
+
+def choose(attention: Attention, devices, dtype: str, head_dim: int) -> Attention:
+    """Replace every `kernel: auto` by what conf/attention/auto.yaml names for these devices.
+
+    A device kind ("TPU v6 lite") goes before its platform ("gpu"). Where the kernel named there does not serve the
+    dtype or the head dim (only `xla` has float32; splash and hopper have head dims 64 and 128), `xla` does.
+    """
+    file = attention.devices.get(devices.kind) or attention.devices.get(devices.platform)
+    parts = {}
+    for name in ("self", "cross"):
+        parts[name] = part = getattr(attention, name)
+        if part.kernel != "auto":
+            continue
+        if file is None:
+            listed = ", ".join(attention.devices)
+            raise ConfigError(f"attention=auto: nothing in attention.devices for {devices.kind!r}; has {listed}")
+        parts[name] = serving_kernel(file, name, part, dtype, head_dim)
+    return replace(attention, **parts)
+
+
+def serving_kernel(file: str, name: str, part: Kernel, dtype: str, head_dim: int) -> Kernel:
+    """The kernel that a file of conf/attention names, or `xla` where that cannot serve."""
+    kernel = read_kernel(file, name, part)
+    if not takes_dtype(kernel.kernel, dtype) or list(unserved(kernel, head_dim)):
+        kernel = read_kernel("xla", name, part)
+    problems = list(kernel_problems(kernel, head_dim))
+    if problems:
+        raise ConfigError(f"conf/attention/{file}.yaml: {name}.{problems[0]}")
+    return kernel
+
+
+def read_kernel(file: str, name: str, part: Kernel) -> Kernel:
+    """The values of a file in conf/attention, less what the config says beside `kernel: auto`."""
+    values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "attention" / f"{file}.yaml"))[name]
+    return Kernel(**values | {"window": part.window, "smooth_keys": part.smooth_keys, "outline": part.outline})
+
+
+# ---------------------------------------------------------------- problems
+
+
+def attention_problems(attention, heads: int, head_dim: int, axes: dict[str, int], parallel: Parallel) -> Iterator[str]:
+    """What is wrong with the kernels and their spread over the mesh; an axis missing from `axes` counts as 1."""
+    for name in ("self", "cross"):
+        yield from (f"attention.{name}.{problem}" for problem in kernel_problems(getattr(attention, name), head_dim))
+    if attention.cross.window is not None:
+        window = attention.cross.window
+        yield f"attention.cross.window={window}: text and video have no common positions; set null"
+    if attention.self.window is not None and parallel.ring is not None:
+        yield (
+            f"attention.self.window={attention.self.window}: a ring passes keys without their positions; "
+            "set window=null, or sharding.attention.ring=null and use ulysses or heads"
+        )
+    yield from spread_problems(heads, axes, parallel)
+
+
+def kernel_problems(kernel: Kernel, head_dim: int) -> Iterator[str]:
+    """Messages that start with the key, for one Kernel."""
+    yield from one_of("kernel", kernel.kernel, KERNELS)
+    sizes = ("block_q", "block_kv", "tile_kv", "sub_q", "chunk_kv", "vmem_mib")
+    if kernel.kernel == "auto":
+        plain = Kernel()
+        for name in (*sizes, "min_keys"):
+            if getattr(kernel, name) != getattr(plain, name):
+                yield (
+                    f"{name}={getattr(kernel, name)}: kernel=auto brings its own; name the kernel's file, "
+                    "e.g. attention=xla or attention=splash_v6e"
+                )
+        return
+    for name in sizes:
+        if getattr(kernel, name) < 1:
+            yield f"{name}={getattr(kernel, name)}: must be positive"
+            return
+    if kernel.window is not None and kernel.window < 0:
+        yield f"window={kernel.window}: how many tokens away a key may be; null for all"
+    yield from unserved(kernel, head_dim)
+    if kernel.kernel == "splash":
+        yield from splash_problems(kernel, head_dim)
+    if kernel.kernel == "hopper":
+        yield from hopper_problems(kernel)
+
+
+def takes_dtype(kernel: str, dtype: str) -> bool:
+    """Only xla takes float32; the Hopper kernel's weights may be larger than float16 holds."""
+    return kernel in ("auto", "xla") or dtype == "bfloat16" or (dtype == "float16" and kernel != "hopper")
+
+
+def unserved(kernel: Kernel, head_dim: int) -> Iterator[str]:
+    """What a kernel cannot do at all, whatever its blocks."""
+    if kernel.kernel == "cudnn" and kernel.window is not None:
+        yield f"window={kernel.window}: cuDNN has only causal windows; use kernel=xla or window=null"
+    if kernel.kernel == "cudnn" and (head_dim > 128 or head_dim % 8):
+        served = "head dims that are multiples of 8 up to 128"
+        yield f"kernel=cudnn: serves {served}, the model has {head_dim}; use kernel=xla"
+    if kernel.kernel == "hopper" and kernel.window is not None:
+        yield f"window={kernel.window}: the Hopper kernel has no windows; use kernel=xla or window=null"
+    if kernel.kernel in ("splash", "hopper") and head_dim not in (64, 128):
+        yield f"kernel={kernel.kernel}: serves head dims 64 and 128, the model has {head_dim}; use kernel=xla"
+
+
+def splash_problems(kernel: Kernel, head_dim: int) -> Iterator[str]:
+    for block, part in (("block_q", "sub_q"), ("block_kv", "tile_kv"), ("tile_kv", "chunk_kv")):
+        size, inner = getattr(kernel, block), getattr(kernel, part)
+        if part != "tile_kv" and inner % 128:  # a tile is checked as a block of chunks
+            yield f"{part}={inner}: must be a multiple of 128; {nearest_multiple(inner, 128)}"
+        if size % 128:
+            yield f"{block}={size}: must be a multiple of 128; {nearest_multiple(size, 128)}"
+        elif size % inner:
+            yield f"{block}={size}: must be a multiple of {part}={inner}; {nearest_multiple(size, inner)}"
+    needed = splash_vmem_bytes(kernel, head_dim) / 2**20
+    if needed > kernel.vmem_mib:
+        yield (
+            f"block_q={kernel.block_q}, block_kv={kernel.block_kv}: need {needed:.1f} MiB of VMEM, "
+            f"the limit is vmem_mib={kernel.vmem_mib}; make them smaller"
+        )
+
+
+def hopper_problems(kernel: Kernel) -> Iterator[str]:
+    if kernel.block_q != 128:
+        yield f"block_q={kernel.block_q}: the Hopper kernel's tile is 128 queries; set 128"
+    if kernel.block_kv not in HOPPER_BLOCKS:
+        blocks = ", ".join(map(str, HOPPER_BLOCKS))
+        yield f"block_kv={kernel.block_kv}: more does not fit the registers; use {blocks}"
+
+
+def splash_vmem_bytes(kernel: Kernel, head_dim: int) -> int:
+    """VMEM the splash kernel takes: blocks twice (one is fetched while the other is used), state, two score chunks."""
+    blocks = 2 * 2 * head_dim * (2 * kernel.block_q + 2 * kernel.block_kv)  # query, out, key, value in bf16
+    query_terms = 2 if kernel.fold_scale else 1
+    # Transposed query and sums; two statistics and log_sum twice.
+    state = kernel.block_q * (head_dim * (2 * query_terms + 4) + 4 * 8 * 4)
+    return blocks + state + 2 * 4 * kernel.chunk_kv * kernel.sub_q
+
+
+def spread_problems(heads: int, axes: dict[str, int], parallel: Parallel) -> Iterator[str]:
+    names = [axis for axis in (parallel.batch, parallel.heads, parallel.ulysses, parallel.ring) if axis is not None]
+    for axis in sorted({axis for axis in names if names.count(axis) > 1}):
+        yield f"sharding.attention: axis {axis} is named twice; batch, heads, ulysses and ring each need their own"
+    split = {key: getattr(parallel, key) for key in ("heads", "ulysses") if getattr(parallel, key) is not None}
+    ways = math.prod(axes.get(axis, 1) for axis in split.values())
+    if heads % ways:
+        named = " x ".join(f"{key}={axis} (size {axes.get(axis, 1)})" for key, axis in split.items())
+        works = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+        best = math.gcd(heads, ways)
+        yield (
+            f"sharding.attention.{named}: {heads} heads do not divide over {ways} devices; sizes that work: {works}; "
+            f"or ring, which takes any size, e.g. axes of {best} for {' and '.join(split)} and {ways // best} for ring"
+        )

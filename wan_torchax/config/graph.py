@@ -1,0 +1,46 @@
+"""A pipeline as a graph: which stage needs which, from what each takes and gives (conf/pipeline). No JAX, no torch."""
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from wan_torchax.config.schema import Pipeline, PipelineStage
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The stages of a pipeline, in the order they run."""
+
+    inputs: dict[str, str]  # a value's name -> the config key the user gives it by
+    stages: dict[str, PipelineStage]
+
+    @classmethod
+    def of(cls, pipeline: Pipeline) -> "Graph":
+        return cls(dict(pipeline.inputs), dict(pipeline.stages))
+
+    def giver(self, value: str) -> str | None:
+        """The stage that gives a value; None for an input."""
+        return next((name for name, stage in self.stages.items() if value in stage.gives), None)
+
+    def upstream(self, name: str) -> list[str]:
+        """The stage and every stage it depends on, in their order."""
+        needed = {name}
+        for stage in reversed(self.stages):
+            if stage in needed:
+                needed |= {giver for value in self.stages[stage].takes if (giver := self.giver(value)) is not None}
+        return [stage for stage in self.stages if stage in needed]
+
+    def input_keys(self, name: str) -> list[str]:
+        """The config keys of the inputs that reach a stage, by itself or through others."""
+        taken = {value for stage in self.upstream(name) for value in self.stages[stage].takes}
+        return [key for value, key in self.inputs.items() if value in taken]
+
+    def components(self, names: Iterable[str]) -> list[str]:
+        """What the named stages use, each once."""
+        return list(dict.fromkeys(component for name in names for component in self.stages[name].uses))
+
+    def missing(self, names: Iterable[str], at_hand: Iterable[str] = ()) -> list[tuple[str, str]]:
+        """(stage, value) for every value that one of the stages takes and neither an input nor an earlier one gives."""
+        given, absent = {*self.inputs, *at_hand}, []
+        for name in names:
+            absent += [(name, value) for value in self.stages[name].takes if value not in given]
+            given |= set(self.stages[name].gives)
+        return absent

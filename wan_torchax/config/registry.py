@@ -1,0 +1,28 @@
+"""Which class or function does what, by the name a config uses. Strings, so that asking for the names imports nothing.
+
+Only this table says what is imported: a name that an artefact brings can choose among its rows and nothing else.
+"""
+import importlib
+
+STAGES = {
+    "text": "wan_torchax.stages.text.Text",
+    "denoise": "wan_torchax.stages.denoise.Denoise",
+    "decode": "wan_torchax.stages.decode.Decode",
+}
+COMPONENTS = {
+    "text_encoder": "wan_torchax.models.text_encoder.TextEncoder",
+    "transformer": "wan_torchax.models.transformer.Transformer",
+    "vae": "wan_torchax.models.vae.Vae",
+}
+TASKS = {
+    "generate": "wan_torchax.tasks.generate.generate",
+    "plan": "wan_torchax.tasks.plan.plan",
+    "tune": "wan_torchax.tasks.tune.tune",
+    "presets": "wan_torchax.tasks.presets.presets",
+}
+
+
+def load(table: dict[str, str], name: str):
+    """The class or function behind a name of one of the tables."""
+    module, _, attribute = table[name].rpartition(".")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,38 @@
+"""Phrases that error messages share."""
+import difflib
+from collections.abc import Iterable, Iterator
+
+
+def nearest(value, choices: Iterable[str]) -> str:
+    """The choice most like a misspelt value."""
+    choices = list(choices)
+    close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
+    return f"nearest: {close[0]}" if close else "one of: " + ", ".join(choices)
+
+
+def nearest_multiple(value: int, base: int, offset: int = 0) -> str:
+    """The two valid values around `value`, valid being base * n + offset."""
+    below = max((value - offset) // base * base + offset, offset or base)
+    return f"nearest {below} or {below + base}" if below != value else str(value)
+
+
+def one_of(key: str, value, choices: Iterable[str]) -> Iterator[str]:
+    """One problem, or none."""
+    if value not in choices:
+        yield f"{key}={value}: unknown; {nearest(value, choices)}"
+
+
+def listed(problems: list[str], most: int | None = None) -> str:
+    """Problems as lines of one message."""
+    rest = 0 if most is None else max(len(problems) - most, 0)
+    shown = problems[:most] + ([f"and {rest} more"] if rest else [])
+    return "\n".join(f"  - {problem}" for problem in shown)
+
+
+def flatten(node: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """{"a": {"b": 1}} -> ("a.b", 1)."""
+    for key, value in node.items():
+        if isinstance(value, dict) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

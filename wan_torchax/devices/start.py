@@ -1,0 +1,88 @@
+"""Starting JAX: what must stand before it runs, once a process, and what may change from job to job."""
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.devices import distributed
+
+FAKE_DEVICES = 8  # CPU devices there always are, so that a sweep can mix meshes; they cost nothing unused
+flags_in_force: dict[str, list[str]] | None = None  # what this process's first job asked for
+
+
+def start(config, meanwhile: Callable[[], None] = lambda: None):
+    """Start JAX as a config asks, or go on with the one that runs; gives its devices. `meanwhile` is called in
+    between."""
+    set_flags(config)
+    import jax
+
+    from wan_torchax.devices import mesh
+
+    meanwhile()
+    use_fake_devices(config)
+    use_cache(config.compile.cache_dir)
+    jax.config.update("jax_default_matmul_precision", config.compile.matmul_precision)
+    return mesh.find(config.mesh)
+
+
+def warm_up(mesh) -> None:
+    """Run a first program, which takes seconds on a GPU."""
+    import jax
+
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    jax.jit(lambda: jax.numpy.zeros(()), out_shardings=everywhere)().block_until_ready()
+
+
+def set_flags(config) -> None:
+    """Put a config's flags where JAX reads them as it starts. A running JAX keeps those it has: others are an error."""
+    global flags_in_force
+    asked = {
+        "XLA_FLAGS": [*config.mesh.xla_flags, *config.compile.xla_flags],
+        "LIBTPU_INIT_ARGS": list(config.compile.libtpu_flags),
+    }
+    if flags_in_force is None and not is_running():
+        for variable, flags in asked.items():
+            present = os.environ.get(variable, "").split()
+            os.environ[variable] = " ".join(present + [flag for flag in flags if flag not in present])
+    elif in_words(asked) != in_words(flags_in_force or {}):
+        raise ConfigError(
+            f"mesh.xla_flags, compile.xla_flags, compile.libtpu_flags: this job asks for {in_words(asked)}, and JAX "
+            f"runs since an earlier one with {in_words(flags_in_force or {})}; give each set of flags a process of its "
+            "own"
+        )
+    flags_in_force = asked
+
+
+def in_words(flags: dict[str, list[str]]) -> str:
+    return " ".join(flag for listed in flags.values() for flag in listed) or "no flags"
+
+
+def is_running() -> bool:
+    """Whether JAX has looked for its devices yet."""
+    if "jax" not in sys.modules:
+        return False
+    from jax._src import xla_bridge  # it has no public name
+
+    return xla_bridge.backends_are_initialized()
+
+
+def use_fake_devices(config) -> None:
+    """As many CPU devices as the mesh has. Once JAX runs, in a sweep, it has as many as it has."""
+    import jax
+
+    with contextlib.suppress(RuntimeError):
+        count = max(FAKE_DEVICES, config.mesh.devices or 0) // distributed.processes()
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def use_cache(folder: str | None) -> None:
+    """JAX's persistent compilation cache, for every program however small; None turns it off."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    if folder != jax.config.jax_compilation_cache_dir:
+        compilation_cache.reset_cache()  # JAX opens it once, and would go on with the one it has
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

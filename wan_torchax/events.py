@@ -1,0 +1,83 @@
+"""What a Session tells while it works. A listener is a function of one event; what it raises ends the run in order."""
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Began:
+    """A phase of the work begins: `start`, `build`, `load_<component>`, `compile_<stage>` or a stage's own name."""
+
+    phase: str
+    total: int | None = None  # of what Advanced will count
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Advanced:
+    """Some of a phase is done. A count of 0 says that it goes on."""
+
+    phase: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A phase is done, the devices in step with the clock."""
+
+    phase: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program is ready."""
+
+    program: str  # <stage>.<name>
+    seconds: float
+    from_cache: bool
+    memory: Any  # XLA's account of the memory it takes
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """One denoising step is done."""
+
+    step: int  # from 1
+    steps: int
+    seconds: float
+    estimate: Any  # part of the latents as they would end if the video went straight on from here, on the devices
+
+
+@dataclass(frozen=True)
+class Previewed:
+    """How the video looks so far."""
+
+    step: int
+    frame: Any  # uint8 (height, width, 3)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A stage has its result."""
+
+    stage: str
+    values: dict[str, Any]  # numpy arrays by name
+
+
+Event = Began | Advanced | Ended | Compiled | Stepped | Previewed | Finished
+Listener = Callable[[Event], None]
+
+
+def silence(event: Event) -> None:
+    """The listener nobody listens with."""
+
+
+def to_all(*listeners: Listener) -> Listener:
+    """One listener that tells several, in order."""
+
+    def tell(event: Event) -> None:
+        for listener in listeners:
+            listener(event)
+
+    return tell

@@ -1,0 +1,37 @@
+"""What every component's module goes through before it is traced."""
+import inspect
+import logging
+
+import jax
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+log = logging.getLogger("wan")
+
+
+def construct(kind: type, architecture: DictConfig) -> torch.nn.Module:
+    """A module on the meta device: shapes and names, no memory. What its class does not take is left out, and said."""
+    architecture, taken = OmegaConf.to_container(architecture), inspect.signature(kind.__init__).parameters
+    for name in architecture.keys() - taken.keys():
+        log.info("%s: %s=%s in the checkpoint's config.json is left out: this version does not take it",
+                 kind.__name__, name, architecture[name])
+    with torch.device("meta"):
+        return kind(**{name: value for name, value in architecture.items() if name in taken}).eval()
+
+
+def name_scopes(module: torch.nn.Module) -> None:
+    """Give every op the name of the module it comes from, for plans and profiles: …/attn1/to_q/…"""
+    open_scopes = []
+
+    def enter(child, _):
+        open_scopes.append(jax.named_scope(child.scope_name))
+        open_scopes[-1].__enter__()
+
+    def leave(child, *_):
+        open_scopes.pop().__exit__(None, None, None)
+
+    for name, child in module.named_modules():
+        if name:
+            child.scope_name = name.rpartition(".")[2]
+            child.register_forward_pre_hook(enter)
+            child.register_forward_hook(leave, always_call=True)

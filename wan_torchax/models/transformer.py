@@ -1,0 +1,100 @@
+"""Wan's transformer: its blocks under one loop, its attention through the project's kernels."""
+from dataclasses import dataclass
+
+import diffusers
+import jax
+import jax.numpy as jnp
+import torch
+
+from wan_torchax.kernels.attention import Attend
+from wan_torchax.models.modules import construct
+from wan_torchax.patches import call_module, interop
+
+
+class Transformer:
+    ignored = (r".*norm_added_q",)  # checkpoints hold it, no version of the model uses it
+
+    @staticmethod
+    def build(config, name: str = "transformer") -> torch.nn.Module:
+        """The module on the meta device, its blocks under a loop where the config says so."""
+        module = construct(diffusers.WanTransformer3DModel, config.model.architecture[name])
+        settings = module.config
+        # RoPE's tables are computed when the module is made, which the meta device does not do.
+        module.rope = type(module.rope)(
+            settings.attention_head_dim, settings.patch_size, settings.rope_max_seq_len
+        )
+        if config.model.scan_blocks:
+            module.blocks = torch.nn.ModuleList([ScannedBlocks(module.blocks)])
+        return module
+
+
+@dataclass
+class AttentionProcessor:
+    """Projections, norms, RoPE and the configured kernels, in place of diffusers' WanAttnProcessor.
+
+    diffusers writes RoPE's halves into a new tensor with stride 2, which XLA can only turn into scatters, and
+    calls attention through a dispatcher that knows no JAX kernel.
+    """
+
+    to_video: Attend
+    to_text: Attend
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
+        if attention_mask is not None or attn.add_k_proj is not None:
+            part = "image tokens (add_k_proj)" if attention_mask is None else "attention masks"
+            raise NotImplementedError(f"the attention of this transformer has {part}, which are not implemented")
+        attend = self.to_video if encoder_hidden_states is None else self.to_text
+        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        query, key = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(context))
+        value = attn.to_v(context)
+        query = query.expand(context.shape[0], -1, -1)  # one video, several prompts: see ScannedBlocks
+        tables = () if rotary_emb is None else [table[0, :, 0] for table in rotary_emb]  # (tokens, head_dim)
+
+        def in_jax(query, key, value, *tables):
+            with jax.named_scope("attend"):
+                return attend(query, key, value, tables)
+
+        return attn.to_out[0](interop.call_jax(in_jax, query, key, value, *tables))
+
+
+class ScannedBlocks(torch.nn.Module):
+    """All transformer blocks as one loop over stacked weights, so that the program does not grow with depth.
+
+    It stands in the model's `blocks` list as its only element: diffusers' own loop over the blocks runs it once. Its
+    parameters carry a leading dimension, the layer. With `gathered`, a sharding, each layer's weights are brought to
+    it before use: XLA gathers the next layer's while this one computes. Tokens are padded to a multiple of `multiple`
+    from here to the end of the blocks, so that every device's share fills whole tiles of its memory: 18,900 would
+    not, and XLA copies an array wherever its tiles shift.
+
+    With `same_video`, all of the batch is one video at one time, and only the texts differ. Then the first block's
+    self-attention, which no text has reached yet, is computed once for all: the block takes a batch of one and its
+    cross-attention spreads it. That is 1 % of a guided step's arithmetic.
+    """
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.block, self.layers = blocks[0], len(blocks)
+        self.gathered, self.multiple, self.same_video = None, 1, False
+
+    def forward(self, hidden_states, text, modulation, rotary):
+        """hidden_states (batch, tokens, channels); rotary: two tables (1, tokens, 1, head_dim)."""
+        stacked = interop.jax_view(dict(self.block.named_parameters()))
+        tokens = hidden_states.shape[1]
+        hidden, *rotary = (self.pad(array) for array in interop.jax_view((hidden_states, *rotary)))
+        text, modulation = interop.jax_view((text, modulation))
+
+        def one_block(layer, hidden):
+            weights = jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False), stacked)
+            if self.gathered is not None:
+                weights = jax.lax.with_sharding_constraint(weights, self.gathered)
+            return call_module(self.block, weights, hidden, text, modulation[: hidden.shape[0]], tuple(rotary))
+
+        first, layers = int(self.same_video and hidden.shape[0] > 1), len(next(iter(stacked.values())))
+        if first:
+            hidden = one_block(0, hidden[:1])
+        hidden = jax.lax.fori_loop(first, layers, one_block, hidden)
+        return interop.torch_view(hidden[:, :tokens])
+
+    def pad(self, array):
+        """Zeros after the last token."""
+        return jnp.pad(array, [(0, 0), (0, -array.shape[1] % self.multiple)] + [(0, 0)] * (array.ndim - 2))

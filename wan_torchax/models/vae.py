@@ -1,0 +1,55 @@
+"""Wan's causal video VAE, run chunk by chunk with its caches carried from one call to the next."""
+import diffusers
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
+
+from wan_torchax.models.modules import construct
+
+
+class Vae:
+    ignored = ()
+
+    @staticmethod
+    def build(config, name: str = "vae") -> torch.nn.Module:
+        return construct(diffusers.AutoencoderKLWan, config.model.architecture[name])
+
+
+def decode_chunk(vae, latent, caches):
+    """One latent frame to its pixels, the causal convolutions' last two inputs carried in `caches`.
+
+    latent (1, channels, 1, height, width); caches None for a video's first latent frame, which gives one frame of
+    pixels, then what the call before returned, which gives as many as the VAE puts into a latent frame. The program
+    is the same for every later frame, so a video of any length compiles once. Returns pixels (1, 3, frames, height,
+    width) in -1..1 and the caches, which have their channels last: so they need not be copied for convolutions that
+    want them there.
+
+    diffusers marks a cache that does not exist yet by None or "Rep" and pads one that is too short with zeros inside
+    the convolution; here every cache is two frames from the start, zeros in front, which gives the same sums.
+    """
+    first = caches is None
+    count = sum(isinstance(module, WanCausalConv3d) for module in vae.decoder.modules())
+    features = [None] * count
+    for index, cache in (caches or {}).items():
+        features[int(index)] = torch.movedim(cache, -1, 1)
+    upsampled = []
+    hooks = [
+        module.register_forward_pre_hook(lambda _, inputs: upsampled.append(inputs[0]))
+        for module in vae.decoder.modules()
+        if getattr(module, "mode", None) == "upsample3d"
+    ]
+    pixels = vae.decoder(vae.post_quant_conv(latent), feat_cache=features, feat_idx=[0], first_chunk=first)
+    for hook in hooks:
+        hook.remove()
+    waiting = iter(upsampled)  # inputs of the layers that double the frame rate: they left "Rep" in the first call
+    features = [next(waiting)[:, :, -1:] * 0 if isinstance(feature, str) else feature for feature in features]
+    caches = {
+        str(index): torch.movedim(two_frames(feature), 1, -1)
+        for index, feature in enumerate(features)
+        if feature is not None
+    }
+    return pixels.clamp(-1, 1), caches
+
+
+def two_frames(cache):
+    """A cache of one frame, with a frame of zeros in front."""
+    return cache if cache.shape[2] == 2 else torch.cat([torch.zeros_like(cache), cache], dim=2)

@@ -1,0 +1,51 @@
+"""Everything metrics.json reports of time, gathered from a Session's events."""
+import logging
+import time
+
+from wan_torchax.events import Compiled, Ended, Event, Stepped
+
+log = logging.getLogger("wan")
+GIB = 2**30
+MEMORY = ("argument", "output", "temp", "generated_code")
+
+
+class Clock:
+    """A listener that keeps seconds by phase, steps and compilations apart."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self.steps: list[float] = []
+        self.programs: dict[str, dict] = {}
+        self.began = time.perf_counter()
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Ended) and not event.phase.startswith("compile_"):
+            self.seconds[event.phase] = event.seconds
+        elif isinstance(event, Stepped):
+            self.steps.append(event.seconds)
+        elif isinstance(event, Compiled):
+            self.compiled(event)
+
+    def compiled(self, event: Compiled) -> None:
+        memory = {part: round(getattr(event.memory, f"{part}_size_in_bytes") / GIB, 4) for part in MEMORY}
+        self.programs[event.program] = {
+            "seconds": round(event.seconds, 3), "from_cache": event.from_cache, "memory_gib": memory,
+        }
+        log.info(
+            "compiled %s in %.1f s (%s); per device %.3f GiB arguments, %.3f GiB temporaries",
+            event.program, event.seconds, "from the cache" if event.from_cache else "not in the cache",
+            memory["argument"], memory["temp"],
+        )
+
+    def median_step(self) -> float | None:
+        return sorted(self.steps)[len(self.steps) // 2] if self.steps else None
+
+    def report(self) -> dict:
+        """Times with the device in step with the clock and compilation apart."""
+        total, median = time.perf_counter() - self.began, self.median_step()
+        return {
+            "seconds": {name: round(value, 4) for name, value in (self.seconds | {"total": total}).items()},
+            "step_seconds": [round(value, 4) for value in self.steps],
+            "step_seconds_median": median and round(median, 4),
+            "compile": self.programs,
+        }

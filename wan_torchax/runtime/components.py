@@ -1,0 +1,62 @@
+"""Components: one model of a checkpoint each, loaded, shared by stages and freed as one."""
+import logging
+import re
+import time
+
+import jax
+
+from wan_torchax.config import registry
+from wan_torchax.config.resolve import Resolved
+from wan_torchax.events import Advanced, Began, Ended, Listener
+from wan_torchax.runtime import weights
+
+log = logging.getLogger("wan")
+
+
+def settings_of(name: str) -> tuple[str, ...]:
+    """The config keys that a component's arrays follow from."""
+    return f"model.architecture.{name}", f"model.dtype.{name}", "model.scan_blocks", f"sharding.{name}"
+
+
+class Component:
+    """The plan of a component's arrays, and those of them that are on the devices."""
+
+    def __init__(self, name: str, resolved: Resolved):
+        recipe, self.checkpoint = resolved.recipe(settings_of(name)), resolved.checkpoints.get(name)
+        self.name, self.key, self.kind = name, self.key_for(name, resolved), registry.load(registry.COMPONENTS, name)
+        module, dtype = self.kind.build(recipe.config, name), recipe.config.model.dtype[name]
+        table = recipe.config.sharding[name]
+        self.tensors = weights.plan(module, table, recipe.mesh, dtype, f"sharding.{name}")
+        self.arrays: dict[str, jax.Array] = {}
+
+    @staticmethod
+    def key_for(name: str, resolved: Resolved) -> str:
+        """What the arrays are made from: the recipe of their plan, and the checkpoint."""
+        checkpoint = resolved.checkpoints.get(name)
+        return f"{resolved.recipe(settings_of(name)).key}-{checkpoint and checkpoint.fingerprint}"
+
+    def check(self) -> None:
+        """Hold the plan against the headers of the checkpoint's files."""
+        weights.check(self.tensors, self.checkpoint.folder, self.kind.ignored)
+
+    def part(self, pattern: str) -> dict[str, weights.Tensor]:
+        """The tensors whose names match."""
+        return {name: tensor for name, tensor in self.tensors.items() if re.fullmatch(pattern, name)}
+
+    def load(self, tensors: dict[str, weights.Tensor], tell: Listener) -> None:
+        """Bring some of the tensors to the devices, those that are not there yet."""
+        absent = {name: tensor for name, tensor in tensors.items() if name not in self.arrays}
+        if not absent:
+            return
+        phase, total = f"load_{self.name}", sum(tensor.bytes for tensor in absent.values())
+        began = time.perf_counter()
+        tell(Began(phase, total, "B"))
+        self.arrays |= weights.load(absent, self.checkpoint.folder, lambda count: tell(Advanced(phase, count)))
+        seconds = time.perf_counter() - began
+        tell(Ended(phase, seconds))
+        log.info("%s: %.3f GiB loaded in %.1f s", self.name, weights.gib(total), seconds)
+        for line in weights.summary(absent):
+            log.info(line)
+
+    def free(self) -> None:
+        self.arrays = {}

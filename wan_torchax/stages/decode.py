@@ -1,0 +1,97 @@
+"""Latents to frames."""
+import functools
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy
+
+from wan_torchax.devices.sharding import partition_spec, replicated, struct
+from wan_torchax.events import Advanced
+from wan_torchax.runtime.programs import NotFinite, Program
+from wan_torchax.stages.stage import Stage
+
+
+class Decode(Stage):
+    """Latents (1, channels, frames, height, width) to uint8 frames (frames, height, width, 3).
+
+    Latent frames go through one by one: `first` gives one frame, `later` as many as a latent frame stands for, each
+    with the caches for the next.
+    """
+
+    result_settings = ("model.dtype.vae",)
+    parts: ClassVar = {"vae": r"(decoder|post_quant_conv)\..*"}
+
+    @classmethod
+    def derived(cls, resolved):
+        batch, channels, _, height, width = resolved.latent_shape
+        return {"latent_shape": (batch, channels, 1, height, width)}
+
+    def build(self, component):
+        from wan_torchax.models.vae import decode_chunk
+        from wan_torchax.patches import call_module
+
+        module, architecture = self.module(component), self.config.model.architecture[component]
+        module.encoder = module.quant_conv = None
+        module.forward = functools.partial(decode_chunk, module)
+        dtype, everywhere = self.config.model.dtype[component], replicated(self.mesh)
+        mean, deviation = (
+            numpy.float32(architecture[key]).reshape(1, -1, 1, 1, 1) for key in ("latents_mean", "latents_std")
+        )
+
+        def decode(arrays, latent, caches=None):
+            pixels, caches = call_module(module, arrays, (latent * deviation + mean).astype(dtype), caches)
+            pixels = pixels.astype(jnp.float32)
+            frames = jnp.round((pixels[0] + 1) * 127.5).astype(jnp.uint8).transpose(1, 2, 3, 0)
+            return frames, jnp.isfinite(pixels).all(), caches
+
+        latent = struct(self.mesh, self.recipe.derived["latent_shape"], "float32")
+        spec = partition_spec(self.config.sharding[component].carry)
+        channels_last = jax.sharding.PartitionSpec(*spec[:1], *spec[2:], *spec[1:2])  # as the caches are
+        carry = jax.sharding.NamedSharding(self.mesh, channels_last)
+
+        def carried(cache):
+            return jax.ShapeDtypeStruct(cache.shape, cache.dtype, sharding=carry)
+
+        def later_arguments(lowered):
+            return [latent, jax.tree.map(carried, lowered["first"].out_info[2])]
+
+        outputs = (everywhere, everywhere, carry)
+        self.add("first", Program(decode, component, [latent], outputs))
+        self.add("later", Program(decode, component, later_arguments, outputs, donated=(2,)))
+
+    def run(self, resolved, values, tell):
+        chunks, caches, latents = [], None, values["latents"]
+        for index in range(latents.shape[2]):
+            latent = self.programs.put("first", (latents[:, :, index : index + 1],))
+            frames, finite, caches = self("first", *latent) if index == 0 else self("later", *latent, caches)
+            chunks.append((frames, finite))
+            if index:  # the chunk before is copied out while the device works on this one
+                chunks[-2] = self.fetch(chunks[-2], index - 1, resolved.config, tell)
+        chunks[-1] = self.fetch(chunks[-1], len(chunks) - 1, resolved.config, tell)
+        return {"frames": numpy.concatenate(chunks)}
+
+    @classmethod
+    def amount(cls, resolved):
+        return resolved.config.resolution.frames, "frame"
+
+    def fetch(self, chunk, index, config, tell):
+        frames, finite = chunk
+        if not bool(finite):
+            what = f"the decoded frames are not finite at latent frame {index}"
+            raise NotFinite(what, config, self.recipe.derived["uses"][0])
+        frames = numpy.asarray(frames)
+        tell(Advanced(self.name, len(frames)))
+        return frames
+
+    def preview(self, latent) -> numpy.ndarray:
+        """A frame (height, width, 3) of a latent frame that is on the devices."""
+        return numpy.asarray(self("first", latent)[0])[0]
+
+    @classmethod
+    def temporaries(cls, resolved):
+        """Six of the widest activations of a latent frame."""
+        size, vae = resolved.config.resolution, resolved.config.model.architecture.vae
+        devices, frames = resolved.config.mesh.devices, resolved.geometry.frame_scale
+        pixels = size.height * size.width * frames * vae.get("base_dim", 96) * 2 * 4 / devices
+        return 6 * pixels

@@ -1,0 +1,119 @@
+"""What a stage is: one file says all there is to know of it.
+
+    class Decode(Stage):
+        settings = …            # keys of the config that its programs are built from
+        result_settings = …     # keys of the config that its result depends on
+        parts = …               # which tensors of a component it uses
+        def derived(…)          # numbers from other parts of the config that its programs are built from
+        def build(…)            # its programs
+        def amount(…)           # what its progress counts
+        def run(…)              # values in, values out
+        def temporaries(…)      # bytes it needs beside its weights, for plans
+
+Stages import torch, diffusers and transformers only where they build: what they say of themselves costs nothing.
+"""
+from typing import Any, ClassVar
+
+import numpy
+from omegaconf import OmegaConf
+
+from wan_torchax.config import registry
+from wan_torchax.config.geometry import guided
+from wan_torchax.config.graph import Graph
+from wan_torchax.config.resolve import Recipe, Resolved
+from wan_torchax.events import Listener
+from wan_torchax.runtime.components import Component, settings_of
+from wan_torchax.runtime.programs import Program, Programs
+
+COMMON_SETTINGS = ("ops", "allow_external_ops", "compile.matmul_precision")
+
+
+class Stage:
+    """A stage of a pipeline, built from a recipe on components that it may share with others."""
+
+    settings: ClassVar[tuple[str, ...]] = ()
+    result_settings: ClassVar[tuple[str, ...]] = ()
+    parts: ClassVar[dict[str, str]] = {}  # component -> pattern of tensor names; all of those not listed
+    results_remembered: ClassVar[int] = 0  # results that a session keeps, for settings it has met before
+
+    def __init__(self, name: str, recipe: Recipe, components: dict[str, Component]):
+        self.name, self.recipe, self.components = name, recipe, components
+        self.config, self.mesh = recipe.config, recipe.mesh
+        self.tensors = {key: component.part(self.parts.get(key, ".*")) for key, component in components.items()}
+        self.programs = Programs(self.tensors, self.load_ops())
+        self.build(next(iter(components)))
+
+    @classmethod
+    def recipe_for(cls, name: str, resolved: Resolved) -> Recipe:
+        """All that the programs of this stage are made from."""
+        uses = list(resolved.graph.stages[name].uses)
+        keys = (key for component in uses for key in settings_of(component))
+        return resolved.recipe([*COMMON_SETTINGS, *keys, *cls.settings], uses=uses, **cls.derived(resolved))
+
+    def load_ops(self) -> dict:
+        from wan_torchax.runtime.ops import load_ops
+
+        return load_ops(self.config.ops, self.recipe.placement["platform"], self.config.allow_external_ops)
+
+    def module(self, component: str):
+        """A component as a torch module to trace, with the names and sharding constraints of its parts in place."""
+        from wan_torchax.models.modules import name_scopes
+        from wan_torchax.runtime.activations import constrain_activations
+
+        module = registry.load(registry.COMPONENTS, component).build(self.config, component)
+        name_scopes(module)
+        rules, key = self.config.sharding[component].activations, f"sharding.{component}.activations"
+        constrain_activations(module, rules, self.mesh, key)
+        return module
+
+    def add(self, name: str, program: Program) -> None:
+        self.programs.entries[name] = program
+
+    def __call__(self, program: str, *arguments, component: str | None = None):
+        """Run a program on a component's arrays; by default those of the component it was built for."""
+        arrays = self.components[component or self.programs.entries[program].component].arrays
+        tensors = self.tensors[component or self.programs.entries[program].component]
+        return self.programs(program, {name: arrays[name] for name in tensors}, *arguments)
+
+    @classmethod
+    def derived(cls, resolved: Resolved) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def amount(cls, resolved: Resolved) -> tuple[int | None, str]:
+        """How much its progress counts, and of what."""
+        return None, ""
+
+    def build(self, component: str) -> None:
+        """Add the programs; `component` is the first that the pipeline says the stage uses."""
+        raise NotImplementedError
+
+    def run(self, resolved: Resolved, values: dict[str, Any], tell: Listener) -> dict[str, numpy.ndarray]:
+        """The stage's work on the values it takes; gives those it gives."""
+        raise NotImplementedError
+
+    @classmethod
+    def temporaries(cls, resolved: Resolved) -> float:
+        """Bytes of one device that are alive at once beside the weights, estimated from shapes."""
+        raise NotImplementedError
+
+
+def find(name: str) -> type[Stage]:
+    return registry.load(registry.STAGES, name)
+
+
+def result_settings(config, name: str, fingerprints: dict[str, str]) -> dict[str, Any]:
+    """Everything a stage's result depends on, by key: its own settings and inputs, and those of the stages before it.
+
+    Meshes, shardings and kernels are not among them: they change the last bits, not the video.
+    """
+    graph = Graph.of(config.pipeline)
+    stages = graph.upstream(name)
+    keys = [*graph.input_keys(name), *(key for stage in stages for key in find(stage).result_settings)]
+    settings = {key: OmegaConf.select(config, key) for key in keys}
+    plain = {
+        key: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        for key, value in settings.items()
+    }
+    weights = {f"weights.{key}": fingerprints[key] for key in graph.components(stages) if key in fingerprints}
+    return plain | {"guided": guided(config)} | weights

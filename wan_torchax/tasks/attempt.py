@@ -1,0 +1,105 @@
+"""Jobs, one after the other: each config's task is tried, what fails is told and recorded, and the others are done."""
+import errno
+import logging
+import traceback
+from pathlib import Path
+
+from wan_torchax.config import commandline, jobs, registry, validation
+from wan_torchax.config.commandline import compose, sweep_folders
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.devices import distributed
+
+log = logging.getLogger("wan")
+LIST_KEYS = ("prompts", "seeds", "shard")
+failures: list[str] = []  # one line for each job of this process that failed
+
+
+def attempt(config, folder: Path, overrides: list[str]) -> float | None:
+    """Run a config's task, or each of a list; an error is told and recorded, and does not stop the jobs that follow."""
+    from wan_torchax.records.stored import take_over
+
+    try:
+        distributed.join(config)
+        distributed.begin(config)
+        config = take_over(config, overrides)
+        if jobs.are_listed(config):
+            return attempt_list(config, folder, overrides)
+        validation.validate(config)
+        if config.sweep.resume and (before := distributed.from_first("done before", done_before(config, folder))):
+            return before
+        return registry.load(registry.TASKS, config.task)(config, folder, overrides)
+    except Exception as error:
+        fail(folder, overrides, explain(error))
+        if config.traceback:
+            log.error(traceback.format_exc())
+        distributed.regroup(explain(error))
+
+
+def done_before(config, folder: Path) -> float | None:
+    from wan_torchax.tasks.generate import finished_before
+
+    return finished_before(config, folder)
+
+
+def attempt_list(config, folder: Path, overrides: list[str]) -> float | None:
+    """Every video of a list, each in a folder of its own; what fails is told with its line and the others are made."""
+    from wan_torchax.tasks.progress import bar
+
+    shared = [override for override in overrides if commandline.key_of(override) not in LIST_KEYS]
+    listed = jobs.read(config)
+    distributed.agree("list", {"prompts": [job.overrides for job in listed]})
+    sweep_folders[folder] = False
+    seconds = []
+    with bar(len(listed), "videos", unit="video", position=1) as progress:
+        for job in listed:
+            seconds.append(attempt_one(job, folder / job.name, shared))
+            progress.update(1)
+    made = [value for value in seconds if value is not None]
+    return sum(made) / len(made) if made else None
+
+
+def attempt_one(job: jobs.Job, folder: Path, shared: list[str]) -> float | None:
+    """One video of a list: its own overrides on top of those of the command line."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if job.error is not None:
+        return fail(folder, job.overrides, f"{job.error}; skipped")
+    overrides = [*shared, "sweep.active=true", *job.overrides]
+    try:
+        config = compose(overrides)
+    except ConfigError as error:
+        return fail(folder, overrides, f"{folder.name}: {error}; skipped")
+    return attempt(config, folder, overrides)
+
+
+def fail(folder: Path, overrides: list[str], message: str) -> None:
+    """Tell and record why a job failed; the exit status and the report know of it too."""
+    from wan_torchax.records.outputs import write_failure
+
+    failures.append(f"{folder}: {message}")
+    log.error("error: %s", message)
+    if distributed.is_first():
+        write_failure(folder, overrides, message)
+
+
+def explain(error: Exception) -> str:
+    """What to tell the user: our own errors as they are, a full disk with its remedy, others with their type."""
+    if isinstance(error, commandline.USER_ERRORS):
+        return commandline.explain(error)
+    if getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error):
+        remedy = "free some space and go on with resume=<run folder>, where finished stages are kept"
+        return f"{error}: the disk is full; {remedy}"
+    if isinstance(error, (ConfigError, OSError)) or type(error).__name__ == "NotFinite":
+        return str(error)
+    return f"{type(error).__name__}: {error} (traceback=true shows where)"
+
+
+def report(folder: Path) -> None:
+    """The page of a sweep; the plans of a sweep of plans as one table."""
+    if next(folder.glob("*/plan.json"), None):
+        from wan_torchax.tasks.plan import compare
+
+        print(compare(folder))
+        return
+    from wan_torchax.records.report import write
+
+    print(write(folder))

@@ -1,0 +1,96 @@
+"""task=generate: a prompt in; a video, results of stages and metrics out."""
+import contextlib
+import logging
+from pathlib import Path
+
+from wan_torchax.config.graph import Graph
+from wan_torchax.config.inputs import with_texts
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.devices import distributed
+from wan_torchax.devices.mesh import describe
+from wan_torchax.events import Event, Finished, Previewed, to_all
+from wan_torchax.records import outputs, results
+from wan_torchax.records.clock import Clock
+from wan_torchax.records.stored import compare_replay
+from wan_torchax.runtime.checkpoint import fingerprints
+from wan_torchax.session import phase, session
+from wan_torchax.stages.denoise import Denoise
+from wan_torchax.stages.stage import result_settings
+from wan_torchax.tasks.progress import Bars
+
+log = logging.getLogger("wan")
+
+
+def generate(config, folder: Path, overrides=()) -> float:
+    """The stages of the pipeline that the config names. Returns the median seconds of a step, or of the whole."""
+    clock, config = Clock(), with_texts(config)
+    settled, graph = outputs.settle(config), Graph.of(config.pipeline)
+    first = distributed.is_first()  # the process that writes
+    if first:
+        outputs.write_config(folder, settled, overrides)
+    prints = fingerprints(config.model, graph.components(graph.stages))
+    values, prints = read_results(config, graph, prints)
+    names = [name for name in config.stages if not set(graph.stages[name].gives) <= values.keys()]
+    distributed.agree("stages", {"inputs": settled["prompt"], "stages to run": names, "weights": prints})
+
+    def save(event: Event) -> None:
+        if isinstance(event, Finished) and config.output.save_stages:
+            results.save(folder, event.stage, event.values, result_settings(config, event.stage, prints))
+        elif isinstance(event, Previewed):
+            outputs.write_preview(folder, event.frame)
+
+    tell = to_all(clock, Bars(), save) if first else clock
+    resolved = session.resolve(config, names, tell)
+    log.info("%s on %s", config.model.name, describe(resolved.mesh))
+    prints |= {component: checkpoint.fingerprint for component, checkpoint in resolved.checkpoints.items()}
+    for stage in graph.stages:  # what was read, so that this run can be resumed too
+        if stage not in names and (read := {value: values[value] for value in graph.stages[stage].gives if value in values}):
+            tell(Finished(stage, read))
+    with profiled(folder / "profile") if config.profile else contextlib.nullcontext():
+        values = session.run(resolved, names, resolved.inputs() | values, tell)
+    if first:
+        metrics = outputs.metrics(settled, prints, resolved.mesh, overrides)
+        metrics["floor_seconds_per_step"] = Denoise.floor_seconds(resolved)
+        with phase("write", tell):
+            made = outputs.write_outputs(folder, settled, values, metrics)
+        outputs.write_metrics(folder, metrics | clock.report())
+        compare_replay(config, metrics)
+        print(made)
+    return clock.median_step() or clock.report()["seconds"]["total"]
+
+
+def read_results(config, graph: Graph, prints: dict[str, str]) -> tuple[dict, dict[str, str]]:
+    """The values in the folder named by `resume`, refused where they were made with other settings than these; and the
+    fingerprints of the weights, completed by those that made them."""
+    values, folder = {}, config.resume and Path(config.resume)
+    for name, stage in graph.stages.items() if folder else ():
+        path = results.path_of(folder, name)
+        if path.is_file():
+            read, made_with = results.read(folder, name, stage.gives)
+            results.compare(path, made_with, result_settings(config, name, prints))
+            log.info("%s: taken from %s", name, path)
+            weights = {key.removeprefix("weights."): value for key, value in made_with.items() if key.startswith("weights.")}
+            values, prints = values | read, weights | prints
+    missing = graph.missing([name for name in config.stages if not set(graph.stages[name].gives) <= values.keys()], values)
+    if folder and missing:
+        (name, value), *_ = missing
+        giver = graph.giver(value)
+        raise ConfigError(
+            f"resume={folder}: {name} takes {value}, and {results.path_of(folder, giver).name} is not there; "
+            f"add {giver} to stages"
+        )
+    return values, prints
+
+
+def finished_before(config, folder: Path) -> float | None:
+    """What this job gave in an earlier try at a sweep."""
+    config, graph = with_texts(config), Graph.of(config.pipeline)
+    prints = fingerprints(config.model, graph.components(graph.stages))
+    return outputs.finished_before(outputs.settle(config), prints, folder)
+
+
+def profiled(folder: Path):
+    """A JAX trace of what runs inside, for Perfetto and xprof."""
+    import jax
+
+    return jax.profiler.trace(str(folder), create_perfetto_trace=True)
