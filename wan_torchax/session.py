@@ -52,9 +52,11 @@ class Session:
         loaded = [name for name in graph.components(graph.stages) if name in self.components and name not in needed]
         checkpoints = find_all(config.model, [*needed, *loaded], required=weights)
         with self.lock, phase("start", tell):
-            devices = start(config, meanwhile=import_models)
+            imports = threading.Thread(target=importlib.import_module, args=["wan_torchax.models"], name="imports")
+            devices = start(config, meanwhile=imports.start)  # torch and diffusers are imported while the devices start
             resolved = resolve(config, checkpoints, devices)
             warm_up(resolved.mesh)
+            imports.join()
         return resolved
 
     def build(self, resolved: Resolved, names: Iterable[str]) -> dict[str, Stage]:
@@ -98,8 +100,8 @@ class Session:
         names = [name for name in names if not set(resolved.graph.stages[name].gives) <= values.keys()]
         with phase("build", tell):
             stages = self.build(resolved, [*names, *self.helpers(resolved, names)])
-            for component in {part.name: part for stage in stages.values() for part in stage.components.values()}.values():
-                component.check()
+            for name in {component for stage in stages.values() for component in stage.components}:
+                self.components[name].check()
         fresh = {name: stage.programs for name, stage in stages.items() if not stage.programs.ready()}
         with compiling(fresh, tell):
             for name in names:
@@ -184,11 +186,6 @@ def result_key(name: str, resolved: Resolved) -> str:
 def is_resident(config) -> bool:
     """Whether weights stay on the device after their stage: as the config says, by default only in a sweep."""
     return config.keep_resident if config.keep_resident is not None else config.sweep.active
-
-
-def import_models() -> None:
-    """Import torch and diffusers in a thread, while the devices start. --help and mistakes in a config do without."""
-    threading.Thread(target=importlib.import_module, args=["wan_torchax.models"], name="imports").start()
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """One page for a sweep or a list of prompts: what was run, how fast it was, what it looks like, how to run it again.
 
 Reads the job folders, so that it works for a sweep that was interrupted too, and for jobs of other processes.
-Writes results.csv, results.jsonl and report.html, which holds pictures and videos itself (up to EMBEDDED_BYTES, then links).
+Writes results.csv, results.jsonl and report.html, which holds pictures and videos itself (up to EMBEDDED_BYTES, then
+links).
 """
 import base64
 import csv
@@ -73,7 +74,7 @@ def read_json(path: Path) -> dict:
 
 
 def seconds_by_part(metrics: dict) -> dict:
-    """Where a job's time went: its stages, then the rest. Compilation runs beside loading: the sum can exceed the total."""
+    """Where a job's time went: its stages, then the rest. Compilation runs beside loading: it can be more than all."""
     seconds = metrics.get("seconds")
     if not seconds:
         return {}

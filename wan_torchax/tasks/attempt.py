@@ -96,7 +96,7 @@ def explain(error: Exception) -> str:
 def report(folder: Path) -> None:
     """The page of a sweep; the plans of a sweep of plans as one table."""
     if next(folder.glob("*/plan.json"), None):
-        from wan_torchax.tasks.plan import compare
+        from wan_torchax.tasks.plan_page import compare
 
         print(compare(folder))
         return

@@ -15,40 +15,44 @@ import sys
 import time
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute", "ragged-all-to-all")
-ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
+ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f64": 8, "s64": 8, "u64": 8}
+NAMED_GROUPS = (
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
+)
+BRANCHES = r"(?:branch_computations=\{|true_computation=|false_computation=)([^}]*?)(?:\}|, false|, metadata|$)"
 
 
 # ---------------------------------------------------------------- reading HLO
 
 
-def computations(text: str) -> tuple[dict[str, list[str]], str]:
+def parse(text: str) -> tuple[dict[str, list[str]], str]:
     """The instructions of every computation in an HLO module's text, and the entry's name."""
-    found, current, entry = {}, None, None
+    computations, current, entry = {}, None, None
     for line in text.splitlines():
         header = re.match(r"(ENTRY )?%?([^\s(]+) .*\{$", line)
         if header and not line.startswith((" ", "HloModule")):
-            current = found.setdefault(header.group(2), [])
+            current = computations.setdefault(header.group(2), [])
             entry = header.group(2) if header.group(1) else entry
         elif current is not None and " = " in line:
             current.append(line.strip())
-    return found, entry
+    return computations, entry
 
 
 def instructions(text: str):
     """(instruction, how often it runs) for everything the entry computation reaches through loops, calls and
     branches."""
-    found, entry = computations(text)
+    computations, entry = parse(text)
 
     def visit(name, times):
-        for line in found.get(name, ()):
+        for line in computations.get(name, ()):
             yield line, times
             loop = re.search(r" while\(.*condition=%?([^\s,]+), body=%?([^\s,]+)", line)
             if loop:
-                yield from visit(loop.group(2), times * trips(line, found.get(loop.group(1), ())))
+                yield from visit(loop.group(2), times * trips(line, computations.get(loop.group(1), ())))
             for callee in re.findall(r" (?:call|async-start)\(.*?(?:to_apply|calls)=%?([^\s,)]+)", line):
                 yield from visit(callee, times)
-            for branches in re.findall(r"(?:branch_computations=\{|true_computation=|false_computation=)([^}]*?)(?:\}|, false|, metadata|$)", line):
-                yield from visit(branches.split(",")[0].strip(" %"), times)  # the branch that is expected; the other is a fallback
+            for branches in re.findall(BRANCHES, line):  # the first is the one to be expected, the other a fallback
+                yield from visit(branches.split(",")[0].strip(" %"), times)
 
     yield from visit(entry, 1)
 
@@ -58,7 +62,8 @@ def trips(line: str, condition) -> int:
     known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
     if known:
         return int(known.group(1))
-    return max((int(value) for text in condition for value in re.findall(r"s32\[\]\S* constant\((\d+)\)", text)), default=1)
+    limits = [int(value) for text in condition for value in re.findall(r"s32\[\]\S* constant\((\d+)\)", text)]
+    return max(limits, default=1)
 
 
 def result_bytes(line: str) -> int:
@@ -66,12 +71,13 @@ def result_bytes(line: str) -> int:
     result = line.split(" = ", 1)[1]
     result = result[: result.index(")") + 1] if result.startswith("(") else result.split(" ")[0]
     arrays = re.findall(r"([a-z]+\d*)\[([\d,]*)\]", result)
-    return sum(math.prod(int(size) for size in sizes.split(",") if size) * ITEM_BYTES.get(dtype, 4) for dtype, sizes in arrays)
+    counts = [(dtype, math.prod(int(size) for size in sizes.split(",") if size)) for dtype, sizes in arrays]
+    return sum(count * ITEM_BYTES.get(dtype, 4) for dtype, count in counts)
 
 
 def collectives(text: str, axes: dict[str, int]) -> list[dict]:
     """What is communicated, by kind and mesh axis: how often, and the bytes one chip receives in all."""
-    found = {}
+    rows = {}
     for line, times in instructions(text):
         kind = re.search(r" (" + "|".join(COLLECTIVES) + r")(?:-start)?\(", line)
         if not kind:
@@ -79,10 +85,10 @@ def collectives(text: str, axes: dict[str, int]) -> list[dict]:
         size = result_bytes(line)
         if "-start(" in line and line.split(" = ", 1)[1].startswith("("):
             size //= 2  # an asynchronous start returns its operand beside its result
-        row = found.setdefault((kind.group(1), axis_of(line, axes)), {"count": 0, "bytes": 0})
+        row = rows.setdefault((kind.group(1), axis_of(line, axes)), {"count": 0, "bytes": 0})
         row["count"] += times
         row["bytes"] += times * size
-    return [{"kind": kind, "axis": axis, **row} for (kind, axis), row in sorted(found.items())]
+    return [{"kind": kind, "axis": axis, **row} for (kind, axis), row in sorted(rows.items())]
 
 
 def axis_of(line: str, axes: dict[str, int]) -> str:
@@ -105,7 +111,7 @@ def first_group(line: str) -> list[int]:
     listed = re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", line)
     if listed:
         return [int(device) for device in listed.group(1).split(",")]
-    named = re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}", line)
+    named = re.search(NAMED_GROUPS, line)
     if named:
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named.group(1))}
         group = devices_along(sizes, re.findall(r"'(\w+)'", named.group(4)))
@@ -144,8 +150,10 @@ def cycle_rows(text: str) -> list[dict]:
         if cycles:
             name = re.search(r'op_name="([^"]*)"', line)
             kind = re.search(r"\}?\)? ([a-z][\w\-]*)\(", line.split(" = ", 1)[1])
-            rows.append({"op": line.split(" = ")[0].removeprefix("ROOT ").strip("% "), "kind": kind.group(1) if kind else "", "times": times,
-                         "cycles": times * int(cycles.group(1)), "name": name.group(1) if name else ""})
+            rows.append({
+                "op": line.split(" = ")[0].removeprefix("ROOT ").strip("% "), "kind": kind.group(1) if kind else "",
+                "times": times, "cycles": times * int(cycles.group(1)), "name": name.group(1) if name else "",
+            })
     return sorted(rows, key=lambda row: -row["cycles"])
 
 
@@ -154,7 +162,8 @@ def cycle_rows(text: str) -> list[dict]:
 
 def compile_for(path: str, topology_name: str, axes: dict[str, int]) -> tuple[dict, str]:
     """Everything the compiler says of an exported program on a topology's devices, and the compiled HLO's text."""
-    os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", ALLOW_MULTIPLE_LIBTPU_LOAD="1", JAX_PLATFORMS="cpu")
+    os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-8")
     import jax
     import numpy
@@ -162,13 +171,17 @@ def compile_for(path: str, topology_name: str, axes: dict[str, int]) -> tuple[di
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name=topology_name)
     devices = numpy.array(topology.devices)
-    wanted = math.prod(axes.values())
-    if devices.size != wanted:
-        sys.exit(f"the mesh {axes} has {wanted} devices, the topology {topology_name} has {devices.size}")
-    mesh = jax.sharding.Mesh(devices.reshape(tuple(axes.values())), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
+    count = math.prod(axes.values())
+    if count > devices.size or devices.size % count:
+        sys.exit(f"the mesh {axes} has {count} devices, the topology {topology_name} has {devices.size}")
+    auto = (jax.sharding.AxisType.Auto,) * len(axes)
+    mesh = jax.sharding.Mesh(devices[:count].reshape(tuple(axes.values())), tuple(axes), axis_types=auto)
     with open(path, "rb") as file:
         exported = jax.export.deserialize(bytearray(file.read()))
-    structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding) for aval, sharding in zip(exported.in_avals, exported.in_shardings_jax(mesh))]
+    structs = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        for aval, sharding in zip(exported.in_avals, exported.in_shardings_jax(mesh))
+    ]
     arguments, keywords = jax.tree.unflatten(exported.in_tree, structs)
     began = time.time()
     with jax.set_mesh(mesh):
@@ -195,7 +208,9 @@ def main() -> None:
     parser.add_argument("--mesh", required=True, help="axis=size,… in order")
     parser.add_argument("--json", required=True, help="where the report goes")
     parser.add_argument("--hlo", help="where the compiled program's text goes")
+    parser.add_argument("--libtpu-args", default="", help="flags for libtpu, e.g. to write its schedules somewhere")
     options = parser.parse_args()
+    os.environ["LIBTPU_INIT_ARGS"] = options.libtpu_args
     axes = {axis: int(size) for axis, size in (item.split("=") for item in options.mesh.split(","))}
     report, text = compile_for(options.artifact, options.topology, axes)
     with open(options.json, "w") as file:

@@ -30,7 +30,7 @@ def generate(config, folder: Path, overrides=()) -> float:
         outputs.write_config(folder, settled, overrides)
     prints = fingerprints(config.model, graph.components(graph.stages))
     values, prints = read_results(config, graph, prints)
-    names = [name for name in config.stages if not set(graph.stages[name].gives) <= values.keys()]
+    names = to_run(config, graph, values)
     distributed.agree("stages", {"inputs": settled["prompt"], "stages to run": names, "weights": prints})
 
     def save(event: Event) -> None:
@@ -44,7 +44,8 @@ def generate(config, folder: Path, overrides=()) -> float:
     log.info("%s on %s", config.model.name, describe(resolved.mesh))
     prints |= {component: checkpoint.fingerprint for component, checkpoint in resolved.checkpoints.items()}
     for stage in graph.stages:  # what was read, so that this run can be resumed too
-        if stage not in names and (read := {value: values[value] for value in graph.stages[stage].gives if value in values}):
+        read = {value: values[value] for value in graph.stages[stage].gives if value in values}
+        if read:
             tell(Finished(stage, read))
     with profiled(folder / "profile") if config.profile else contextlib.nullcontext():
         values = session.run(resolved, names, resolved.inputs() | values, tell)
@@ -69,9 +70,9 @@ def read_results(config, graph: Graph, prints: dict[str, str]) -> tuple[dict, di
             read, made_with = results.read(folder, name, stage.gives)
             results.compare(path, made_with, result_settings(config, name, prints))
             log.info("%s: taken from %s", name, path)
-            weights = {key.removeprefix("weights."): value for key, value in made_with.items() if key.startswith("weights.")}
-            values, prints = values | read, weights | prints
-    missing = graph.missing([name for name in config.stages if not set(graph.stages[name].gives) <= values.keys()], values)
+            weights = [(key.partition("."), value) for key, value in made_with.items() if key.startswith("weights.")]
+            values, prints = values | read, {component: value for (_, _, component), value in weights} | prints
+    missing = graph.missing(to_run(config, graph, values), values)
     if folder and missing:
         (name, value), *_ = missing
         giver = graph.giver(value)
@@ -80,6 +81,11 @@ def read_results(config, graph: Graph, prints: dict[str, str]) -> tuple[dict, di
             f"add {giver} to stages"
         )
     return values, prints
+
+
+def to_run(config, graph: Graph, values: dict) -> list[str]:
+    """The stages asked for whose values are not there yet."""
+    return [name for name in config.stages if not set(graph.stages[name].gives) <= values.keys()]
 
 
 def finished_before(config, folder: Path) -> float | None:

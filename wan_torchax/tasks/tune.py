@@ -13,103 +13,116 @@ import itertools
 import json
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import yaml
 from omegaconf import OmegaConf
 
-from wan_torchax.config import commandline, schema, validation
-from wan_torchax.kernels.attention import attend_flat, resolve
+from wan_torchax.config.commandline import CONF
+from wan_torchax.config.geometry import prompt_count
+from wan_torchax.config.resolve import Resolved
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.validation import search_lists, validate
+from wan_torchax.devices.sharding import replicated
+from wan_torchax.kernels.attention import Attend
+from wan_torchax.kernels.settings import Kernel, Parallel
 from wan_torchax.runtime import weights
-from wan_torchax.stages import denoise as stages
+from wan_torchax.session import session
+from wan_torchax.tasks.progress import bar
 
 log = logging.getLogger("wan")
 
 
-def search(config, mesh, folder: Path, bar, conf: Path = commandline.CONF) -> float:
+def tune(config, folder: Path, overrides=(), conf: Path = CONF) -> float:
     """Time every combination, write tune.json and the winner's config; returns the winner's seconds."""
-    lists = validation.search_lists(config)
-    config = resolved(config, mesh)
+    lists, resolved = search_lists(config), session.resolve(config, ["denoise"], weights=False)
+    config = with_kernels(config, resolved)
     rows = []
     combinations = [dict(zip(lists, values)) for values in itertools.product(*lists.values())]
     with bar(len(combinations), "tuning", unit="try") as progress:
         for values in combinations:
-            rows.append(try_one(config, mesh, values))
+            rows.append(try_one(config, values))
             progress.update(1)
-            log.info("%s  %s", told(rows[-1]), "  ".join(f"{key}={value}" for key, value in values.items()))
-    (folder / "tune.json").write_text(json.dumps({"device": device_name(mesh), "shape": shape_name(config), "tries": rows}, indent=2) + "\n")
+            log.info("%s  %s", in_words(rows[-1]), "  ".join(f"{key}={value}" for key, value in values.items()))
+    report = {"device": device_name(resolved), "shape": shape_name(config), "tries": rows}
+    (folder / "tune.json").write_text(json.dumps(report, indent=2) + "\n")
     timed = [row for row in rows if row["seconds"] is not None]
     if not timed:
-        raise schema.ConfigError(f"task=tune: none of the {len(rows)} combinations in tune.search ran; the first said: {rows[0]['error']}")
+        first = rows[0]["error"]
+        raise ConfigError(f"task=tune: none of the {len(rows)} tries in tune.search ran; the first said: {first}")
     best = min(timed, key=lambda row: row["seconds"])
-    path = write_winner(config, mesh, best, len(timed), conf)
-    print(path)
+    print(write_winner(config, resolved, best, len(timed), conf))
     return best["seconds"]
 
 
-def resolved(config, mesh):
-    """The config with `kernel: auto` replaced by the kernel that serves here, whose blocks can then be changed."""
-    transformer, chosen = config.model.architecture.transformer, config.copy()
-    attention = resolve(OmegaConf.to_object(config.attention), stages.mesh_device(mesh), config.model.dtype.transformer, transformer.attention_head_dim)
-    OmegaConf.update(chosen, "attention", {part: dataclasses.asdict(getattr(attention, part)) for part in ("self", "cross")})
+def with_kernels(config, resolved: Resolved):
+    """The config with the kernels that serve here in place of `kernel: auto`, so that their blocks can be changed."""
+    chosen = config.copy()
+    OmegaConf.update(chosen, "attention", OmegaConf.to_container(resolved.config.attention))
     return chosen
 
 
-def told(row) -> str:
+def in_words(row: dict) -> str:
     return f"{row['seconds'] * 1e3:10.3f} ms" if row["seconds"] is not None else f"passed over: {row['error']}"
 
 
-def try_one(config, mesh, values) -> dict:
+def try_one(config, values: dict) -> dict:
     """Seconds of one combination, or why there are none."""
-    tried = config.copy()
+    changed = config.copy()
     try:
         for key, value in values.items():
-            OmegaConf.update(tried, key, value)
-        validation.validate(tried)
-        seconds = median_seconds(program(tried, mesh, values), config.tune.repeats)
+            OmegaConf.update(changed, key, value)
+        validate(changed)
+        resolved = session.resolve(changed, ["denoise"], weights=False)
+        seconds = median_seconds(program(resolved, values), config.tune.repeats)
         return {"values": values, "seconds": seconds, "error": None}
     except Exception as error:
         return {"values": values, "seconds": None, "error": str(error).strip().splitlines()[-1].strip(" -")[:300]}
 
 
-def program(config, mesh, values):
+def program(resolved: Resolved, values: dict) -> Callable:
     """What to time, as a function without arguments that returns device arrays."""
     parts = {".".join(key.split(".")[:2]) for key in values}
-    return attention_call(config, mesh, parts.pop().split(".")[1]) if parts in ({"attention.self"}, {"attention.cross"}) else step_call(config, mesh)
+    if parts in ({"attention.self"}, {"attention.cross"}):
+        return attention_call(resolved, parts.pop().split(".")[1])
+    return step_call(resolved)
 
 
-def attention_call(config, mesh, part):
+def attention_call(resolved: Resolved, part: str) -> Callable:
     """One attention of the transformer, at the config's shape, on the config's mesh."""
-    transformer = config.model.architecture.transformer
-    heads, head_dim, dtype = transformer.num_attention_heads, transformer.attention_head_dim, config.model.dtype.transformer
-    _, _, frames, height, width = stages.latent_shape(config)
-    tokens = frames * height * width // 4
-    batch = 2 if stages.guided(config) and config.guidance == "batched" else 1
-    keys = tokens if part == "self" else config.model.text_tokens
-    run = functools.partial(
-        attend_flat, head_dim=head_dim, kernel=OmegaConf.to_object(config.attention[part]), parallel=OmegaConf.to_object(config.sharding.attention),
-        mesh=mesh, cross=part == "cross",
+    config, mesh = resolved.config, resolved.mesh
+    transformer, dtype = config.model.architecture.transformer, config.model.dtype.transformer
+    width = transformer.num_attention_heads * transformer.attention_head_dim
+    batch = prompt_count(config) if config.guidance == "batched" else 1
+    keys = resolved.tokens if part == "self" else config.model.text_tokens
+    attend = Attend(
+        transformer.attention_head_dim, Kernel(**config.attention[part]), Parallel(**config.sharding.attention), mesh,
+        cross=part == "cross",
     )
+
     # On every device whole: each takes its part, and nothing travels that the step would not send too.
-    everywhere = stages.replicated(mesh)
-    make = jax.jit(lambda seed, length: jax.random.normal(jax.random.key(seed), (batch, length, heads * head_dim), dtype),
-                   static_argnums=1, out_shardings=everywhere)
-    inputs = [make(seed, length) for seed, length in enumerate((tokens, keys, keys))]
-    return functools.partial(jax.jit(run), *inputs)
+    @functools.partial(jax.jit, static_argnums=1, out_shardings=replicated(mesh))
+    def make(seed, length):
+        return jax.random.normal(jax.random.key(seed), (batch, length, width), dtype)
+
+    inputs = [make(seed, length) for seed, length in enumerate((resolved.tokens, keys, keys))]
+    return functools.partial(jax.jit(attend), *inputs)
 
 
-def step_call(config, mesh):
+def step_call(resolved: Resolved) -> Callable:
     """One denoising step on weights of zeros, which take as long as any."""
-    stage = stages.build_denoise(config, mesh)
-    compiled = stages.lower(stage)["step"].compile()
-    arrays = {name: weights.zeros(tensor.struct) for name, tensor in stage.tensors.items()}
-    state, *rest = stage.programs["step"].arguments
-    rest = [weights.zeros(struct) for struct in rest]
-    return lambda: compiled(arrays, weights.zeros(state), *rest)  # the state is donated: a new one each time
+    stage = session.build(resolved, ["denoise"])["denoise"]
+    compiled = stage.programs.lower()["step"].compile()
+    step = stage.programs.entries["step"]
+    arrays = {name: weights.zeros(tensor.struct) for name, tensor in stage.tensors[step.component].items()}
+    state, *rest = step.arguments
+    rest = jax.tree.map(weights.zeros, rest)
+    return lambda: compiled(arrays, jax.tree.map(weights.zeros, state), *rest)  # the state is donated: new each time
 
 
-def median_seconds(call, repeats) -> float:
+def median_seconds(call: Callable, repeats: int) -> float:
     jax.block_until_ready(call())
     times = []
     for _ in range(repeats):
@@ -122,8 +135,8 @@ def median_seconds(call, repeats) -> float:
 # ---------------------------------------------------------------- the winner's file
 
 
-def device_name(mesh) -> str:
-    return stages.mesh_device(mesh).device_kind.lower().replace(" ", "_")
+def device_name(resolved: Resolved) -> str:
+    return resolved.placement["kind"].lower().replace(" ", "_")
 
 
 def shape_name(config) -> str:
@@ -131,18 +144,20 @@ def shape_name(config) -> str:
     return f"{config.model.name}_{size.width}x{size.height}x{size.frames}"
 
 
-def write_winner(config, mesh, best, tried, conf: Path) -> Path:
+def write_winner(config, resolved: Resolved, best: dict, tried: int, conf: Path) -> Path:
     """conf/attention/<device>_<shape>.yaml: both kernels in full, the figures in its header."""
     chosen = config.copy()
     for key, value in best["values"].items():
         OmegaConf.update(chosen, key, value)
     attention = OmegaConf.to_object(chosen.attention)
-    axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-    won = ", ".join(f"{key}={value}" for key, value in best["values"].items())
+    axes = ", ".join(f"{axis}={size}" for axis, size in resolved.placement["axes"].items())
+    place = f"{shape_name(config)} on {resolved.placement['kind']} ({axes})"
+    values = ", ".join(f"{key}={value}" for key, value in best["values"].items())
     header = (
-        f"# Tuned for {shape_name(config)} on {stages.mesh_device(mesh).device_kind} ({axes}): {best['seconds'] * 1e3:.3f} ms, "
-        f"the best of {tried}.\n# {won}\n# Made by: python run.py task=tune …\n"
+        f"# Tuned for {place}: {best['seconds'] * 1e3:.3f} ms, the best of {tried}.\n"
+        f"# {values}\n# Made by: python run.py task=tune …\n"
     )
-    path = conf / "attention" / f"{device_name(mesh)}_{shape_name(config)}.yaml"
-    path.write_text(header + yaml.safe_dump({part: dataclasses.asdict(getattr(attention, part)) for part in ("self", "cross")}, sort_keys=False))
+    path = conf / "attention" / f"{device_name(resolved)}_{shape_name(config)}.yaml"
+    kernels = {part: dataclasses.asdict(getattr(attention, part)) for part in ("self", "cross")}
+    path.write_text(header + yaml.safe_dump(kernels, sort_keys=False))
     return path

@@ -1,0 +1,114 @@
+"""A plan as people read it: plan.md, plan.png, and the table of a sweep."""
+import json
+import math
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+COLOURS = {
+    "self-attention kernel": "#2f6690", "cross-attention kernel": "#7aa6c2", "feed-forward": "#f2a65a",
+    "projections": "#d1495b", "norms": "#81b29a", "rope": "#b5838d", "attention": "#577590",
+    "communication": "#6d597a", "embeddings": "#bdbdbd", "modulation and rest": "#888888",
+}
+
+
+def render(config, report: dict) -> str:
+    """The plan as Markdown, also what is printed."""
+    flops, floor = report["flops_per_step"], report["floor_seconds_per_step"]
+    width, height, frames = report["resolution"]
+    axes = " x ".join(f"{axis}={size}" for axis, size in report["axes"].items())
+    place = f"on {report['mesh']} ({axes}), sharding {report['sharding']}"
+    lines = [f"# {report['model']} at {width} x {height} x {frames} {place}", ""]
+    if report["estimate"]:
+        step = report["estimate"]
+        uncorrected = f"uncorrected {step['uncorrected_seconds']:.2f} s times {step['correction']}"
+        lines.append(f"**Estimated step: {step['seconds_per_step']:.2f} s** ({uncorrected}; {step['source']}).")
+    elif config.mesh.platform == "tpu":
+        remedy = "install jax[tpu] (x86_64 Linux), or name a Python that has it in plan.compiler"
+        lines.append(f"No libtpu here, so no estimated step time: {remedy}.")
+    verdict = "Fits" if report["fits"] else f"**Does not fit**: {report['why']};"
+    lines += [f"{verdict} with a margin of {config.plan.margin_gib} GiB.", ""]
+    columns = "| stage | weights GiB/chip | temporaries GiB/chip | of GiB | fits | source |"
+    lines += [columns, "|---|---|---|---|---|---|"]
+    for name, row in report["memory"].items():
+        sizes = f"{row['weights_gib']:.2f} | {row['temporaries_gib']:.2f} | {row['limit_gib']}"
+        lines.append(f"| {name} | {sizes} | {'yes' if row['fits'] else 'no'} | {row['source']} |")
+    shares = ", ".join(f"{name} {count / flops['total']:.0%}" for name, count in flops.items() if name != "total")
+    work = f"{report['tokens']:,} tokens, {report['forwards']} forwards a step, {flops['total'] / 1e12:,.0f} TFLOPs"
+    lines += ["", f"{work}: {shares}."]
+    if floor:
+        lines.append(f"Floor at 100 % of peak: {floor:.3f} s a step.")
+    lines += ["", f"Communication a step and chip ({report['communication']['source']}):", ""]
+    lines += ["| kind | axis | count | MB | MB into a host |", "|---|---|---|---|---|"]
+    rows, hosts = report["communication"]["rows"], config.mesh.hosts or 1
+    for row in rows:
+        megabytes = f"{row['bytes'] / 1e6:,.1f} | {row['host_bytes'] / 1e6:,.1f}"
+        lines.append(f"| {row['kind']} | {row['axis']} | {row['count']} | {megabytes} |")
+    if hosts > 1:
+        received = sum(row["host_bytes"] for row in rows) / 1e9
+        lines += ["", f"Each of the {hosts} hosts receives {received:.1f} GB a step from the others."]
+    if report["estimate"]:
+        lines += ["", "| where a step's time goes (estimate) | s |", "|---|---|"]
+        parts = sorted(report["estimate"]["parts"].items(), key=lambda item: -item[1])
+        lines += [f"| {name} | {seconds:.3f} |" for name, seconds in parts]
+        compiled = report["compiler"]["denoise"]
+        code, cycles = compiled["code_bytes"] / 2**20, compiled["cycles"] / 1e6
+        made = f"{code:.0f} MiB of code, {cycles:,.0f} M cycles outside kernels"
+        lines += ["", f"libtpu compiled the step in {compiled['compile_seconds']:.0f} s: {made}."]
+    lines += ["", "| component | rule | tensors | GiB | GiB/chip |", "|---|---|---|---|---|"]
+    for component, row in report["components"].items():
+        title = f"**{component}**, {row['parameters'] / 1e9:.2f} B"
+        lines.append(f"| {title} | | | {row['gib']:.2f} | {row['gib_per_chip']:.2f} |")
+        for rule, part in row["rules"].items():
+            lines.append(f"| | {rule} | {part['tensors']} | {part['gib']:.2f} | {part['gib_per_chip']:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(path: Path, report: dict) -> None:
+    """Where a step's time goes as one stacked bar: the estimate's parts, or without libtpu the arithmetic's floor."""
+    if report["estimate"]:
+        parts, title = report["estimate"]["parts"], "estimated seconds of a step"
+    else:
+        flops, floor = report["flops_per_step"], report["floor_seconds_per_step"] or 0
+        kernels = ("self-attention", "cross-attention")
+        names = {name: f"{name} kernel" if name in kernels else name for name in flops if name != "total"}
+        parts = {shown: floor * flops[name] / flops["total"] for name, shown in names.items()}
+        title = "seconds of a step at 100 % of peak"
+    total = sum(parts.values()) or 1
+    font, picture = ImageFont.load_default(18), Image.new("RGB", (1100, 120 + 30 * len(parts)), "white")
+    pen, left = ImageDraw.Draw(picture), 20.0
+    place = f"{report['model']} on {report['mesh']}, {report['sharding']}"
+    pen.text((20, 12), f"{place}: {total:.3f} {title}", fill="black", font=font)
+    for index, (name, seconds) in enumerate(sorted(parts.items(), key=lambda item: -item[1])):
+        colour, width = COLOURS.get(name, "#888888"), 1060 * seconds / total
+        pen.rectangle((left, 45, left + width, 90), fill=colour)
+        left += width
+        pen.rectangle((20, 108 + 30 * index, 38, 126 + 30 * index), fill=colour)
+        pen.text((48, 105 + 30 * index), f"{name}: {seconds:.3f} s, {seconds / total:.0%}", fill="black", font=font)
+    picture.save(path)
+
+
+def compare(folder: Path) -> str:
+    """The plans of a sweep, best first: those that fit by their estimate or floor, then those that do not."""
+    plans = [(path.parent.name, json.loads(path.read_text())) for path in folder.glob("*/plan.json")]
+    plans.sort(key=lambda item: (not item[1]["fits"], time_of(item[1])))
+    columns = ("job", "mesh", "sharding", "axes", "fits", "step", "GiB/chip", "GB sent", "why not better")
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    for name, report in plans:
+        axes = " ".join(f"{axis}={size}" for axis, size in report["axes"].items())
+        most = max(row["total_gib"] for row in report["memory"].values())
+        sent = sum(row["bytes"] for row in report["communication"]["rows"]) / 1e9
+        step = f"{time_of(report):.3f} s ({'estimate' if report['estimate'] else 'floor'})"
+        fits = "yes" if report["fits"] else "no"
+        place, sizes = (report["mesh"], report["sharding"], axes), (f"{most:.1f}", f"{sent:.1f}")
+        lines.append(f"| {' | '.join((name, *place, fits, step, *sizes, report['why']))} |")
+    table = "\n".join(lines) + "\n"
+    (folder / "plans.md").write_text(table)
+    return table
+
+
+def time_of(report: dict) -> float:
+    """Seconds of a step: estimated, or at least what its arithmetic takes."""
+    if report["estimate"]:
+        return report["estimate"]["seconds_per_step"]
+    return report["floor_seconds_per_step"] or math.inf
