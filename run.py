@@ -32,6 +32,8 @@ def main() -> None:
     # ffmpeg and git are started with fork and exec at once, which is safe beside JAX's threads.
     warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and `explain` says it better
+    if {"--help", "-h"} & set(sys.argv):
+        sys.exit(print(commandline.help_text()))
     status = 0
     try:
         sys.argv[1:] = commandline.rewrite(sys.argv[1:])

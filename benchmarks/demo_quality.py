@@ -1,16 +1,19 @@
-"""What dtypes, attention blocks and shardings change in the demo model's video: eight fake CPU devices, the default prompt.
+"""What dtypes, attention blocks and shardings change in the demo model's video: eight fake CPU devices, one prompt.
 
     python benchmarks/demo_quality.py [key=value ...]       # about ten minutes on two cores
+    python benchmarks/demo_quality.py --smoke               # two of the variants, small and short
 
-Each video is compared with that of one device in float32 (PSNR, infinite when every pixel is the same) and judged against
-the prompt. Splash does not serve this model's head dim of 32, cuDNN no CPU.
+Each video is compared with that of one device in float32 (PSNR, infinite when every pixel is the same) and judged
+against the prompt. Splash does not serve this model's head dim of 32, cuDNN no CPU.
 """
+import os
 import sys
 import tempfile
 from pathlib import Path
 
 import numpy
 
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
@@ -18,7 +21,12 @@ import demo_world as world  # noqa: E402
 import judge_demo  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
-from tests.conftest import make_config, run  # noqa: E402 - it makes the fake devices
+import wan_torchax  # noqa: E402
+
+wan_torchax.leave_sys_path()
+from wan_torchax.config.commandline import compose, rewrite  # noqa: E402
+from wan_torchax.config.validation import validate  # noqa: E402
+from wan_torchax.tasks.generate import generate  # noqa: E402
 
 BF16 = "model.dtype={text_encoder:bfloat16,transformer:bfloat16,vae:bfloat16}"
 VARIANTS = {
@@ -36,22 +44,27 @@ VARIANTS = {
 }
 HEART = world.Thing("red", "heart", "bouncing", "big", "left")
 STAR = world.Thing("yellow", "star", "spinning", place="right")
+SMOKE = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "steps=2"]
 SCENE = world.Scene((HEART, STAR), "blue")  # conf/prompt/default.yaml
 
 
 def main() -> None:
+    overrides, variants = sys.argv[1:], VARIANTS
+    if "--smoke" in overrides:
+        overrides, variants = SMOKE, {name: VARIANTS[name] for name in list(VARIANTS)[:2]}
     reference = None
-    for name, overrides in VARIANTS.items():
+    for name, variant in variants.items():
         with tempfile.TemporaryDirectory() as folder:
-            config = make_config(*overrides, *sys.argv[1:])
-            run.validation.validate(config)
-            run.generate(config, Path(folder))
+            config = compose(rewrite([*variant, *overrides]))
+            validate(config)
+            generate(config, Path(folder))
             frames = load_file(Path(folder) / "decode.safetensors")["frames"].astype(float)
         reference = frames if reference is None else reference
         error = numpy.mean((frames - reference) ** 2)
         psnr = 10 * numpy.log10(255**2 / error) if error else numpy.inf
-        wrong = [aspect for aspect, right in judge_demo.judge(frames.astype(numpy.uint8), SCENE).items() if not right]
-        print(f"| {name} | {psnr:.1f} dB | {'wrong: ' + ', '.join(wrong) if wrong else 'right'} |", flush=True)
+        verdict = judge_demo.judge(frames.astype(numpy.uint8), SCENE)
+        wrong = ", ".join(aspect for aspect, right in verdict.items() if not right)
+        print(f"| {name} | {psnr:.1f} dB | {'wrong: ' + wrong if wrong else 'right'} |", flush=True)
 
 
 if __name__ == "__main__":

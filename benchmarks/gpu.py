@@ -4,16 +4,15 @@
     python benchmarks/gpu.py --only transformer --cases 1.3b-480p
     python benchmarks/gpu.py --smoke                           # small shapes of the demo model, on any machine
 
-Columns: (a) diffusers as it comes, (b) diffusers with cuDNN attention and torch.compile on its repeated blocks, (c) this project, built from
-conf/ by run.py's own functions. Peers and project have a process each: torch.compile refuses one that has imported torchax. Both make the same
-random weights on the device. Every call is synchronised and warmed up; medians; compile times and peak memory apart. Prints a table, writes
-JSON, ends in one JSON line.
+Columns: (a) diffusers as it comes, (b) diffusers with cuDNN attention and torch.compile on its repeated blocks, (c)
+this project, built from conf/ by the Session that run.py uses. Peers and project have a process each: torch.compile
+refuses one that has imported torchax. Both make the same random weights on the device. Every call is synchronised and
+warmed up; medians; compile times and peak memory apart. Prints a table, writes JSON, ends in one JSON line.
 """
 import argparse
 import functools
 import gc
 import json
-import math
 import os
 import shutil
 import statistics
@@ -24,32 +23,38 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # weights come from PyTorch, which needs its share of the memory
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # weights come from PyTorch, which needs its share
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import diffusers
-import hydra
 import numpy
 import torch
 import transformers
 from omegaconf import OmegaConf
 
-import run  # JAX, torchax and the stages are imported where they are used: the peers' process must not have them
-from wan_torchax.config import commandline
+import wan_torchax
 
-ROOT = Path(__file__).resolve().parent.parent
+wan_torchax.leave_sys_path()
+
+# What imports JAX or torchax is imported where it is used: the peers' process must not have them.
+from wan_torchax import ROOT  # noqa: E402
+from wan_torchax.config.commandline import compose, rewrite  # noqa: E402
+from wan_torchax.config.geometry import Geometry, prompt_count  # noqa: E402
+from wan_torchax.runtime.checkpoint import find_all  # noqa: E402
+
 CASES = {
     "1.3b-480p": ["model=wan21_t2v_1_3b", "resolution=480p"],
     "1.3b-720p": ["model=wan21_t2v_1_3b", "resolution=720p"],
     "14b-480p": ["model=wan21_t2v_14b", "resolution=480p"],
     "14b-720p": ["model=wan21_t2v_14b", "resolution=720p"],
 }
-SMOKE = ["model=demo", "resolution.height=64", "resolution.width=64", "resolution.frames=5", "mesh=auto", "attention=auto",
-         "+model.architecture.vae.latents_mean=[0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0]", "+model.architecture.vae.latents_std=[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1]"]
+SMALL = ["resolution.height=64", "resolution.width=64", "resolution.frames=5"]
+SMOKE = ["model=demo", *SMALL, "mesh=auto", "attention=auto"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MESH = ["mesh=gpu_1"] if DEVICE == "cuda" else []
 PROMPT = "a red circle moving to the right"
 STEPS = 4  # of the whole pipeline
+FLOOR = "floor of a guided step"
 rows, skipped = [], []
 
 
@@ -57,9 +62,14 @@ rows, skipped = [], []
 
 
 def configure(*overrides):
-    """A config as `python run.py <overrides>` composes it, without the cache of compiled programs."""
-    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return hydra.compose("config", commandline.rewrite([*MESH, "compile.cache_dir=null", *overrides]))
+    """A config as `python run.py <overrides>` composes it, without the cache of compiled programs.
+
+    What it leaves to a checkpoint is taken from there, if it is on this machine.
+    """
+    config = compose(rewrite([*MESH, "compile.cache_dir=null", *overrides]))
+    for name, checkpoint in find_all(config.model, list(config.model.architecture), required=False).items():
+        config.model.architecture[name] = checkpoint.architecture
+    return config
 
 
 def median_seconds(call, repeats, warm_up=1):
@@ -82,8 +92,10 @@ def repeats_for(config) -> int:
 
 
 def record(what, case, column, seconds, compile_seconds=None, peak_gib=None):
-    rows.append({"what": what, "case": case, "column": column, "seconds": seconds, "compile_seconds": compile_seconds, "peak_gib": peak_gib})
-    extra = "".join(f"  {name} {value:.1f}" for name, value in (("compile s", compile_seconds), ("peak GiB", peak_gib)) if value is not None)
+    row = {"what": what, "case": case, "column": column, "seconds": seconds}
+    rows.append(row | {"compile_seconds": compile_seconds, "peak_gib": peak_gib})
+    figures = {"compile s": compile_seconds, "peak GiB": peak_gib}
+    extra = "".join(f"  {name} {value:.1f}" for name, value in figures.items() if value is not None)
     print(f"{what:22} {case:10} ({column}) {seconds:9.4f} s{extra}", flush=True)
 
 
@@ -96,6 +108,8 @@ def torch_peak():
 
 
 def free():
+    if "wan_torchax.session" in sys.modules:
+        sys.modules["wan_torchax.session"].session.clear()
     gc.collect()
     if DEVICE == "cuda":
         torch.cuda.empty_cache()
@@ -109,17 +123,19 @@ def random_module(make, dtype):
     torch.manual_seed(0)
     with torch.device(DEVICE):
         module = make().eval().requires_grad_(False)
-    kept = getattr(module, "_keep_in_fp32_modules", None) or ()
+    exempt = getattr(module, "_keep_in_fp32_modules", None) or ()
     for name, parameter in module.named_parameters():
         if parameter.ndim > 1:  # norms keep their ones
             torch.nn.init.normal_(parameter, std=0.02 if parameter.ndim == 2 else (parameter[0].numel()) ** -0.5)
-        parameter.data = parameter.data.to(torch.float32 if any(part in kept for part in name.split(".")) else dtype)
+        full = any(part in exempt for part in name.split("."))
+        parameter.data = parameter.data.to(torch.float32 if full else dtype)
     return module
 
 
 def transformer_module(config):
     architecture = OmegaConf.to_container(config.model.architecture.transformer)
-    return random_module(lambda: diffusers.WanTransformer3DModel(**architecture), getattr(torch, config.model.dtype.transformer))
+    dtype = getattr(torch, config.model.dtype.transformer)
+    return random_module(lambda: diffusers.WanTransformer3DModel(**architecture), dtype)
 
 
 def vae_module(config):
@@ -129,18 +145,19 @@ def vae_module(config):
 
 def text_module(config):
     settings = transformers.UMT5Config(**OmegaConf.to_container(config.model.architecture.text_encoder))
-    return random_module(lambda: transformers.UMT5EncoderModel(settings), getattr(torch, config.model.dtype.text_encoder))
+    dtype = getattr(torch, config.model.dtype.text_encoder)
+    return random_module(lambda: transformers.UMT5EncoderModel(settings), dtype)
 
 
-def hand_over(stage, module):
-    """A stage's arrays from a torch module's weights, on the device."""
+def hand_over(tensors, module):
+    """A component's arrays from a torch module's weights, on the device."""
     import jax
 
     weights = dict(module.named_parameters())
     if "encoder.embed_tokens.weight" in weights:
         weights["shared.weight"] = weights["encoder.embed_tokens.weight"]
     arrays = {}
-    for name, tensor in stage.tensors.items():
+    for name, tensor in tensors.items():
         if not tensor.sources:
             arrays[name] = jax.device_put(tensor.value, tensor.sharding)
             continue
@@ -151,23 +168,31 @@ def hand_over(stage, module):
     return arrays
 
 
-def build(config, name, make, arrays=None):
-    """A compiled stage on the weights of the torch module that `make(config)` gives, or on arrays made before.
+def build(config, name, make):
+    """A compiled stage on the weights of the torch module that `make(config)` gives, or on those it has from before.
 
-    Returns (stage, compile seconds, peak GiB by XLA's own account).
+    Returns (stage, resolved, compile seconds, peak GiB by XLA's own account).
     """
-    mesh = run.start_jax(config)
-    from wan_torchax.stages import denoise as stages
+    from wan_torchax.runtime.programs import compiling
+    from wan_torchax.session import session
 
-    stage = stages.BUILDERS[name](config, mesh)
-    report = []
-    with stages.compiling({name: stage}, lambda *row: report.append(row)):
-        stage.arrays = arrays or hand_over(stage, make(config))
-        free()
-        for future in stage.compiled.values():
+    resolved = session.resolve(config, [name], weights=False)
+    stage, report = session.build(resolved, [name])[name], []
+    (component, tensors), = stage.tensors.items()
+    with compiling({name: stage.programs}, report.append):
+        if not stage.components[component].arrays:
+            stage.components[component].arrays = hand_over(tensors, make(config))
+            gc.collect()
+            if DEVICE == "cuda":
+                torch.cuda.empty_cache()
+        for future in stage.programs.compiled.values():
             future.result()
-    peak = max((m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes) / 2**30 for *_, m in report)
-    return stage, sum(row[1] for row in report), peak
+    peaks = [
+        memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        for memory in (event.memory for event in report)
+    ]
+    return stage, resolved, sum(event.seconds for event in report), max(peaks) / 2**30
 
 
 # ---------------------------------------------------------------- the transformer
@@ -187,7 +212,7 @@ def transformer(case, overrides, side, options):
 
 
 def whole(case, overrides, side, options):
-    """Peer (b) with its blocks compiled, and with the whole transformer: which is faster, on six layers to spare minutes of compiling."""
+    """Peer (b) with its blocks compiled, and with the whole transformer; six layers, to spare minutes of compiling."""
     if DEVICE == "cuda":
         config = configure(*overrides, "model.architecture.transformer.num_layers=6")
         for column in ("b", "w"):
@@ -215,7 +240,8 @@ def peer_steps(case, config, column, guided=True):
     def guided_step():
         scheduler.set_timesteps(config.steps, device=DEVICE)
         prompt, negative = forward(texts[0]), forward(texts[1])
-        return scheduler.step(negative + config.guidance_scale * (prompt - negative), scheduler.timesteps[0], latents, return_dict=False)[0]
+        velocity = negative + config.guidance_scale * (prompt - negative)
+        return scheduler.step(velocity, scheduler.timesteps[0], latents, return_dict=False)[0]
 
     torch_peak()
     seconds, first = median_seconds(forward, repeats_for(config))
@@ -226,28 +252,24 @@ def peer_steps(case, config, column, guided=True):
 
 
 def latent_shape(config):
-    size = config.resolution
-    return 1, config.model.architecture.transformer.in_channels, (size.frames - 1) // 4 + 1, size.height // 8, size.width // 8
+    return Geometry.of(config.model.architecture).latent_shape(config.resolution)
 
 
 def random_inputs(config, dtype):
     """Latents and the two prompts' embeddings (2, 1, tokens, width), the same in every process."""
     torch.manual_seed(1)
     latents = torch.randn(latent_shape(config), device=DEVICE)
-    return latents, torch.randn(2, 1, config.model.text_tokens, config.model.architecture.transformer.text_dim, device=DEVICE, dtype=dtype)
+    shape = 2, 1, config.model.text_tokens, config.model.architecture.transformer.text_dim
+    return latents, torch.randn(shape, device=DEVICE, dtype=dtype)
 
 
 def project_steps(case, overrides):
     """Time the step program without and with guidance, both on the same weights."""
-    arrays = None
     for what, changed in (("transformer forward", ["guidance_scale=1"]), ("guided step", [])):
         config = configure(*overrides, *changed)
-        stage, compile_seconds, peak = build(config, "denoise", transformer_module, arrays)
-        arrays = stage.arrays
-        from wan_torchax.stages import denoise as stages
-
+        stage, _, compile_seconds, peak = build(config, "denoise", transformer_module)
         values = step_values(config, *random_inputs(config, getattr(torch, config.model.dtype.transformer)))
-        state, *rest = stages.put(stage, "step", values)
+        state, *rest = stage.programs.put("step", values)
         state = [state]
 
         def call(stage=stage, state=state, rest=rest):
@@ -259,30 +281,31 @@ def project_steps(case, overrides):
 
 
 def step_values(config, latents, texts, row=None):
-    """What the step program takes, from torch tensors; `row` is the scheduler's coefficients, by default those of its first step."""
-    from wan_torchax.stages import denoise as stages
+    """What the step program takes, from torch tensors; `row` are coefficients, by default of the scheduler's first."""
+    from wan_torchax.stages.sampling import scheduler_table
 
-    _, coefficients = stages.scheduler_table(config)
-    state = numpy.zeros((coefficients.shape[1], *stages.latent_shape(config)), numpy.float32)
-    state[0] = latents.cpu().numpy()
-    embeddings = torch.cat(list(texts[: 2 if stages.guided(config) else 1])).float().cpu().numpy()
-    return [state, numpy.float32(500.0), coefficients[0] if row is None else row, config.guidance_scale, embeddings]
+    _, coefficients = scheduler_table(config)
+    slots = numpy.zeros((coefficients.shape[1], *latent_shape(config)), numpy.float32)
+    slots[0] = latents.cpu().numpy()
+    embeddings = torch.cat(list(texts[: prompt_count(config)])).float().cpu().numpy()
+    row = coefficients[0] if row is None else row
+    schedule = {"timestep": numpy.float32(500.0), "coefficients": row, "guidance_scale": config.guidance_scale}
+    return {"slots": slots}, schedule, {"embeddings": embeddings}
 
 
 def floor(case, overrides, side, options):
-    """What a guided step would take if it were its attention and matrix products alone, each timed by itself in plain JAX."""
-    config = configure(*overrides)
-    mesh = run.start_jax(config)
+    """What a guided step would take if it were its attention and products alone, each timed by itself in plain JAX."""
     import jax
-    from wan_torchax.kernels import attention
 
-    from wan_torchax.stages import denoise as stages
+    from wan_torchax.kernels.attention import Attend
+    from wan_torchax.kernels.settings import Kernel
+    from wan_torchax.session import session
 
+    resolved = session.resolve(configure(*overrides), ["denoise"], weights=False)
+    config, tokens = resolved.config, resolved.tokens
     architecture = config.model.architecture.transformer
-    tokens = math.prod(latent_shape(config)[2:]) // math.prod(architecture.patch_size)
     head_dim, hidden, dtype = architecture.attention_head_dim, architecture.ffn_dim, config.model.dtype.transformer
     dim = head_dim * architecture.num_attention_heads
-    kernels = attention.resolve(OmegaConf.to_object(config.attention), stages.mesh_device(mesh), dtype, head_dim)
 
     def seconds(function, *shapes):
         keys = jax.random.split(jax.random.key(0), len(shapes))
@@ -296,23 +319,24 @@ def floor(case, overrides, side, options):
 
         return median_seconds(burst, 3)[0] / calls
 
-    def attend(kernel):
-        return lambda query, key, value: attention.attend_flat(query, key, value, head_dim, kernel)
+    def attend(part):
+        return Attend(head_dim, Kernel(**config.attention[part]))
 
-    def product(rows, columns):
-        return seconds(lambda x, weight: x @ weight.T, (2 * tokens, rows), (columns, rows))  # both prompts; weights lie as torch has them
+    def product(rows, columns):  # of both prompts; weights lie as torch has them
+        return seconds(lambda x, weight: x @ weight.T, (2 * tokens, rows), (columns, rows))
 
     video, text = (1, tokens, dim), (1, config.model.text_tokens, dim)
     parts = {
-        "self-attention": 2 * seconds(attend(kernels.self), video, video, video),
-        "cross-attention": 2 * seconds(attend(kernels.cross), video, text, text),
+        "self-attention": 2 * seconds(attend("self"), video, video, video),
+        "cross-attention": 2 * seconds(attend("cross"), video, text, text),
         "square products": 6 * product(dim, dim),
         "feed-forward": product(dim, hidden) + product(hidden, dim),
     }
-    work = 2 * 4 * tokens**2 * dim, 2 * 4 * tokens * dim * text[1], 2 * 12 * tokens * dim**2, 2 * 4 * tokens * dim * hidden
-    rates = {name: round(flops / parts[name] / 1e12, 1) for name, flops in zip(parts, work)}
-    once = (parts["self-attention"] + parts["square products"] * 4 / 6) / 2  # the first block's self-attention, which no prompt has reached
-    record("floor of a guided step", case, "c", architecture.num_layers * sum(parts.values()) - once)
+    work = 4 * tokens**2 * dim, 4 * tokens * dim * text[1], 12 * tokens * dim**2, 4 * tokens * dim * hidden
+    rates = {name: round(2 * flops / parts[name] / 1e12, 1) for name, flops in zip(parts, work)}
+    # The first block's self-attention, which no prompt has reached.
+    once = (parts["self-attention"] + parts["square products"] * 4 / 6) / 2
+    record(FLOOR, case, "c", architecture.num_layers * sum(parts.values()) - once)
     rows[-1]["tflops"] = rates
     print(f"  TFLOP/s: {rates}", flush=True)
 
@@ -321,24 +345,25 @@ def floor(case, overrides, side, options):
 
 
 def correctness(case, overrides, side, options):
-    """Relative error of the velocity against torch in float32: ours and diffusers', both in the config's half precision."""
+    """Relative error of the velocity against torch in float32: ours and diffusers', both in the config's dtype."""
     config = configure(*overrides, "guidance_scale=1", *(["resolution.frames=17"] if DEVICE == "cuda" else []))
     model, dtype = transformer_module(config), getattr(torch, config.model.dtype.transformer)
     latents, texts = random_inputs(config, dtype)
-    stage, _, _ = build(config, "denoise", lambda config: model)
-    from wan_torchax.stages import denoise as stages
-
-    slots = stages.scheduler_table(config)[1].shape[1]
+    stage, *_ = build(config, "denoise", lambda config: model)
+    slots = stage.recipe.derived["slots"]
     row = numpy.zeros((slots, slots + 1), numpy.float32)
     row[0, slots] = 1  # the new latents are the velocity itself
-    ours = numpy.asarray(stage("step", *stages.put(stage, "step", step_values(config, latents, texts, row)))[0])[0]
+    state, *_ = stage("step", *stage.programs.put("step", step_values(config, latents, texts, row)))
+    ours = numpy.asarray(state["slots"])[0]
     with torch.no_grad():
         timestep = torch.tensor([500.0], device=DEVICE)
         theirs = model(latents.to(dtype), timestep, texts[0], return_dict=False)[0].float().cpu().numpy()
         exact = model.float()(latents, timestep, texts[0].float(), return_dict=False)[0].cpu().numpy()
-    errors = {name: float(numpy.linalg.norm(value - exact) / numpy.linalg.norm(exact)) for name, value in (("diffusers", theirs), ("project", ours))}
+    sides = {"diffusers": theirs, "project": ours}
+    errors = {name: float(numpy.linalg.norm(value - exact) / numpy.linalg.norm(exact)) for name, value in sides.items()}
     rows.append({"what": "error against float32", "case": case, **errors})
-    print(f"relative error against float32: diffusers {errors['diffusers']:.2e}, project {errors['project']:.2e}", flush=True)
+    shown = ", ".join(f"{name} {error:.2e}" for name, error in errors.items())
+    print(f"relative error against float32: {shown}", flush=True)
 
 
 # ---------------------------------------------------------------- VAE and text encoder
@@ -349,11 +374,11 @@ def vae(case, overrides, side, options, dtype="float32"):
     torch.manual_seed(1)
     latents = torch.randn(latent_shape(config), device=DEVICE, dtype=getattr(torch, dtype))
     if side == "ours":
-        stage, compile_seconds, peak = build(config, "decode", vae_module)
-        from wan_torchax.stages import denoise as stages
+        from wan_torchax.events import silence
 
-        values = latents.float().cpu().numpy()
-        seconds, _ = median_seconds(lambda: stages.run_decode(stage, config, values, lambda count: None), 3)
+        stage, resolved, compile_seconds, peak = build(config, "decode", vae_module)
+        values = {"latents": latents.float().cpu().numpy()}
+        seconds, _ = median_seconds(lambda: stage.run(resolved, values, silence), 3)
         return record(f"VAE decode {dtype}", case, "c", seconds, compile_seconds, peak)
     model = vae_module(config)
     torch_peak()
@@ -367,10 +392,8 @@ def text(case, overrides, side, options):
     tokens = torch.randint(3, 600, (2, config.model.text_tokens), device=DEVICE)
     mask = torch.ones_like(tokens)
     if side == "ours":
-        stage, compile_seconds, peak = build(config, "text", text_module)
-        from wan_torchax.stages import denoise as stages
-
-        inputs = stages.put(stage, "encode", [tokens.cpu().numpy(), mask.cpu().numpy()])
+        stage, _, compile_seconds, peak = build(config, "text", text_module)
+        inputs = stage.programs.put("encode", (tokens.cpu().numpy(), mask.cpu().numpy()))
         seconds, _ = median_seconds(lambda: stage("encode", *inputs).block_until_ready(), 10)
         return record("text encoder", case, "c", seconds, compile_seconds, peak)
     model = text_module(config)
@@ -399,15 +422,15 @@ def after_step(pipeline, index, timestep, tensors):
         torch.cuda.synchronize()
         first.append(time.time() - began)
     return tensors
-pipeline(prompt, height=height, width=width, num_frames=frames, num_inference_steps=steps, guidance_scale=5.0, output_type="np",
-         callback_on_step_end=after_step)
+pipeline(prompt, height=height, width=width, num_frames=frames, num_inference_steps=steps, guidance_scale=5.0,
+         output_type="np", callback_on_step_end=after_step)
 print(first[0], time.time() - began)
 """
 
 
 def pipeline(case, overrides, side, options):
-    """Seconds from process start to the first denoised step and to the frames, from a checkpoint on disk. A run of each warms the caches of
-    compiled programs; of two more, taken in turns, the median."""
+    """Seconds from process start to the first denoised step and to the frames, from a checkpoint on disk. A run of each
+    warms the caches of compiled programs; of two more, taken in turns, the median."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_checkpoint(configure(*overrides), Path(scratch) / "model")
         free()
@@ -416,7 +439,8 @@ def pipeline(case, overrides, side, options):
         for _ in range(3):
             for column, measure in measures.items():
                 taken[column].append(measure(folder, Path(scratch), overrides))
-                print(f"  ({column}) start to first step {taken[column][-1][0]:.2f} s, to frames {taken[column][-1][1]:.2f} s", flush=True)
+                first, frames = taken[column][-1]
+                print(f"  ({column}) start to first step {first:.2f} s, to frames {frames:.2f} s", flush=True)
         for column, times in taken.items():
             first, whole = map(statistics.median, zip(*times[1:]))
             record("start to first step", case, column, first)
@@ -425,18 +449,20 @@ def pipeline(case, overrides, side, options):
 
 def peer_pipeline(folder, scratch, overrides):
     size = configure(*overrides).resolution
-    command = [sys.executable, "-c", PEER, str(folder), PROMPT, *map(str, (STEPS, size.height, size.width, size.frames, time.time()))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    numbers = map(str, (STEPS, size.height, size.width, size.frames, time.time()))
+    command = [sys.executable, "-c", PEER, str(folder), PROMPT, *numbers]
+    offline = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=offline)
     if done.returncode:
         raise RuntimeError(done.stderr[-600:])
     return tuple(map(float, done.stdout.split()[-2:]))
 
 
 def project_pipeline(folder, scratch, overrides):
-    """As the user runs it, until it writes its metrics. What came after the first step, or after the frames, is taken off."""
+    """As the user runs it, until it writes its metrics. What came after the first step, or the frames, is taken off."""
     shutil.rmtree(scratch / "run", ignore_errors=True)
-    command = [sys.executable, "run.py", *MESH, *overrides, f"model.path={folder}", f"steps={STEPS}", f"prompt={PROMPT}",
-               f"hydra.run.dir={scratch}/run", f"compile.cache_dir={scratch}/cache"]
+    folders = [f"model.path={folder}", f"hydra.run.dir={scratch}/run", f"compile.cache_dir={scratch}/cache"]
+    command = [sys.executable, "run.py", *MESH, *overrides, *folders, f"steps={STEPS}", f"prompt={PROMPT}"]
     began = time.time()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -444,7 +470,8 @@ def project_pipeline(folder, scratch, overrides):
     written = scratch / "run/metrics.json"
     metrics, whole = json.loads(written.read_text()), written.stat().st_mtime - began
     print(f"  {metrics['seconds']}", flush=True)
-    after = sum(metrics["step_seconds"][1:]) + sum(metrics["seconds"][part] for part in ("load_decode", "decode", "write"))
+    parts = ("load_vae", "decode", "write")
+    after = sum(metrics["step_seconds"][1:]) + sum(metrics["seconds"][part] for part in parts)
     return whole - after, whole - metrics["seconds"]["write"]
 
 
@@ -480,7 +507,8 @@ def measure(side, cases, options):
             try:
                 PARTS[part][0](case, [*overrides, *options.set], side, options)
             except Exception as error:  # the other parts' figures are worth having
-                skipped.append(f"{part} {case} ({side}): {type(error).__name__}: {' '.join(str(error).split())[:600]}")
+                reason = " ".join(str(error).split())[:600]
+                skipped.append(f"{part} {case} ({side}): {type(error).__name__}: {reason}")
             free()
             Path(options.json).write_text(json.dumps({"rows": rows, "skipped": skipped}))
 
@@ -490,31 +518,34 @@ def measure_in_a_process(side):
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "result.json"
         status = subprocess.run([sys.executable, *sys.argv, "--side", side, "--json", str(result)]).returncode
-        found = json.loads(result.read_text()) if result.exists() else {"rows": [], "skipped": []}
-        rows.extend(found["rows"]), skipped.extend(found["skipped"])
+        measured = json.loads(result.read_text()) if result.exists() else {"rows": [], "skipped": []}
+        rows.extend(measured["rows"]), skipped.extend(measured["skipped"])
         if status:
             skipped.append(f"what {side} had left: exit status {status}")
 
 
 def ratios():
     """Seconds of the fastest peer over ours, by part and case; of ours over the floor for a guided step."""
-    found = {}
+    taken = {}
     for row in (row for row in rows if row.get("column") == "c"):
-        peers = [r["seconds"] for r in rows if (r["what"], r["case"]) == (row["what"], row["case"]) and r["column"] != "c"]
+        what, case = row["what"], row["case"]
+        same = [other for other in rows if (other["what"], other["case"]) == (what, case)]
+        peers = [other["seconds"] for other in same if other["column"] != "c"]
         if peers:
-            found[f"{row['what']} {row['case']}"] = round(min(peers) / row["seconds"], 3)
-        floors = [r["seconds"] for r in rows if (r["what"], r["case"]) == ("floor of a guided step", row["case"])]
-        if floors and row["what"] == "guided step":
-            found[f"guided step over floor {row['case']}"] = round(row["seconds"] / floors[0], 3)
-    return found
+            taken[f"{what} {case}"] = round(min(peers) / row["seconds"], 3)
+        floors = [other["seconds"] for other in rows if (other["what"], other["case"]) == (FLOOR, case)]
+        if floors and what == "guided step":
+            taken[f"guided step over floor {case}"] = round(row["seconds"] / floors[0], 3)
+    return taken
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--eager", nargs="*", choices=CASES, default=["1.3b-480p"], help="cases to time the transformer in column (a) too")
-    parser.add_argument("--set", nargs="*", default=[], help="overrides for the project's configs, e.g. attention=cudnn")
+    eager = "cases to time the transformer in column (a) too"
+    parser.add_argument("--eager", nargs="*", choices=CASES, default=["1.3b-480p"], help=eager)
+    parser.add_argument("--set", nargs="*", default=[], help="overrides for the configs, e.g. attention=cudnn")
     parser.add_argument("--smoke", action="store_true", help="small shapes of the demo model")
     parser.add_argument("--json", help="also write the rows here")
     parser.add_argument("--side", choices=("peers", "ours"), help="measure one side, in this process; --json is needed")
@@ -530,9 +561,11 @@ def main():
     print(f"{device}; {', '.join(f'{name} {number}' for name, number in versions.items())}; {today}", flush=True)
     for side in ("peers", "ours"):
         measure_in_a_process(side)
-    print("ratio, the faster of (a) and (b) over (c):", *(f"{name:34} {value}" for name, value in ratios().items()), sep="\n  ")
+    lines = [f"{name:34} {value}" for name, value in ratios().items()]
+    print("ratio, the faster of (a) and (b) over (c):", *lines, sep="\n  ")
     print("skipped:", *(skipped or ["nothing"]), sep="\n  ")
-    result = {"device": device, "date": today, "versions": versions, "rows": rows, "ratios": ratios(), "skipped": skipped}
+    made = {"device": device, "date": today, "versions": versions}
+    result = made | {"rows": rows, "ratios": ratios(), "skipped": skipped}
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

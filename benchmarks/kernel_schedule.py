@@ -1,12 +1,13 @@
 """How close the attention kernels' schedules come to a TPU's peak, from the compiler alone.
 
-    python benchmarks/kernel_schedule.py --compiler "tpu-python tpu_compile.py" --chip v6e --queries 75600 --keys 75600
-    python benchmarks/kernel_schedule.py --compiler "…" --chip v5e --blocks 2048/16384/2048/512/128 1024/16384/2048/512/128
+    python benchmarks/kernel_schedule.py --compiler tpu-python --chip v6e --queries 75600 --keys 75600
+    python benchmarks/kernel_schedule.py --compiler … --chip v5e --blocks 2048/16384/2048/512/128 1024/8192/2048/512/128
+    python benchmarks/kernel_schedule.py --smoke            # exports the kernels and stops there: needs no compiler
 
-Each kernel is exported here, without a TPU, and compiled by the command given, which must take a jax.export artifact and
---topology, --mesh and --libtpu-args, and hand the last to libtpu. Counted are the VLIW bundles (one cycle each when
-nothing stalls) of everything that runs for one block of queries: start, tiles, tail, end, and for every grid step all of
-the pipeline's code, though part of it is skipped. Not counted: stalls on memory.
+Each kernel is exported here, without a TPU, and compiled by wan_torchax/tasks/compiler.py in the Python that --compiler
+names, which must have JAX and libtpu. Counted are the VLIW bundles (one cycle each when nothing stalls) of everything
+that runs for one block of queries: start, tiles, tail, end, and for every grid step all of the pipeline's code, though
+part of it is skipped. Not counted: stalls on memory.
 """
 import argparse
 import glob
@@ -20,6 +21,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as jax_splash
@@ -27,29 +30,20 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 from omegaconf import OmegaConf
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+import wan_torchax
 
+wan_torchax.leave_sys_path()
+from wan_torchax import ROOT  # noqa: E402
 from wan_torchax.kernels import splash  # noqa: E402
-
-from wan_torchax.config import schema  # noqa: E402
+from wan_torchax.kernels.settings import Kernel  # noqa: E402
+from wan_torchax.tasks import compiler  # noqa: E402
 
 UNITS = ("MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL", "SALU")
 SHOWN = ("MXU", "VALU", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL")
 
 
-@dataclass(frozen=True)
-class Chip:
-    kind: str  # what JAX calls it
-    topology: str  # the smallest slice libtpu compiles for
-    flops: int  # bf16, per cycle and core
-
-
-CHIPS = {
-    "v6e": Chip("TPU v6 lite", "v6e:2x2", 524_288),
-    "v5e": Chip("TPU v5 lite", "v5e:2x2", 131_072),
-    "v5p": Chip("TPU v5", "v5p:2x2x1", 131_072),
-}
+# The smallest slice libtpu compiles for, and the cores of a chip, of which a kernel runs on one.
+CHIPS = {"v6e": ("v6e:2x2", 1), "v5e": ("v5e:2x2", 1), "v5p": ("v5p:2x2x1", 2)}
 
 
 @dataclass(frozen=True)
@@ -66,13 +60,16 @@ class Candidate:
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compiler", required=True, help='the compile command, e.g. "tpu-python tpu_compile.py"')
+    parser.add_argument("--compiler", help="a Python with JAX and libtpu; by default this one", default=sys.executable)
+    parser.add_argument("--smoke", action="store_true", help="export the kernels, and stop there")
     parser.add_argument("--chip", choices=CHIPS, default="v6e")
     parser.add_argument("--queries", type=int, default=75_600)
     parser.add_argument("--keys", type=int, default=75_600)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--part", choices=("self", "cross"), default="self", help="whose values of conf/attention/splash_<chip>.yaml to start from")
-    parser.add_argument("--blocks", nargs="*", help="block_q/block_kv/tile_kv/sub_q/chunk_kv …; default: the shipped ones")
+    part = "whose values of conf/attention/splash_<chip>.yaml to start from"
+    parser.add_argument("--part", choices=("self", "cross"), default="self", help=part)
+    blocks = "block_q/block_kv/tile_kv/sub_q/chunk_kv …; default: the shipped ones"
+    parser.add_argument("--blocks", nargs="*", help=blocks)
     parser.add_argument("--no-baseline", action="store_true", help="leave out JAX's own splash kernel")
     return parser.parse_args()
 
@@ -80,7 +77,7 @@ def arguments():
 def candidates(options):
     """Ours with every block size asked for, its exact fallback, and JAX's own kernel."""
     file = OmegaConf.load(ROOT / "conf" / "attention" / f"splash_{options.chip}.yaml")
-    shipped = replace(schema.Kernel(), **file[options.part])
+    shipped = Kernel(**file[options.part])
     kernels = [shipped]
     if options.blocks:
         names = ("block_q", "block_kv", "tile_kv", "sub_q", "chunk_kv")
@@ -95,8 +92,11 @@ def ours(kernel, options):
     tiles, tail = divmod(options.keys, kernel.tile_kv)
     return Candidate(
         name=f"ours {kernel.block_q}/{kernel.block_kv}/{kernel.tile_kv}/{kernel.sub_q}/{kernel.chunk_kv}",
-        function=lambda *arrays: splash.call(splash.fast_kernel, *arrays, options.head_dim, kernel),
-        shapes=[(1, options.queries, options.head_dim), (1, options.keys, options.head_dim), (1, options.head_dim, options.keys)],
+        function=lambda *arrays: splash.call(splash.fast_kernel, *arrays, options.keys, options.head_dim, kernel),
+        shapes=[
+            (1, options.queries, options.head_dim), (1, options.keys, options.head_dim),
+            (1, options.head_dim, options.keys),
+        ],
         block_q=splash.fitting(kernel.block_q, kernel.sub_q, options.queries),
         steps=ceil(options.keys / block_kv),
         trips=(1,) + (tiles,) * (tiles > 0) + (1,) * (tail > 0),
@@ -105,30 +105,34 @@ def ours(kernel, options):
 
 def baseline(options, block_q=2048, block_kv=2048, compute=1024):
     """JAX's splash attention; it wants lengths that are multiples of its blocks."""
-    queries, keys = (ceil(tokens / block) * block for tokens, block in ((options.queries, block_q), (options.keys, min(block_kv, options.keys))))
+    block_kv = min(block_kv, options.keys)
+    queries, keys = ceil(options.queries / block_q) * block_q, ceil(options.keys / block_kv) * block_kv
     sizes = jax_splash.BlockSizes(block_q=block_q, block_kv=min(block_kv, keys), block_kv_compute=min(compute, keys))
     mask = jax_mask.MultiHeadMask([jax_mask.FullMask((queries, keys))])
     kernel = jax_splash.make_splash_mha_single_device(mask, block_sizes=sizes)
     shapes = [(1, queries, options.head_dim), (1, keys, options.head_dim), (1, keys, options.head_dim)]
-    return Candidate(f"JAX's splash {block_q}/{sizes.block_kv}/{sizes.block_kv_compute}", kernel, shapes, block_q, keys // sizes.block_kv,
-                     (keys // sizes.block_kv,))
+    name, steps = f"JAX's splash {block_q}/{sizes.block_kv}/{sizes.block_kv_compute}", keys // sizes.block_kv
+    return Candidate(name, kernel, shapes, block_q, steps, (steps,))
 
 
-def export(candidate, chip):
-    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind=chip.kind, num_cores=1, platform="tpu"))
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec())) for shape in candidate.shapes]
+def export(candidate, kind):
+    device = AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
+    mesh = AbstractMesh((1,), ("x",), abstract_device=device)
+    whole = NamedSharding(mesh, PartitionSpec())
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole) for shape in candidate.shapes]
     with jax.sharding.use_abstract_mesh(mesh):
         return jax.export.export(jax.jit(candidate.function), platforms=["tpu"])(*arrays).serialize()
 
 
-def compile_schedule(compiler, artifact, topology):
-    """The kernel's final schedule: for each bundle, how many slots of each unit; and where straight stretches of code begin."""
+def compile_schedule(python, artifact, topology):
+    """The kernel's final schedule: for each bundle, how many slots of each unit; and where straight stretches begin."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.bin")
         path.write_bytes(artifact)
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_emit_annotations=true"
-        subprocess.run([*shlex.split(compiler), path, "--topology", topology, "--mesh", "x=1", f"--libtpu-args={flags}"],
-                       check=True, stdout=subprocess.DEVNULL)
+        place = ["--topology", topology, "--mesh", "x=1", "--json", f"{folder}/report.json"]
+        command = [*shlex.split(python), compiler.__file__, str(path), *place, f"--libtpu-args={flags}"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         schedules = [parse(file) for file in glob.glob(f"{folder}/*final_hlo-static-per-bundle-utilization.txt")]
     return max(schedules, key=lambda schedule: sum(bundle[0] for bundle in schedule[0]))  # the one that computes
 
@@ -140,8 +144,8 @@ def parse(utilization):
     [listing] = glob.glob(re.sub(r"-\d+-final_hlo.*", f"-{number + 2}-final_bundles.txt", utilization.replace("[", "[[]")))
     borders, address = {0}, 0
     for line in Path(listing).read_text().splitlines():
-        found = re.match(r"\s*0x([0-9a-f]+)", line)
-        address = int(found.group(1), 16) if found else address
+        start = re.match(r"\s*0x([0-9a-f]+)", line)
+        address = int(start.group(1), 16) if start else address
         if re.search(r"(Start|End|empty) region \d+", line):
             borders.add(address)
     return bundles, sorted(borders)
@@ -151,10 +155,11 @@ def count(candidate, bundles, borders):
     """Bundles for one block of queries, and the busiest stretch's own bundles."""
     stretches = [bundles[begin:end] for begin, end in zip(borders, [*borders[1:], len(bundles)])]
     computing = [stretch for stretch in stretches if sum(bundle[0] for bundle in stretch) > 100]
-    if candidate.steps == 1 and set(candidate.trips) == {1}:  # straight through; the compiler may have joined the stretches
+    if candidate.steps == 1 and set(candidate.trips) == {1}:  # straight through; stretches may have been joined
         return len(bundles), max(computing, key=len)
     if len(computing) != len(candidate.trips):
-        raise SystemExit(f"{candidate.name}: {len(computing)} stretches of code use the MXU, {len(candidate.trips)} were expected")
+        expected = len(candidate.trips)
+        raise SystemExit(f"{candidate.name}: {len(computing)} stretches of code use the MXU, {expected} were expected")
     other = len(bundles) - sum(map(len, computing))
     total = sum(trips * len(stretch) for trips, stretch in zip(candidate.trips, computing)) + candidate.steps * other
     return total, max(computing, key=len)
@@ -162,17 +167,26 @@ def count(candidate, bundles, borders):
 
 def main():
     options = arguments()
-    chip, rows = CHIPS[options.chip], []
-    print(f"{chip.kind}, {options.queries} queries, {options.keys} keys, head dim {options.head_dim}; jax {jax.__version__}")
-    print(f"{'kernel':38} {'bundles':>9} {'of peak':>8}   hot tile: " + " ".join(f"{unit:>6}" for unit in ("bundles", *SHOWN)))
+    (topology, cores), facts, rows = CHIPS[options.chip], OmegaConf.load(ROOT / f"conf/chip/{options.chip}.yaml"), []
+    flops_a_cycle = facts.peak_tflops * 1e12 / (facts.clock_ghz * 1e9) / cores
+    shape = {"queries": options.queries, "keys": options.keys, "head_dim": options.head_dim}
+    print(f"{facts.kind}, {', '.join(f'{value} {name}' for name, value in shape.items())}; jax {jax.__version__}")
+    columns = " ".join(f"{unit:>6}" for unit in ("bundles", *SHOWN))
+    print(f"{'kernel':38} {'bundles':>9} {'of peak':>8}   hot tile: {columns}")
     for candidate in candidates(options):
-        total, hot = count(candidate, *compile_schedule(options.compiler, export(candidate, chip), chip.topology))
+        artifact = export(candidate, facts.kind)
+        if options.smoke:
+            print(f"{candidate.name:38} exported, {len(artifact)} bytes")
+            continue
+        total, hot = count(candidate, *compile_schedule(options.compiler, artifact, topology))
         total *= ceil(options.queries / candidate.block_q)
-        share = 4 * options.queries * options.keys * options.head_dim / chip.flops / total
+        share = 4 * options.queries * options.keys * options.head_dim / flops_a_cycle / total
         slots = dict(zip(UNITS, map(sum, zip(*hot))))
-        rows.append({"kernel": candidate.name, "bundles": total, "share_of_peak": round(share, 4), "hot_bundles": len(hot), "slots": slots})
-        print(f"{candidate.name:38} {total:9} {share:8.1%}   {'':10}{len(hot):7} " + " ".join(f"{slots[unit]:6}" for unit in SHOWN), flush=True)
-    print(json.dumps({"chip": options.chip, "queries": options.queries, "keys": options.keys, "head_dim": options.head_dim, "rows": rows}))
+        row = {"kernel": candidate.name, "bundles": total, "share_of_peak": round(share, 4)}
+        rows.append(row | {"hot_bundles": len(hot), "slots": slots})
+        used = " ".join(f"{slots[unit]:6}" for unit in SHOWN)
+        print(f"{candidate.name:38} {total:9} {share:8.1%}   {'':10}{len(hot):7} {used}", flush=True)
+    print(json.dumps({"chip": options.chip, **shape, "rows": rows}))
 
 
 if __name__ == "__main__":

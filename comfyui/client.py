@@ -1,7 +1,7 @@
 """Queue an API-format workflow on a running ComfyUI server, follow it over the websocket and save its video.
 
     python comfyui/client.py comfyui/workflows/demo_api.json
-    python comfyui/client.py comfyui/workflows/demo_api.json 2.prompt="a blue star moving left" 3.seed=7 --output star.mp4
+    python comfyui/client.py comfyui/workflows/demo_api.json 2.prompt="a blue star moving left" --output star.mp4
 
 Prints the saved file's path last. Needs aiohttp, which ComfyUI has.
 """
@@ -44,7 +44,11 @@ def change(workflow: dict, assignment: str) -> None:
 async def run_workflow(server: str, workflow: dict, output: Path | None) -> Path:
     """The whole errand; returns where the video was saved."""
     client = uuid.uuid4().hex
-    async with aiohttp.ClientSession(f"http://{server}") as session, session.ws_connect(f"/ws?clientId={client}", max_msg_size=0) as socket:
+    path = f"/ws?clientId={client}"
+    async with (
+        aiohttp.ClientSession(f"http://{server}") as session,
+        session.ws_connect(path, max_msg_size=0) as socket,
+    ):
         prompt = await queue(session, workflow, client)
         await follow(socket, prompt)
         return await save(session, prompt, output)
@@ -84,7 +88,8 @@ async def save(session, prompt: str, output: Path | None) -> Path:
     """Fetch the first file the prompt saved."""
     async with session.get(f"/history/{prompt}") as answer:
         outputs = (await answer.json())[prompt]["outputs"]
-    files = [file for saved in outputs.values() for listed in saved.values() for file in listed if isinstance(file, dict) and "filename" in file]
+    listed = [file for saved in outputs.values() for files in saved.values() for file in files]
+    files = [file for file in listed if isinstance(file, dict) and "filename" in file]
     if not files:
         raise Failed("the workflow saved nothing: it needs a node like Save Video")
     target = output or Path(files[0]["filename"])

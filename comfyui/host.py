@@ -1,6 +1,8 @@
 """What ComfyUI offers a node: progress, previews, cancelling, and word that memory is needed. All of it optional."""
 import functools
 
+from wan_torchax.events import Advanced, Began, Compiled, Previewed
+
 try:
     import comfy.model_management as management
     from comfy.utils import ProgressBar
@@ -10,26 +12,22 @@ except ImportError:  # a test or a script: nobody watches and nobody cancels
 PREVIEW_PIXELS = 512  # ComfyUI shrinks a preview to this many a side
 
 
-class Bar:
-    """An `engine.Watcher.bar` on the node that is running. A cancelled prompt raises here, so between steps."""
+class Listener:
+    """Shows a Session's events on the node that is running. A cancelled prompt raises here, so between steps."""
 
-    def __init__(self, total, description, **options):
-        self.bar = ProgressBar(total) if ProgressBar is not None and total else None
+    def __init__(self, steps: int):
+        self.steps, self.bar = steps, None
 
-    def __enter__(self):
+    def __call__(self, event) -> None:
+        if isinstance(event, Compiled):  # told in the compiler's thread
+            return
         raise_if_cancelled()
-        return self
-
-    def __exit__(self, *error):
-        return False
-
-    def update(self, count=1):
-        raise_if_cancelled()
-        if self.bar is not None:
-            self.bar.update(count)
-
-    def refresh(self):
-        raise_if_cancelled()
+        if isinstance(event, Began):
+            self.bar = ProgressBar(event.total) if ProgressBar is not None and event.total else None
+        elif isinstance(event, Advanced) and self.bar is not None and event.count:
+            self.bar.update(event.count)
+        elif isinstance(event, Previewed):
+            show_preview(self.steps, event.step, event.frame)
 
 
 def raise_if_cancelled() -> None:
@@ -38,7 +36,7 @@ def raise_if_cancelled() -> None:
 
 
 def show_preview(steps: int, step: int, frame) -> None:
-    """The video's middle frame (height, width, 3) as it looks after `step` of `steps`, on the node that is running."""
+    """A frame (height, width, 3) as it looks after `step` of `steps`, on the node that is running."""
     if ProgressBar is None:
         return
     from PIL import Image
@@ -47,7 +45,7 @@ def show_preview(steps: int, step: int, frame) -> None:
 
 
 def on_memory_request(release) -> None:
-    """Call `release()` when ComfyUI wants more memory than it could free itself: its button, POST /free, or a large model.
+    """Call `release()` when ComfyUI wants more memory than it could free itself: by its button, POST /free, or a model.
 
     ComfyUI has no hook for memory it does not manage. Every such request goes through `free_memory`, with a size no
     machine has when everything is to be unloaded.

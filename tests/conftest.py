@@ -5,17 +5,16 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import sys
-from pathlib import Path
-
 import pytest
-from hydra import compose, initialize_config_dir
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+import wan_torchax
+from wan_torchax import ROOT  # noqa: F401 - for the tests
 
-import run  # noqa: E402 - it registers the schema
-from wan_torchax.config import commandline  # noqa: E402
+wan_torchax.leave_sys_path()  # as run.py does
+from wan_torchax.config.commandline import compose, rewrite  # noqa: E402
+from wan_torchax.config.resolve import resolve  # noqa: E402
+from wan_torchax.config.validation import validate  # noqa: E402
+from wan_torchax.runtime.checkpoint import find_all  # noqa: E402
 
 # The demo model as small and short as it goes.
 SMALL = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "steps=3"]
@@ -26,12 +25,32 @@ FAST = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 def make_config(*overrides):
     """The config that `python run.py <overrides>` would run with."""
-    return compose_rewritten(commandline.rewrite(list(overrides)))
+    return compose(rewrite(list(overrides)))
 
 
-def compose_rewritten(overrides):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("config", overrides)
+def resolve_here(*overrides):
+    """A config on this process's devices, with what a local checkpoint adds."""
+    from wan_torchax.session import Session
+
+    config = make_config(*overrides)
+    return Session().resolve(config, config.pipeline.stages, weights=False)
+
+
+def resolve_there(*overrides):
+    """A config on the devices that its mesh describes."""
+    from wan_torchax.devices.mesh import Described
+
+    config = make_config(*overrides)
+    validate(config)
+    checkpoints = find_all(config.model, list(config.model.architecture), required=False)
+    return resolve(config, checkpoints, Described.by(config.mesh))
+
+
+def build(resolved, name):
+    """One stage, built and not compiled."""
+    from wan_torchax.session import Session
+
+    return Session().build(resolved, [name])[name]
 
 
 @pytest.fixture(scope="session")
@@ -42,13 +61,14 @@ def cache(tmp_path_factory):
 @pytest.fixture
 def generate(tmp_path, cache):
     """Run the whole pipeline in this process; gives the run's folder."""
+    from wan_torchax.tasks.generate import generate
 
     def run_it(*overrides, folder="run"):
         path = tmp_path / folder
         path.mkdir()
         config = make_config(*SMALL, cache, *overrides)
-        run.validation.validate(config)
-        run.generate(config, path)
+        validate(config)
+        generate(config, path, list(overrides))
         return path
 
     return run_it

@@ -1,8 +1,9 @@
 """Lists of prompts: every format, per-line settings, seeds, shards, and lines that are broken."""
 import pytest
 
-from tests.conftest import compose_rewritten, make_config
+from tests.conftest import make_config
 from wan_torchax.config import jobs
+from wan_torchax.config.commandline import compose
 from wan_torchax.config.schema import ConfigError
 
 
@@ -28,7 +29,7 @@ def test_csv_and_jsonl_carry_settings_of_their_own(tmp_path):
         found = read(f"prompts={file}")
         assert [sorted(job.overrides) for job in found] == [sorted(row) for row in wanted]
         assert all(job.error is None for job in found)
-        config = compose_rewritten(found[0].overrides)
+        config = compose(found[0].overrides)
         assert (config.prompt.text, config.prompt.negative, config.seed, config.resolution.width) == ("a cat, running", "blurry", 3, 832)
 
 

@@ -7,12 +7,14 @@ import numpy
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
-from wan_torchax.patches import interop, torchax
 
 from tests.conftest import make_config
 from wan_torchax import patches
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
+from wan_torchax.models.vae import decode_chunk
+from wan_torchax.patches import interop, torchax
+from wan_torchax.runtime import ops
 
 # ---------------------------------------------------------------- lifetime
 
@@ -75,9 +77,9 @@ def test_another_thread_does_not_notice():
 # ---------------------------------------------------------------- op overrides
 
 
-def traced(function, *arguments, ops=None):
+def traced(function, *arguments, overrides=None):
     def program(*arrays):
-        with patches.torchax_on(ops):
+        with patches.torchax_on(overrides):
             return interop.jax_view(function(*interop.torch_view(arrays)))
 
     return jax.jit(program).lower(*arguments).as_text(), program(*arguments)
@@ -85,14 +87,14 @@ def traced(function, *arguments, ops=None):
 
 def shipped(name):
     row = make_config().ops[name]
-    return {patches.find_op(name, row.op): patches.find_function(name, row.implementation, False)}
+    return {ops.find_op(name, row.op): ops.find_function(name, row.implementation, False)}
 
 
 def test_upsampling_is_no_gather():
     image = jnp.arange(24.0).reshape(1, 2, 3, 4)
     upsample = torch.nn.Upsample(scale_factor=(2.0, 2.0), mode="nearest-exact")
     before, plain = traced(upsample, image)
-    after, ours = traced(upsample, image, ops=shipped("upsample"))
+    after, ours = traced(upsample, image, overrides=shipped("upsample"))
     assert "gather" in before and "gather" not in after
     numpy.testing.assert_array_equal(ours, plain)
     numpy.testing.assert_array_equal(ours, upsample(torch.tensor(numpy.asarray(image))).numpy())
@@ -105,7 +107,7 @@ def test_attention_holds_no_score_matrix(masked):
     mask = [jax.random.normal(jax.random.key(4), (1, 2, tokens, tokens))] if masked else []
     attention = torch.nn.functional.scaled_dot_product_attention
     before, _ = traced(attention, query, key, value, *mask)
-    after, ours = traced(attention, query, key, value, *mask, ops=shipped("attention"))
+    after, ours = traced(attention, query, key, value, *mask, overrides=shipped("attention"))
     wanted = attention(*(torch.tensor(numpy.asarray(x)) for x in (query, key, value, *mask)))
     numpy.testing.assert_allclose(ours, wanted.numpy(), atol=2e-6)
     assert f"{tokens}x{tokens}" in before
@@ -120,7 +122,7 @@ def test_layer_norm_is_torchs(affine):
     def norm(array, *weights):
         return torch.nn.functional.layer_norm(array, (64,), *weights, eps=1e-6)
 
-    _, ours = traced(norm, *(jnp.asarray(tensor.numpy()) for tensor in tensors), ops=shipped("layer_norm"))
+    _, ours = traced(norm, *(jnp.asarray(tensor.numpy()) for tensor in tensors), overrides=shipped("layer_norm"))
     numpy.testing.assert_allclose(ours, norm(*tensors).numpy(), atol=2e-6)
 
 
@@ -130,7 +132,7 @@ def test_conv3d_as_2d_is_conv3d(kernel, stride, padding):
     video, weight, bias = torch.randn(2, 3, 5, 8, 8), torch.randn(4, 3, *kernel), torch.randn(4)
     wanted = torch.nn.functional.conv3d(video, weight, bias, stride, padding)
     arrays = [jnp.asarray(tensor.numpy()) for tensor in (video, weight, bias)]
-    _, ours = traced(lambda *x: torch.nn.functional.conv3d(*x, stride, padding), *arrays, ops=shipped("conv3d"))
+    _, ours = traced(lambda *x: torch.nn.functional.conv3d(*x, stride, padding), *arrays, overrides=shipped("conv3d"))
     numpy.testing.assert_allclose(ours, wanted.numpy(), atol=1e-5)
 
 
@@ -140,8 +142,8 @@ def row(op, implementation):
 
 def test_overrides_follow_their_platform():
     table = make_config().ops
-    assert torch.nn.functional.conv3d in patches.load_ops(table, "cpu", False)
-    assert torch.nn.functional.conv3d not in patches.load_ops(table, "tpu", False)
+    assert torch.nn.functional.conv3d in ops.load_ops(table, "cpu", False)
+    assert torch.nn.functional.conv3d not in ops.load_ops(table, "tpu", False)
 
 
 @pytest.mark.parametrize(
@@ -155,18 +157,18 @@ def test_overrides_follow_their_platform():
 )
 def test_bad_op_rows_are_told(bad, message):
     with pytest.raises(ConfigError, match=message):
-        patches.load_ops({"mine": bad}, "cpu", False)
+        ops.load_ops({"mine": bad}, "cpu", False)
 
 
 def test_an_op_is_added_from_the_command_line():
     added = "+ops.mine={op: torch.nn.functional.silu, implementation: torch.nn.functional.relu, why: to see a difference}"
     config = make_config(added, "allow_external_ops=true")
     validate(config)
-    assert patches.load_ops(config.ops, "cpu", True)[torch.nn.functional.silu] is torch.nn.functional.relu
+    assert ops.load_ops(config.ops, "cpu", True)[torch.nn.functional.silu] is torch.nn.functional.relu
 
 
 def test_external_ops_work_when_allowed():
-    loaded = patches.load_ops({"mine": row("torch.nn.functional.silu", "torch.nn.functional.relu")}, "cpu", True)
+    loaded = ops.load_ops({"mine": row("torch.nn.functional.silu", "torch.nn.functional.relu")}, "cpu", True)
     assert loaded == {torch.nn.functional.silu: torch.nn.functional.relu}
 
 
@@ -195,7 +197,7 @@ def test_decoding_frame_by_frame_is_diffusers_decode(frames):
     with torch.no_grad():
         wanted = vae.decode(latents).sample
         for index in range(frames):
-            pixels, caches = patches.decode_chunk(vae, latents[:, :, index : index + 1], caches)
+            pixels, caches = decode_chunk(vae, latents[:, :, index : index + 1], caches)
             assert all(cache.shape[1] == 2 for cache in caches.values())
             chunks.append(pixels)
     assert torch.allclose(torch.cat(chunks, dim=2), wanted, atol=1e-5)

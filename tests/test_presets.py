@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from tests.conftest import make_config
 from wan_torchax.config.commandline import CONF, options
 from wan_torchax.config.validation import validate
-from wan_torchax.devices.distributed import flatten
+from wan_torchax.config.wording import flatten
 
 GOLDEN = Path(__file__).parent / "golden"
 NOT_OF_THE_VIDEO = ("compile.cache_dir", "plan.", "tune.")  # of the machine, or of other tasks

@@ -1,6 +1,7 @@
 """What a run leaves, how it resumes, how it ends."""
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,12 +11,13 @@ import imageio_ffmpeg
 import numpy
 import pytest
 from PIL import Image
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
-import run
-from tests.conftest import ROOT, SMALL, make_config
+from tests.conftest import ROOT, SMALL, make_config, resolve_here
 from wan_torchax.config.schema import ConfigError
+from wan_torchax.devices import start
 from wan_torchax.records import media
+from wan_torchax.tasks.generate import generate as generate_into
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +69,15 @@ def test_pictures_config_log_and_metrics(finished):
     assert "seed: 7" in (folder / "config.yaml").read_text()
     assert "compiled denoise.step" in (folder / "log.txt").read_text()
     metrics = json.loads((folder / "metrics.json").read_text())
-    assert {"start", "load_text", "text", "load_denoise", "denoise", "load_decode", "decode", "write", "total"} <= set(metrics["seconds"])
+    stages = {"load_text_encoder", "text", "load_transformer", "denoise", "load_vae", "decode"}
+    assert stages | {"start", "build", "write", "total"} <= set(metrics["seconds"])
     assert len(metrics["step_seconds"]) == 3 and sum(metrics["step_seconds"]) <= metrics["seconds"]["denoise"]
     assert set(metrics["compile"]) == {"text.encode", "denoise.step", "decode.first", "decode.later"}
-    assert metrics["versions"]["torchax"] and metrics["device"] == "cpu" and metrics["mesh"] == {"dp": 1, "sp": 1, "tp": 1}
-    assert metrics["peak_host_gib"] > 0.1
+    assert metrics["versions"]["torchax"] and metrics["device"] == "cpu"
+    assert metrics["mesh"] == {"dp": 1, "sp": 1, "tp": 1}
+    assert metrics["peak_host_gib"] > 0.1 and metrics["pipeline"] == "t2v"
+    assert set(metrics["weights"]) == {"text_encoder", "transformer", "vae"}
+    assert json.loads((folder / "command.json").read_text())["overrides"] == metrics["overrides"]
 
 
 def test_metadata_of_another_file_is_none(tmp_path):
@@ -80,7 +86,8 @@ def test_metadata_of_another_file_is_none(tmp_path):
 
 @pytest.mark.parametrize("text", ["a; b # c = d \\ e", "line\nbreak", "你好 \"quoted\" 'too' %d"])
 def test_any_text_survives_in_the_metadata(tmp_path, text):
-    media.write_video(tmp_path / "v.mp4", numpy.zeros((2, 32, 32, 3), numpy.uint8), 8, 18, text, {"prompt": text})
+    frames = numpy.zeros((2, 32, 32, 3), numpy.uint8)
+    media.write_video(tmp_path / "v.mp4", frames, media.Encoding(8, 18), text, {"prompt": text})
     assert media.read_metadata(tmp_path / "v.mp4") == {"prompt": text}
 
 
@@ -105,17 +112,31 @@ def test_resume_goes_on_from_any_stage_bit_for_bit(finished, tmp_path):
 def test_resume_refuses_other_settings(finished):
     folder = finished[0] / "run"
     config = make_config(*SMALL, "prompt=a red circle, moving = right", "seed=8", f"resume={folder}", "stages=[decode]")
-    with pytest.raises(ConfigError, match=r"denoise.safetensors was made with other settings(.|\n)*seed: 7 there, 8 now"):
-        run.generate(config, folder)
+    message = r"denoise.safetensors was made with other settings(.|\n)*seed: 7 there, 8 now"
+    with pytest.raises(ConfigError, match=message):
+        generate_into(config, folder)
+
+
+def test_resume_refuses_other_weights(generate, tmp_path):
+    """A fine-tune of the same shape under the same name."""
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "models" / "demo", model)
+    source = generate(f"model.path={model}", "stages=[text]")
+    file = model / "text_encoder" / "model.safetensors"
+    save_file({name: tensor * 1.01 for name, tensor in load_file(file).items()}, file)
+    message = r"text.safetensors was made with other settings; .*\n  - weights.text_encoder: '\w+' there, '\w+' now$"
+    with pytest.raises(ConfigError, match=message):
+        generate(f"model.path={model}", f"resume={source}", folder="again")
 
 
 def test_resume_refuses_what_is_not_there_or_damaged(finished, tmp_path):
     config = make_config(*SMALL, "stages=[decode]", f"resume={tmp_path}")
-    with pytest.raises(ConfigError, match=r"needs denoise.safetensors, which is not there; add denoise to stages"):
-        run.generate(config, tmp_path)
+    message = r"decode takes latents, and denoise.safetensors is not there; add denoise to stages"
+    with pytest.raises(ConfigError, match=message):
+        generate_into(config, tmp_path)
     (tmp_path / "denoise.safetensors").write_bytes(b"half a file")
     with pytest.raises(ConfigError, match="not a stage result of this program"):
-        run.generate(config, tmp_path)
+        generate_into(config, tmp_path)
 
 
 def test_an_error_is_one_paragraph_and_status_1(tmp_path):
@@ -126,18 +147,39 @@ def test_an_error_is_one_paragraph_and_status_1(tmp_path):
     assert "Traceback" in command(tmp_path, "model.path=no/such/folder", "traceback=true").stderr
 
 
-def test_a_mesh_that_is_not_here_is_told():
+def test_a_mesh_that_is_not_here_is_told(monkeypatch):
     with pytest.raises(ConfigError, match="mesh=v6e_8: no tpu to be had here .*; use mesh=auto"):
-        run.make_mesh(make_config("mesh=v6e_8"))
+        resolve_here("mesh=v6e_8")
     with pytest.raises(ConfigError, match="over 16 devices, and this machine has 8"):
-        run.make_mesh(make_config("mesh=cpu_8", "mesh.devices=16", "mesh.axes.tp=8"))
+        resolve_here("mesh=cpu_8", "mesh.devices=16", "mesh.axes.tp=8")
 
 
-def test_the_meshs_flags_come_before_the_users(monkeypatch):
-    flags = {}
-    monkeypatch.setattr(run, "append_flags", lambda variable, given: flags.update({variable: list(given)}))
-    run.start_jax(make_config("mesh.xla_flags=[--first]", "compile.xla_flags=[--second]"))
-    assert flags["XLA_FLAGS"] == ["--first", "--second"]
+@pytest.fixture
+def unstarted(monkeypatch):
+    """As a process before its first job: no flags, and JAX not running."""
+    monkeypatch.setattr(start, "flags_in_force", None)
+    monkeypatch.setattr(start, "is_running", lambda: False)
+    monkeypatch.setenv("XLA_FLAGS", "--given")
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+
+
+def test_the_meshs_flags_come_before_the_users(unstarted):
+    flags = ["mesh.xla_flags=[--first]", "compile.xla_flags=[--second]", "compile.libtpu_flags=[--third]"]
+    start.set_flags(make_config(*flags))
+    assert os.environ["XLA_FLAGS"] == "--given --first --second" and os.environ["LIBTPU_INIT_ARGS"] == "--third"
+
+
+def test_flags_of_an_earlier_job_are_never_silently_in_force(unstarted, monkeypatch):
+    start.set_flags(make_config("compile.xla_flags=[--first]"))
+    start.set_flags(make_config("compile.xla_flags=[--first]"))
+    for later, asked in (([], "no flags"), (["compile.xla_flags=[--second]"], "--second")):
+        message = f"this job asks for {asked}, and JAX runs since an earlier one with --first"
+        with pytest.raises(ConfigError, match=message):
+            start.set_flags(make_config(*later))
+    monkeypatch.setattr(start, "flags_in_force", None)
+    monkeypatch.setattr(start, "is_running", lambda: True)  # started by somebody else in this process
+    with pytest.raises(ConfigError, match="with no flags; give each set of flags a process of its own"):
+        start.set_flags(make_config("compile.xla_flags=[--first]"))
 
 
 def test_ctrl_c_leaves_finished_stages_and_status_130(finished, tmp_path):

@@ -2,10 +2,12 @@
 import math
 
 import pytest
+from omegaconf import OmegaConf
 
 from tests.conftest import make_config
-from wan_torchax.config.schema import ConfigError
-from wan_torchax.config.validation import nearest_multiple, spec_axes, validate
+from wan_torchax.config.schema import ConfigError, PipelineStage
+from wan_torchax.config.validation import spec_axes, validate
+from wan_torchax.config.wording import nearest_multiple
 
 # overrides -> what the message must say
 BAD = {
@@ -14,7 +16,8 @@ BAD = {
     "stages=[text,denoize]": "stages=denoize: unknown; nearest: denoise",
     "stages=[denoise,text]": "nearest [text,denoise]",
     "stages=[text,text]": "each once and in order; nearest [text]",
-    "stages=[decode]": "starts after denoise; add resume=",
+    "stages=[decode]": "decode takes latents, which denoise gives; add denoise to stages, or resume=",
+    "stages=[text,decode]": "decode takes latents, which denoise gives; add denoise to stages, or resume=",
     "guidance=batch": "guidance=batch: unknown; nearest: batched",
     "guidance_scale=-1": "guidance_scale=-1.0: must be from 0 to 20",
     "guidance_scale=nan": "guidance_scale=nan: must be from 0 to 20",
@@ -59,6 +62,10 @@ BAD = {
     "+ops.mine={op:aten.gelu}": "ops.mine={'op': 'aten.gelu'}: needs op, implementation and why",
     "ops.upsample.op=gelu": "ops.upsample.op=gelu: write it as aten.<op>",
     "ops.conv3d.platforms=[cuda]": "ops.conv3d.platforms=cuda: unknown",
+    "pipeline.stages.decode.takes=[latent]": "pipeline.stages.decode.takes=latent: neither an input nor given by a stage",
+    "pipeline.stages.decode.uses=[vea]": "pipeline.stages.decode.uses=vea: unknown; nearest: vae",
+    "pipeline.stages.decode.gives=[embeddings]": "pipeline.stages: embeddings is given twice",
+    "pipeline.inputs.prompt=prompt.txt": "pipeline.inputs.prompt=prompt.txt: no such key in the config",
     "model=wan21_t2v_14b": "resolution.height=128: wan21_t2v_14b takes 256 to 1280; nearest 256",
 }
 
@@ -68,6 +75,13 @@ def test_bad_input_is_told(overrides):
     with pytest.raises(ConfigError) as error:
         validate(make_config(*overrides.split(" ") if not overrides.startswith("prompt=") else [overrides]))
     assert BAD[overrides] in str(error.value)
+
+
+def test_a_stage_that_the_project_does_not_have_is_told():
+    config = make_config()
+    OmegaConf.update(config, "pipeline.stages.upscale", PipelineStage(["vae"], ["frames"], ["larger"]), force_add=True)
+    with pytest.raises(ConfigError, match="pipeline.stages=upscale: unknown; "):
+        validate(config)
 
 
 def test_every_problem_is_told_at_once():

@@ -9,20 +9,23 @@ import time
 
 import numpy
 import pytest
+from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.numpy import load_file
 
-import run
 from tests.conftest import ROOT, SMALL, make_config
+from wan_torchax.config.commandline import rewrite
 from wan_torchax.config.schema import ConfigError
-from wan_torchax.records import outputs as records
-from wan_torchax.records import report
+from wan_torchax.records import outputs, report, results
+from wan_torchax.records.stored import compare_replay, read_stored, take_over
+from wan_torchax.tasks import attempt
 
 PROMPTS = ["a red circle, moving right", "a blue square", "a green star"]
 
 
 def start(cache, *overrides):
-    return subprocess.Popen([sys.executable, "run.py", *SMALL, cache, *overrides], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [sys.executable, "run.py", *SMALL, cache, *overrides]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def finish(process):
@@ -68,12 +71,13 @@ def test_a_sweep_loads_and_compiles_once(sweep):
     folder, before, _ = sweep
     made = [metrics(folder / name) for name in sorted(done(folder)) if name not in before]
     assert set(made[0]["compile"]) == {"text.encode", "denoise.step", "decode.first", "decode.later"}
-    assert {"load_text", "load_denoise", "load_decode"} <= set(made[0]["seconds"])
+    assert {"load_text_encoder", "load_transformer", "load_vae"} <= set(made[0]["seconds"])
     for later in made[1:]:
         assert not later["compile"]
         assert not [name for name in later["seconds"] if name.startswith("load_")]
     texts = [name for name in (job["seconds"] for job in made) if "text" in name]
-    assert len(texts) == len({json.dumps(job["overrides"]).split("prompt.text")[1].split('"')[0] for job in made}), "each prompt is encoded once"
+    prompts = {json.dumps(job["overrides"]).split("prompt.text")[1].split('"')[0] for job in made}
+    assert len(texts) == len(prompts), "each prompt is encoded once"
 
 
 def test_a_sweep_is_reported(sweep):
@@ -96,37 +100,43 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 def test_the_report_opens_in_a_browser(sweep, tmp_path):
     """Rendered for real: the table's text is in the page, and every video has its size."""
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1280,2000", f"--screenshot={tmp_path / 'page.png'}"]
-    subprocess.run([CHROMIUM, *flags, f"file://{sweep[0] / 'report.html'}"], capture_output=True, check=True, timeout=120)
+    quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    picture = ["--window-size=1280,2000", f"--screenshot={tmp_path / 'page.png'}"]
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", *quiet, *picture]
+    page = f"file://{sweep[0] / 'report.html'}"
+    subprocess.run([CHROMIUM, *flags, page], capture_output=True, check=True, timeout=120)
     page = Image.open(tmp_path / "page.png").convert("RGB")
     colours = {colour for _, colour in page.getcolors(2**24)}
     assert page.size == (1280, 2000)
-    assert {tuple(bytes.fromhex(colour[1:])) for colour in report.STAGES.values() if colour != "#b8b8b8"} & colours, "bars are drawn"
+    assert {tuple(bytes.fromhex(colour[1:])) for colour in report.STAGE_COLOURS[:3]} <= colours, "bars are drawn"
     assert len(colours) > 500, "contact sheets are shown"
 
 
 def test_one_failure_does_not_stop_the_others(tmp_path, cache):
     jobs = tmp_path / "jobs.jsonl"
-    jobs.write_text('{"prompt": "a red circle"}\n{"prompt": "a", "resolution.height": 50}\n{oops\n{"prompt": "b", "stesp": 3}\n{"prompt": "a blue square"}\n')
+    broken = '{"prompt": "a", "resolution.height": 50}\n{oops\n{"prompt": "b", "stesp": 3}\n'
+    jobs.write_text('{"prompt": "a red circle"}\n' + broken + '{"prompt": "a blue square"}\n')
     status, output = finish(start(cache, f"prompts={jobs}", f"hydra.run.dir={tmp_path / 'out'}", "steps=1"))
     assert status == 1
     assert sorted(done(tmp_path / "out")) == ["0001", "0005"]
     rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
     errors = {row["job"]: row["error"] for row in rows if row["status"] == "failed"}
-    assert "multiple of 16" in errors["0002"] and "line 3: not JSON" in errors["0003"] and "nearest: steps" in errors["0004"]
+    assert "multiple of 16" in errors["0002"] and "line 3: not JSON" in errors["0003"]
+    assert "nearest: steps" in errors["0004"]
     assert "line 3: not JSON" in output
 
 
 def test_a_hydra_sweep_over_meshes_and_blocks(tmp_path, cache):
-    arguments = ["-m", "stages=[text,denoise]", "steps=1", "mesh=auto,cpu_8", "attention=xla", "attention.self.block_kv=16,512", f"hydra.sweep.dir={tmp_path}"]
+    swept = ["mesh=auto,cpu_8", "attention=xla", "attention.self.block_kv=16,512"]
+    arguments = ["-m", "stages=[text,denoise]", "steps=1", *swept, f"hydra.sweep.dir={tmp_path}"]
     status, output = finish(start(cache, *arguments))
     assert status == 0, output
     latents = [load_file(tmp_path / str(job) / "denoise.safetensors")["latents"] for job in range(4)]
     assert all(numpy.abs(latents[0] - other).max() < 1e-4 for other in latents)
     made = [metrics(tmp_path / str(job)) for job in range(4)]
     assert [job["devices"] for job in made] == [1, 1, 8, 8]
-    assert ["load_denoise" in job["seconds"] for job in made] == [True, False, True, False], "weights survive a change of blocks, not of mesh"
+    loads = ["load_transformer" in job["seconds"] for job in made]
+    assert loads == [True, False, True, False], "weights survive a change of blocks, not of mesh"
     assert "attention.self.block_kv" in (tmp_path / "report.html").read_text()
 
 
@@ -150,24 +160,73 @@ def test_a_video_alone_is_replayed_bit_for_bit(sweep, tmp_path, cache):
     assert metrics(tmp_path / "again")["config_hash"] == metrics(original)["config_hash"]
 
 
+def taken(source, *overrides):
+    """The config that `python run.py replay=<source> <overrides>` runs with."""
+    overrides = [f"replay={source}", *overrides]
+    return take_over(make_config(*overrides), rewrite(overrides))
+
+
 def test_overrides_go_on_top_of_a_replay(sweep):
-    folder, before, _ = sweep
-    source = folder / min(before)
-    config = make_config(f"replay={source}", "seed=77", "mesh=cpu_8")
-    taken = records.take_over(config, [f"replay={source}", "seed=77", "mesh=cpu_8"])
-    assert (taken.seed, taken.mesh.name, taken.steps, taken.resolution.height) == (77, "cpu_8", 3, 64)
-    assert taken.prompt.text == PROMPTS[0]
-
-
-def test_the_flow_shift_follows_the_resolution_of_a_replay(sweep):
     source = sweep[0] / min(sweep[1])
-    config = make_config(f"replay={source}", "resolution.flow_shift=7")
-    assert records.take_over(config, ["resolution.flow_shift=7"]).scheduler.arguments.flow_shift == 7
-    assert records.take_over(make_config(f"replay={source}"), []).scheduler.arguments.flow_shift == 3
+    config = taken(source, "seed=77", "mesh=cpu_8")
+    assert (config.seed, config.mesh.name, config.steps, config.resolution.height) == (77, "cpu_8", 3, 64)
+    assert config.prompt.text == PROMPTS[0]
+
+
+def test_overrides_of_a_replay_have_their_consequences(sweep):
+    source = sweep[0] / min(sweep[1])
+    assert taken(source).scheduler.arguments.flow_shift == 3
+    assert taken(source, "resolution.flow_shift=7").scheduler.arguments.flow_shift == 7
+    portrait = taken(source, "model=wan21_t2v_1_3b", "resolution=720p_portrait")
+    assert (portrait.resolution.height, portrait.resolution.width, portrait.resolution.frames) == (1280, 720, 81)
+    assert portrait.scheduler.arguments.flow_shift == 5 and portrait.sharding.vae.carry[3] == ["dp", "sp", "tp"]
+    assert portrait.model.path == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers" and portrait.guidance_scale == 5
+    assert portrait.steps == 3, "said when the run was made"
+    assert "conv3d" not in taken(source, "~ops.conv3d").ops and "conv3d" in taken(source).ops
+    assert taken(source, "scheduler=euler").scheduler.target == "FlowMatchEulerDiscreteScheduler"
+
+
+def test_what_the_stored_run_said_holds_where_conf_has_changed_since(sweep, tmp_path, monkeypatch):
+    """As if another version had made it, with another default of its own and one key fewer."""
+    source = tmp_path / "run"
+    shutil.copytree(sweep[0] / min(sweep[1]), source)
+    stored = OmegaConf.load(source / "config.yaml")
+    stored.guidance_scale, stored.resolution.fps = 2.5, 12
+    del stored.compile["matmul_precision"]
+    stored.plan["of_another_version"] = 1
+    OmegaConf.save(stored, source / "config.yaml")
+    config = taken(source)
+    assert (config.guidance_scale, config.resolution.fps, config.compile.matmul_precision) == (2.5, 12, None)
+    assert taken(source, "guidance_scale=3").guidance_scale == 3
+    assert taken(source, "resolution=demo").resolution.fps == 8
+    stored["of_the_video"] = 1
+    OmegaConf.save(stored, source / "config.yaml")
+    with pytest.raises(ConfigError, match="made by another version of this program .*of_the_video"):
+        taken(source)
+
+
+def test_a_run_whose_command_is_not_known_is_taken_value_by_value(sweep, tmp_path):
+    """As an unfinished job of a list was stored before there was a command.json."""
+    source = tmp_path / "run"
+    source.mkdir()
+    stored = OmegaConf.load(sweep[0] / min(sweep[1]) / "config.yaml")
+    stored.resolution.flow_shift = stored.scheduler.arguments.flow_shift = 5.0
+    OmegaConf.save(stored, source / "config.yaml")
+    config = taken(source)
+    assert (config.resolution.height, config.steps, config.scheduler.arguments.flow_shift) == (64, 3, 5)
+    config = taken(source, "resolution=demo")
+    assert (config.resolution.height, config.scheduler.arguments.flow_shift) == (128, 3), "its shift comes along"
+
+
+def test_a_prompt_is_a_text_in_a_replay_too(generate):
+    text = "it costs ${oc.env:HOME} and \\\\${5"
+    source = generate(f"prompt={text}", "stages=[text]")
+    assert taken(source).prompt.text == text
 
 
 def test_nothing_of_this_machine_is_stored(sweep):
-    assert records.read_stored(sweep[0] / min(sweep[1]) / "video.mp4", "replay")["config"]["compile"]["cache_dir"] is None
+    stored = read_stored(sweep[0] / min(sweep[1]) / "video.mp4", "replay")
+    assert stored.config["compile"]["cache_dir"] is None
 
 
 def test_a_replay_elsewhere_says_what_differs(sweep, caplog):
@@ -175,40 +234,43 @@ def test_a_replay_elsewhere_says_what_differs(sweep, caplog):
     source = folder / min(before)
     now = metrics(source) | {"device": "TPU v6 lite", "devices": 8}
     with caplog.at_level("WARNING"):
-        records.compare_replay(make_config(f"replay={source}"), now)
-    assert "device differs: cpu then, TPU v6 lite now" in caplog.text and "devices differs: 1 then, 8 now" in caplog.text
+        compare_replay(make_config(f"replay={source}"), now)
+    assert "device differs: cpu then, TPU v6 lite now" in caplog.text
+    assert "devices differs: 1 then, 8 now" in caplog.text
 
 
-@pytest.mark.parametrize("what, message", [("none", "no such run folder or video"), ("plain.mp4", "carries no settings"), ("empty", "not a run folder")])
+@pytest.mark.parametrize(
+    "what, message",
+    [("none", "no such run folder or video"), ("plain.mp4", "carries no settings"), ("empty", "not a run folder")],
+)
 def test_what_cannot_be_replayed_is_told(tmp_path, what, message):
     (tmp_path / "empty").mkdir()
     (tmp_path / "plain.mp4").write_bytes(b"not a video")
-    config = make_config(f"replay={tmp_path / what}")
     with pytest.raises(ConfigError, match=message):
-        records.take_over(config, [])
+        taken(tmp_path / what)
 
 
 # ---------------------------------------------------------------- other ends
 
 
 def test_a_full_disk_is_told_and_finished_stages_are_kept(tmp_path, cache, monkeypatch, caplog):
-    save = records.save
+    save = results.save
 
-    def full(config, folder, stage, *rest):
+    def full(folder, stage, *rest):
         if stage == "decode":
             raise OSError(28, "No space left on device", str(folder))
-        save(config, folder, stage, *rest)
+        save(folder, stage, *rest)
 
-    monkeypatch.setattr(records, "save", full)
-    monkeypatch.setattr(run, "failures", [])
-    assert run.attempt(make_config(*SMALL, cache), tmp_path, []) is None
+    monkeypatch.setattr(results, "save", full)
+    monkeypatch.setattr(attempt, "failures", [])
+    assert attempt.attempt(make_config(*SMALL, cache), tmp_path, []) is None
     assert "the disk is full; free some space and go on with resume=" in caplog.text
     assert (tmp_path / "denoise.safetensors").exists() and not (tmp_path / "video.mp4").exists()
 
 
 def test_previews_are_updated_while_denoising(generate, monkeypatch):
     seen = []
-    monkeypatch.setattr(records, "write_preview", lambda folder, frame: seen.append(frame))
+    monkeypatch.setattr(outputs, "write_preview", lambda folder, frame: seen.append(frame))
     generate("preview_every=1")
     assert len(seen) == 2 and seen[0].shape == (64, 64, 3) and seen[0].dtype == numpy.uint8
     assert numpy.abs(seen[0].astype(int) - seen[1]).mean() > 0.1

@@ -38,16 +38,17 @@ def test_plan_and_load_put_every_part_where_the_table_says(mesh, tmp_path, spec,
     shapes = {"0.weight": (16, 8), "0.bias": (16,), "1.weight": (16,), "1.bias": (16,)}
     stored = {name: torch.randn(shape).to(getattr(torch, stored_as)) for name, shape in shapes.items()}
     save_torch(stored, tmp_path / "model.safetensors")
-    tensors = weights.plan(small_module(), table(matrix=(r"0\.weight", spec), bias=(r"0\.bias", ["tp"])), mesh, "bfloat16", "sharding.x")
-    seen = []
+    rules = table(matrix=(r"0\.weight", spec), bias=(r"0\.bias", ["tp"]))
+    tensors, seen = weights.plan(small_module(), rules, mesh, "bfloat16", "sharding.x"), []
+    weights.check(tensors, tmp_path)
     arrays = weights.load(tensors, tmp_path, seen.append)
     assert arrays["0.weight"].sharding.spec == jax.sharding.PartitionSpec(*spec)
     assert arrays["0.bias"].addressable_shards[0].data.shape == (4,)
     assert arrays["0.weight"].dtype == jnp.bfloat16 and arrays["1.weight"].dtype == jnp.float32
     assert sum(seen) == 16 * 9 * 2 + 2 * 16 * 4
     for name, array in arrays.items():
-        wanted = stored[name].to(getattr(torch, array.dtype.name)).float().numpy()
-        numpy.testing.assert_array_equal(numpy.asarray(array).astype("float32"), wanted)
+        cast = stored[name].to(getattr(torch, array.dtype.name)).float().numpy()
+        numpy.testing.assert_array_equal(numpy.asarray(array).astype("float32"), cast)
 
 
 def test_weights_stored_as_integers_are_refused(mesh, tmp_path):
@@ -55,7 +56,7 @@ def test_weights_stored_as_integers_are_refused(mesh, tmp_path):
     stored = {"0.weight": numpy.zeros((16, 8), "int8")} | {name: numpy.zeros(16) for name in ("0.bias", "1.weight", "1.bias")}
     save_file(stored, tmp_path / "a.safetensors")
     with pytest.raises(ConfigError, match=r"0.weight: stored as I8, which is none of F64, F32, F16, BF16"):
-        weights.load(weights.plan(small_module(), table(), mesh, "float32", "sharding.x"), tmp_path, print)
+        weights.check(weights.plan(small_module(), table(), mesh, "float32", "sharding.x"), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -92,28 +93,33 @@ def test_missing_unexpected_and_misshapen_tensors_are_listed_together(mesh, tmp_
     save_file({"0.weight": numpy.zeros((16, 9), "float32"), "0.bias": numpy.zeros(16, "float32"), "extra": numpy.zeros(1)}, tmp_path / "a.safetensors")
     tensors = weights.plan(small_module(), table(), mesh, "float32", "sharding.x")
     with pytest.raises(ConfigError) as error:
-        weights.load(tensors, tmp_path, print)
-    wanted = "missing: 1.weight", "unexpected: extra", "0.weight: shape (16, 9) in the checkpoint, (16, 8) in the model"
-    assert all(text in str(error.value) for text in wanted)
+        weights.check(tensors, tmp_path)
+    listed = "missing: 1.weight", "unexpected: extra", "0.weight: shape (16, 9) in the checkpoint, (16, 8) in the model"
+    assert all(text in str(error.value) for text in listed)
+    with pytest.raises(ConfigError, match="missing: 1.weight") as error:
+        weights.check(tensors, tmp_path, ignored=("extra",))
+    assert "unexpected: extra" not in str(error.value)
 
 
 def test_only_safetensors_are_read(mesh, tmp_path):
     (tmp_path / "model.bin").write_bytes(b"pickle")
     with pytest.raises(ConfigError, match="model.bin can run code when opened and is not read"):
-        weights.index(tmp_path)
+        checkpoint.index(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"garbage")
     with pytest.raises(ConfigError, match="not a readable safetensors file"):
-        weights.index(tmp_path)
+        checkpoint.index(tmp_path)
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path):
     for name in ("a", "b"):
         save_file({"0.bias": numpy.zeros(16)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(ConfigError, match="0.bias is in a.safetensors and in b.safetensors; keep one set"):
-        weights.index(tmp_path)
+        checkpoint.index(tmp_path)
 
 
-@pytest.mark.parametrize("path, message", [("no/such/folder", "neither a local folder"), ("some-org/some-model", "the Hub cannot be reached")])
+@pytest.mark.parametrize(
+    "path, message", [("no/such/folder", "neither a local folder"), ("some-org/some-model", "the Hub cannot be reached")]
+)
 def test_absent_checkpoints_are_told(path, message):
     with pytest.raises(ConfigError, match=message):
         checkpoint.find(make_config(f"model.path={path}").model, "transformer")
@@ -134,10 +140,68 @@ def test_an_architecture_that_contradicts_the_config_is_refused(tmp_path):
         checkpoint.read_architecture(tmp_path, {}, "transformer")
 
 
+@pytest.fixture
+def component(tmp_path):
+    """A component's folder with a file larger than what is sampled of it."""
+    folder = tmp_path / "model" / "transformer"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    save_file({"weight": numpy.random.default_rng(0).random((1024, 2048)).astype("float32")}, folder / "a.safetensors")
+    return folder
+
+
+def change_a_tensor(folder):
+    save_file({"weight": numpy.random.default_rng(1).random((1024, 2048)).astype("float32")}, folder / "a.safetensors")
+
+
+CHANGES = {
+    "another fine-tune of the same shape": change_a_tensor,
+    "a file more": lambda folder: (folder / "b.safetensors").write_bytes((folder / "a.safetensors").read_bytes()),
+    "another name": lambda folder: (folder / "a.safetensors").rename(folder / "c.safetensors"),
+    "another config": lambda folder: (folder / "config.json").write_text("{ }"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_fingerprint_changes_with_the_files(component, change):
+    before = checkpoint.fingerprint([component])
+    assert before == checkpoint.fingerprint([component]) and len(before) == 16
+    CHANGES[change](component)
+    assert checkpoint.fingerprint([component]) != before
+
+
+def test_a_fingerprint_looks_all_over_a_file(component):
+    """Wherever 256 KiB of it change, it is noticed."""
+    file = component / "a.safetensors"
+    content, before = file.read_bytes(), checkpoint.fingerprint([component])
+    for start in range(0, len(content) - 2**18, 2**18):
+        file.write_bytes(content[:start] + bytes(2**18) + content[start + 2**18 :])
+        assert checkpoint.fingerprint([component]) != before, start
+
+
+def test_a_fingerprint_of_the_hub_is_its_commit(component):
+    """A snapshot's files may be many gigabytes on a network disk: they are not opened."""
+    snapshot = component.parent / "snapshots" / "0123abcd" / "transformer"
+    snapshot.mkdir(parents=True)
+    before = checkpoint.fingerprint([snapshot])
+    (snapshot / "a.safetensors").write_bytes(b"not looked at")
+    assert checkpoint.fingerprint([snapshot]) == before
+    other = snapshot.parent.rename(snapshot.parent.with_name("4567cdef")) / "transformer"
+    assert checkpoint.fingerprint([other]) != before
+
+
+def test_a_checkpoints_folder_may_move(component, tmp_path):
+    before = checkpoint.fingerprint([component])
+    assert checkpoint.fingerprint([component.parent.rename(tmp_path / "elsewhere") / "transformer"]) == before
+
+
 STREAM = """
-import sys, jax, torch, weights, patches, records
+import sys, jax, torch
 from pathlib import Path
 from wan_torchax.config.schema import Table
+from wan_torchax.models.transformer import ScannedBlocks
+from wan_torchax.records.provenance import peak_host_bytes
+from wan_torchax.runtime import weights
 layers, width, depth = 24, 4096, 2
 class Block(torch.nn.Module):
     def __init__(self):
@@ -149,20 +213,22 @@ class Model(torch.nn.Module):
         self.blocks = torch.nn.ModuleList(Block() for _ in range(layers))
 with torch.device("meta"):
     model = Model()
-patches.scan_blocks(model)
+model.blocks = torch.nn.ModuleList([ScannedBlocks(model.blocks)])
 mesh = jax.make_mesh((1,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
-tensors = weights.plan(model, Table(unmatched="replicate"), mesh, "float32", "x", layers)
+tensors = weights.plan(model, Table(unmatched="replicate"), mesh, "float32", "x")
 arrays = weights.load(tensors, Path(sys.argv[1]), lambda count: None)
-print(sum(tensor.bytes for tensor in tensors.values()), records.peak_host_bytes())
+print(sum(tensor.bytes for tensor in tensors.values()), peak_host_bytes())
 """
 
 
 def test_streaming_never_holds_a_second_copy(tmp_path):
     """3 GiB of weights, stacked for the scan: peak resident memory under the device's bytes plus 1 GiB."""
     layers, width, depth = 24, 4096, 2
-    for layer in range(layers):  # one file a layer, written sparsely from zeros
-        save_file({f"blocks.{layer}.maps.{index}.weight": numpy.zeros((width, width), "float32") for index in range(depth)}, tmp_path / f"{layer}.safetensors")
-    answer = subprocess.run([sys.executable, "-c", STREAM, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True)
+    for layer in range(layers):  # one file a layer
+        names = [f"blocks.{layer}.maps.{index}.weight" for index in range(depth)]
+        save_file({name: numpy.zeros((width, width), "float32") for name in names}, tmp_path / f"{layer}.safetensors")
+    command = [sys.executable, "-c", STREAM, str(tmp_path)]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     on_device, peak = map(int, answer.stdout.split())
     assert on_device == 3 * 2**30
     assert peak < on_device + 2**30

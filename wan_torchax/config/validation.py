@@ -202,8 +202,8 @@ def spec_axes(spec) -> list[str]:
 
 
 def table_problems(config: Config) -> Iterator[str]:
-    components = Graph.of(config.pipeline).components(config.pipeline.stages)
-    for component in components:
+    used = Graph.of(config.pipeline).components(config.pipeline.stages)
+    for component in (name for name in used if name in COMPONENTS):
         table = config.sharding[component]
         yield from one_of(f"sharding.{component}.unmatched", table.unmatched, ("replicate", "error"))
         for kind in ("weights", "activations"):

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import numpy
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
@@ -58,7 +59,7 @@ def is_under(key: str, names) -> bool:
 
 def write_config(folder: Path, settled: dict, overrides: list[str]) -> None:
     """config.yaml, all of it; command.json, the overrides it was composed from: what resume and replay start from."""
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(settled)))
+    (folder / "config.yaml").write_text(yaml.safe_dump(settled, sort_keys=False, allow_unicode=True))
     command = {"overrides": list(overrides), "versions": provenance.versions(), "git": provenance.git_revision()}
     (folder / "command.json").write_text(json.dumps(command, indent=2) + "\n")
 

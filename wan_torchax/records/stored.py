@@ -4,6 +4,7 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -111,7 +112,7 @@ def read_stored(path: Path, key: str) -> Stored:
     if (path / "config.yaml").is_file():
         metrics, command = (read_json(path / name) for name in ("metrics.json", "command.json"))
         overrides = command.get("overrides", metrics.get("overrides"))
-        return Stored(OmegaConf.to_container(OmegaConf.load(path / "config.yaml")), overrides, metrics)
+        return Stored(yaml.safe_load((path / "config.yaml").read_text()), overrides, metrics)
     video = ", or a video made by this program" if key == "replay" else ""
     if path.is_dir():
         raise ConfigError(f"{key}={path}: not a run folder (it has no config.yaml); {HERE}")
