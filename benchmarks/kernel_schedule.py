@@ -167,7 +167,8 @@ def count(candidate, bundles, borders):
 
 def main():
     options = arguments()
-    (topology, cores), facts, rows = CHIPS[options.chip], OmegaConf.load(ROOT / f"conf/chip/{options.chip}.yaml"), []
+    (topology, cores), rows = CHIPS[options.chip], []
+    facts = OmegaConf.load(ROOT / "conf" / "chip" / f"{options.chip}.yaml")
     flops_a_cycle = facts.peak_tflops * 1e12 / (facts.clock_ghz * 1e9) / cores
     shape = {"queries": options.queries, "keys": options.keys, "head_dim": options.head_dim}
     print(f"{facts.kind}, {', '.join(f'{value} {name}' for name, value in shape.items())}; jax {jax.__version__}")

@@ -25,12 +25,13 @@ import torch
 from safetensors.numpy import load_file
 
 import comfyui
-from comfyui import host, nodes, project
+from comfyui import host, nodes
 from tests.conftest import ROOT
 from wan_torchax import patches
-from wan_torchax import session as engine
 from wan_torchax.config.schema import ConfigError
-from wan_torchax.stages import denoise as stages
+from wan_torchax.runtime import programs, weights
+from wan_torchax.session import session
+from wan_torchax.stages import denoise
 
 NODES = comfyui.NODE_CLASS_MAPPINGS
 WORKFLOWS = ROOT / "comfyui" / "workflows"
@@ -49,7 +50,8 @@ def inputs_of(kind: str) -> dict:
     if kind in STOCK:
         return STOCK[kind][0]
     listed = NODES[kind].INPUT_TYPES()
-    return {name: "COMBO" if isinstance(spec[0], list) else spec[0] for name, spec in (listed["required"] | listed.get("optional", {})).items()}
+    specs = listed["required"] | listed.get("optional", {})
+    return {name: "COMBO" if isinstance(spec[0], list) else spec[0] for name, spec in specs.items()}
 
 
 def outputs_of(kind: str) -> tuple:
@@ -80,9 +82,10 @@ def test_saved_workflows_of_the_earlier_nodes_still_fit():
     """Names and order of inputs, which widgets are saved by, and of outputs, which links are saved by."""
     sampling = ["height", "width", "num_frames", "num_inference_steps", "guidance_scale", "seed"]
     assert list(inputs_of("Wan21TextEncoder")) == ["prompt", "negative_prompt", "model_id", "config"]
-    assert list(inputs_of("Wan21TPUSampler")) == ["prompt_embeds", "negative_prompt_embeds", *sampling, "model_id", "flow_shift", "config"]
+    embeddings, texts = ["prompt_embeds", "negative_prompt_embeds"], ["prompt", "negative_prompt"]
+    assert list(inputs_of("Wan21TPUSampler")) == [*embeddings, *sampling, "model_id", "flow_shift", "config"]
     assert list(inputs_of("Wan21TPUVAEDecoder")) == ["latents", "model_id", "fps", "config"]
-    assert list(inputs_of("Wan21TPUPipeline")) == ["prompt", "negative_prompt", *sampling, "model_id", "fps", "flow_shift", "config"]
+    assert list(inputs_of("Wan21TPUPipeline")) == [*texts, *sampling, "model_id", "fps", "flow_shift", "config"]
     assert NODES["Wan21TextEncoder"].RETURN_NAMES == ("prompt_embeds", "negative_prompt_embeds")
     assert NODES["Wan21TPUSampler"].RETURN_NAMES == ("latents", "num_frames")
     for name in ("Wan21TPUVAEDecoder", "Wan21TPUPipeline"):
@@ -98,14 +101,18 @@ def configure(**choices):
 
 
 def test_the_config_node_says_what_the_command_line_can():
-    config, *numbers = configure(model="wan21_t2v_14b", resolution="720p", mesh="v6e_8", overrides="\n# slower\n  steps=40 \nguidance_scale=6\n")
+    overrides = "\n# slower\n  steps=40 \nguidance_scale=6\n"
+    config, *numbers = configure(model="wan21_t2v_14b", resolution="720p", mesh="v6e_8", overrides=overrides)
     assert config == ("model=wan21_t2v_14b", "resolution=720p", "mesh=v6e_8", "steps=40", "guidance_scale=6")
     assert numbers == [720, 1280, 81, 40, 6.0, 5.0, 16]
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
-    [("stepz=3", "stepz: no such key or group; nearest: steps"), ("steps=0", "steps=0: must be from 1 to 1000"), ("model=wan", "model=wan: no such option")],
+    [
+        ("stepz=3", "stepz: no such key or group; nearest: steps"), ("steps=0", "steps=0: must be from 1 to 1000"),
+        ("model=wan", "model=wan: no such option"),
+    ],
 )
 def test_the_config_node_refuses_clearly(overrides, message):
     with pytest.raises(ConfigError, match=message):
@@ -177,18 +184,20 @@ def in_new_process(code, folder, **environment) -> str:
             spec.loader.exec_module(module)
             return module
     """
-    program = textwrap.dedent(prelude) + textwrap.dedent(code)
-    answer = subprocess.run([sys.executable, "-c", program], cwd=folder, env=os.environ | environment, capture_output=True, text=True, check=False)
+    program = [sys.executable, "-c", textwrap.dedent(prelude) + textwrap.dedent(code)]
+    answer = subprocess.run(program, cwd=folder, env=os.environ | environment, capture_output=True, text=True, check=False)
     return answer.stdout + answer.stderr
 
 
-def test_linked_beside_modules_of_the_same_names(tmp_path):
-    """Light to import, and neither sees the other: modules, sys.path and Hydra's state."""
+def test_linked_beside_others(tmp_path):
+    """Light to import; the one name taken is the package's, and sys.path and Hydra's state are as they were."""
     (tmp_path / "wan.nodes").symlink_to(ROOT / "comfyui")
-    for name in ("schema", "run", "media"):
+    for name in ("schema", "run", "media", "patches"):
         (tmp_path / f"{name}.py").write_text(f"whose = 'theirs: {name}'")
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("whose = 'theirs: kernels'")
     code = f"""
-        from wan_torchax.config import schema
+        import schema
         from hydra import initialize_config_dir
         from hydra.core.global_hydra import GlobalHydra
         initialize_config_dir({str(tmp_path)!r}, version_base="1.2")
@@ -198,9 +207,10 @@ def test_linked_beside_modules_of_the_same_names(tmp_path):
         assert not heavy, heavy
         node = wan.NODE_CLASS_MAPPINGS["Wan21Config"]()
         assert node.configure(preset="default", overrides="steps=7")[4] == 7
-        import media, run
-        assert [schema.whose, run.whose, media.whose] == ["theirs: schema", "theirs: run", "theirs: media"]
-        assert sys.path == path and "commandline" not in sys.modules
+        import kernels, media, patches, run
+        names = [module.whose for module in (schema, run, media, patches, kernels)]
+        assert names == ["theirs: " + name for name in ("schema", "run", "media", "patches", "kernels")]
+        assert sys.path == path
         assert GlobalHydra.instance().hydra is theirs
         from hydra.version import getbase
         assert str(getbase()) == "1.2"
@@ -291,9 +301,11 @@ def execute(graph) -> dict:
 def assert_torch_is_plain():
     """Nothing of torchax acts on torch, and tensors are torch's own."""
     assert type(torch.ones(2) + 1) is torch.Tensor and type(torch.nn.Linear(2, 2).weight) is torch.nn.Parameter
-    assert not torch.overrides._get_current_function_mode_stack() and not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    assert not torch.overrides._get_current_function_mode_stack()
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     assert not patches.torchax.default_env().enabled
-    assert torch.backends.mha.get_fastpath_enabled() is FAST_PATH and torch.is_grad_enabled() and torch.get_default_dtype() is torch.float32
+    assert torch.backends.mha.get_fastpath_enabled() is FAST_PATH and torch.is_grad_enabled()
+    assert torch.get_default_dtype() is torch.float32
 
 
 @pytest.fixture(scope="module")
@@ -331,8 +343,8 @@ def test_another_seed_compiles_and_loads_nothing(made, cache, monkeypatch):
         raise AssertionError("something was made again")
 
     pipeline(cache)
-    monkeypatch.setattr(stages, "compile_stage", refuse)
-    monkeypatch.setattr(engine.weights, "load", refuse)
+    monkeypatch.setattr(programs, "compile_all", refuse)
+    monkeypatch.setattr(weights, "load", refuse)
     other = execute(small(read("demo_api"), cache, seed=8))["images"]
     assert not torch.equal(other, made["images"])
 
@@ -359,7 +371,7 @@ def test_cancelled_between_steps_then_run_again(made, cache, comfy):
 
 def test_cancelled_while_compiling_then_run_again(made, cache, comfy):
     """What the compiler had not finished must not be waited for by the next run."""
-    engine.kept.clear()
+    session.clear()
     comfy.cancel_at = 2
     with pytest.raises(Cancelled):
         pipeline(cache)
@@ -372,7 +384,7 @@ def test_an_error_in_the_middle_leaves_torch_plain(made, cache, monkeypatch):
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as broken:
-        broken.setattr(stages, "advance", fail)  # while the step is traced, with torchax on
+        broken.setattr(denoise, "advance", fail)  # while the step is traced, with torchax on
         with pytest.raises(RuntimeError, match="out of memory"):
             pipeline(cache, height=80)
     assert_torch_is_plain()
@@ -394,12 +406,13 @@ def test_what_does_not_fit_the_model_is_told(cache):
 
 @pytest.mark.parametrize(("scale", "count"), [(5.0, 2), (1.0, 1)])
 def test_without_guidance_the_negative_prompt_is_left_out(monkeypatch, scale, count):
-    def run_stages(names, overrides, results, helpers):
-        assert results["text"].shape == (count, 512, 128) and f"guidance_scale={scale}" in overrides
-        return None, {"denoise": numpy.zeros((1, 16, 2, 8, 8), numpy.float32)}
+    def run_stages(names, overrides, values, helpers):
+        assert values["embeddings"].shape == (count, 512, 128) and f"guidance_scale={scale}" in overrides
+        return {"latents": numpy.zeros((1, 16, 2, 8, 8), numpy.float32)}
 
     monkeypatch.setattr(nodes, "run_stages", run_stages)
-    nodes.Wan21TPUSampler().sample(torch.zeros(1, 512, 128), torch.ones(1, 512, 128), **SMALL_INPUTS, guidance_scale=scale, seed=1)
+    embeddings = torch.zeros(1, 512, 128), torch.ones(1, 512, 128)
+    nodes.Wan21TPUSampler().sample(*embeddings, **SMALL_INPUTS, guidance_scale=scale, seed=1)
 
 
 def test_memory_is_given_back_when_comfyui_lacks_it(made, cache, comfy):
@@ -407,17 +420,11 @@ def test_memory_is_given_back_when_comfyui_lacks_it(made, cache, comfy):
     host.on_memory_request(nodes.release)
     comfy.free = 1e9
     host.management.free_memory(1e6, "cpu", keep_loaded=[])
-    assert engine.kept.arrays, "there is enough"
-    held = len(jax.live_arrays())
+    assert all(component.arrays for component in session.components.values()), "there is enough"
+    live = len(jax.live_arrays())
     host.management.free_memory(1e30, "cpu")
     assert comfy.unloaded == 2
-    assert not engine.kept.arrays and not engine.kept.stages and len(jax.live_arrays()) < held - 100
-
-
-def test_modules_are_shared_with_the_process_that_has_them():
-    with project.at_work():
-        import engine as inside
-    assert inside is engine
+    assert not session.components and not session.stages and len(jax.live_arrays()) < live - 100
 
 
 # ---------------------------------------------------------------- a real server
@@ -434,7 +441,8 @@ def server(tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [comfyui_python(), home / "main.py", "--cpu", "--port", str(port), "--base-directory", base, "--disable-api-nodes"]
+    place = ["--port", str(port), "--base-directory", base]
+    command = [comfyui_python(), home / "main.py", "--cpu", *place, "--disable-api-nodes"]
     environment = os.environ | {"XDG_CACHE_HOME": str(base), "JAX_NUM_CPU_DEVICES": "1"}
     with (base / "log.txt").open("w") as log:
         process = subprocess.Popen(command, cwd=home, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -467,14 +475,17 @@ def get(address):
 def client(server, output, *changes):
     """The example client; gives the time and what it printed."""
     sizes = [f"3.{key}={value}" for key, value in SMALL_INPUTS.items()]
-    command = [comfyui_python(), ROOT / "comfyui" / "client.py", WORKFLOWS / "demo_api.json", *sizes, *changes, "--server", server.address, "--output", output]
+    place = ["--server", server.address, "--output", output]
+    script = [comfyui_python(), ROOT / "comfyui" / "client.py", WORKFLOWS / "demo_api.json"]
+    command = [*script, *sizes, *changes, *place]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_a_real_server_lists_the_nodes(server):
     listed = get(f"http://{server.address}/object_info")
     for name in NODES:
-        assert listed[name]["display_name"] == comfyui.NODE_DISPLAY_NAME_MAPPINGS[name] and listed[name]["category"] == "TPU/Wan2.1"
+        assert listed[name]["display_name"] == comfyui.NODE_DISPLAY_NAME_MAPPINGS[name]
+        assert listed[name]["category"] == "TPU/Wan2.1"
 
 
 def test_a_real_server_makes_the_video_and_compiles_once(server, tmp_path):
@@ -495,10 +506,9 @@ def test_a_real_server_tells_what_is_wrong(server, tmp_path):
 
 
 def test_a_real_server_goes_on_after_cancelling_and_freeing(server, tmp_path):
-    process = subprocess.Popen(
-        [comfyui_python(), ROOT / "comfyui" / "client.py", WORKFLOWS / "demo_api.json", "3.num_inference_steps=100", "--server", server.address],
-        cwd=tmp_path, stderr=subprocess.PIPE, text=True,
-    )
+    script = [comfyui_python(), ROOT / "comfyui" / "client.py", WORKFLOWS / "demo_api.json"]
+    command = [*script, "3.num_inference_steps=100", "--server", server.address]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     while not get(f"http://{server.address}/queue")["queue_running"] and process.poll() is None:
         time.sleep(0.2)
     time.sleep(2)
@@ -512,5 +522,5 @@ def test_a_real_server_goes_on_after_cancelling_and_freeing(server, tmp_path):
 
 
 def post(server, path, body=None):
-    request = urllib.request.Request(f"http://{server.address}{path}", json.dumps(body or {}).encode(), {"Content-Type": "application/json"})
-    urllib.request.urlopen(request).read()
+    content, kind = json.dumps(body or {}).encode(), {"Content-Type": "application/json"}
+    urllib.request.urlopen(urllib.request.Request(f"http://{server.address}{path}", content, kind)).read()

@@ -13,10 +13,11 @@ import numpy
 import pytest
 from safetensors.numpy import load_file
 
-import run
-from tests.conftest import FAST, ROOT, SMALL, make_config
-from tests.test_parity import psnr
-from wan_torchax.config import schema, validation
+from tests import tiny
+from tests.conftest import FAST, ROOT, make_config, resolve_here
+from tests.test_parity import SIZE_OVERRIDES, psnr
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.validation import validate
 from wan_torchax.devices import distributed
 
 PROMPT = "a red circle moving right on a white background"
@@ -34,6 +35,11 @@ def free_port() -> int:
             return one.getsockname()[1]
 
 
+def without_devices() -> dict:
+    """The environment of a process that chooses its number of devices by itself."""
+    return {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+
+
 class Pair:
     """The same command as process 0 and process 1 of two, each with its log and its environment."""
 
@@ -41,10 +47,11 @@ class Pair:
         self.logs = [folder / f"{number}.log" for number in (0, 1)]
         self.processes = []
         for number, log in enumerate(self.logs):
-            environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"} | each[number]
+            environment = without_devices() | each[number]
             arguments = [sys.executable, *(part.format(number=number) for part in command)]
             with log.open("w") as file:
-                self.processes.append(subprocess.Popen(arguments, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment))
+                process = subprocess.Popen(arguments, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment)
+                self.processes.append(process)
 
     def text(self, number) -> str:
         return self.logs[number].read_text()
@@ -66,45 +73,62 @@ class Pair:
 
 
 def by_config(port):
-    return ["distributed=auto", f"distributed.coordinator=localhost:{port}", "distributed.processes=2", "distributed.process={number}"]
+    place = [f"distributed.coordinator=localhost:{port}", "distributed.processes=2", "distributed.process={number}"]
+    return ["distributed=auto", *place]
 
 
 def by_environment(port):
-    return [{"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(number)} for number in (0, 1)]
+    common = {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": "2"}
+    return [common | {"JAX_PROCESS_ID": str(number)} for number in (0, 1)]
 
 
 # ---------------------------------------------------------------- one video over two processes
 
-LAYOUTS = {  # each axis crosses from one process to the other in one of them
+LAYOUTS = {  # each axis crosses from one process to the other in one of them, with tokens on every device
     "tp": {"mesh.axes.dp": 1, "mesh.axes.tp": 8, "stages": ["text", "denoise"]},
-    "tokens over sp": {"mesh.axes.dp": 1, "mesh.axes.sp": 8, "mesh.axes.tp": 1, "sharding": "sequence", "stages": ["text", "denoise"]},
+    "tokens over sp": {
+        "mesh.axes.dp": 1, "mesh.axes.sp": 8, "mesh.axes.tp": 1, "sharding": "sequence", "stages": ["text", "denoise"],
+    },
+    "a ring over sp": {
+        "mesh.axes.dp": 1, "mesh.axes.sp": 8, "mesh.axes.tp": 1, "sharding": "ring", "stages": ["text", "denoise"],
+    },
     "guidance over dp": {"mesh.axes.dp": 2, "mesh.axes.tp": 4},
 }
+LAST, KILLED = len(LAYOUTS), len(LAYOUTS) + 2  # line numbers
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory, cache):
-    """Every layout as one line of a list, in one pair of processes; then a line that fails on both, and one in whose steps process 1 is killed."""
+def model(tmp_path_factory):
+    return tiny.overrides(tiny.make_checkpoint(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory, cache, model):
+    """Every layout as one line of a list, in one pair of processes; then a line that fails on both, and one in whose
+    steps process 1 is killed."""
     folder = tmp_path_factory.mktemp("two")
     lines = [*LAYOUTS.values(), {"mesh.axes.dp": 3}, {"steps": 900, "preview_every": 2}]
     (folder / "jobs.jsonl").write_text("".join(json.dumps({"prompt": PROMPT, **line}) + "\n" for line in lines))
-    command = ["run.py", *SMALL, cache, "mesh=cpu_8", "distributed=auto", "distributed.lost_seconds=10"]
+    command = ["run.py", *model, *SIZE_OVERRIDES, cache, "mesh=cpu_8", "distributed=auto", "distributed.lost_seconds=10"]
     command += [f"prompts={folder / 'jobs.jsonl'}", f"hydra.run.dir={folder}/{{number}}"]
     pair = Pair(folder, command, [FAST | each for each in by_environment(free_port())])
-    while not (folder / "0" / "0005" / "preview.png").exists():
-        assert pair.processes[0].poll() is None, pair.text(0)[-2000:] + pair.text(1)[-2000:]
+    deadline = time.monotonic() + 400
+    while not (folder / "0" / f"{KILLED:04d}" / "preview.png").exists():
+        running = pair.processes[0].poll() is None and time.monotonic() < deadline
+        assert running, pair.text(0)[-2000:] + pair.text(1)[-2000:]
         time.sleep(0.1)
     pair.processes[1].kill()
     pair.statuses = pair.ends(60)
     return folder, pair
 
 
-def test_two_processes_give_the_frames_of_one(two, generate):
-    alone = frames(generate("mesh=cpu_8", f"prompt={PROMPT}"))
+def test_two_processes_give_the_frames_of_one(two, generate, model):
+    one = [*model, *SIZE_OVERRIDES, "mesh=cpu_8", f"prompt={PROMPT}"]
+    alone = frames(generate(*one))
     for number, layout in enumerate(LAYOUTS, start=1):
         folder = two[0] / "0" / f"{number:04d}"
         if "stages" in LAYOUTS[layout]:  # all layouts decode alike: two processes do it once, this one the rest
-            folder = generate("mesh=cpu_8", f"prompt={PROMPT}", f"resume={folder}", "stages=[decode]", folder=str(number))
+            folder = generate(*one, f"resume={folder}", "stages=[decode]", folder=str(number))
         assert psnr(frames(folder), alone) > 55, layout
     assert alone.std() > 1
 
@@ -115,46 +139,56 @@ def frames(folder):
 
 def test_process_0_writes_and_all_are_tagged(two):
     folder, pair = two
-    assert {"video.mp4", "metrics.json", "config.yaml", "text.safetensors"} <= {path.name for path in (folder / "0" / "0003").iterdir()}
+    written = {path.name for path in (folder / "0" / f"{LAST:04d}").iterdir()}
+    assert {"video.mp4", "metrics.json", "config.yaml", "text.safetensors"} <= written
     left = {path.name for path in (folder / "1").rglob("*") if path.is_file() and ".hydra" not in path.parts}
     assert left == {"log.txt"}, "the other process leaves its log"
     assert "video.mp4" in pair.text(0) and "video.mp4" not in pair.text(1)
     for number in (0, 1):
         assert f"[{number}/2] process {number} of 2 ({socket.gethostname()}); all are here" in pair.text(number)
-        assert f"[{number}/2] error: 1 problem in the configuration" in pair.text(number), "an error of both is told, and the list goes on"
+        both = "an error of both is told, and the list goes on"
+        assert f"[{number}/2] error: 1 problem in the configuration" in pair.text(number), both
 
 
 def test_each_process_holds_its_part_of_the_mesh(two):
-    metrics = json.loads((two[0] / "0" / "0003" / "metrics.json").read_text())
+    metrics = json.loads((two[0] / "0" / f"{LAST:04d}" / "metrics.json").read_text())
     assert metrics["devices"] == 8 and metrics["processes"] == 2 and metrics["mesh"] == {"dp": 2, "sp": 1, "tp": 4}
 
 
 LOAD = """
-import sys, torch, jax, distributed, run, weights, records
+import sys, torch, jax
 from pathlib import Path
-from wan_torchax.config.schema import Rule, Table
 from tests.conftest import make_config
+from wan_torchax.config.schema import Rule, Table
+from wan_torchax.devices import distributed
+from wan_torchax.records.provenance import peak_host_bytes
+from wan_torchax.runtime import weights
+from wan_torchax.session import session
 config = make_config("mesh=cpu_8", "mesh.axes={{dp:1,sp:1,tp:8}}", *sys.argv[2:])
 distributed.join(config)
-mesh = run.start_jax(config)
+mesh = session.resolve(config, [], weights=False).mesh
 with torch.device("meta"):
     model = torch.nn.Sequential(*(torch.nn.Linear(8192, 8192, bias=False) for _ in range(16)))
 tensors = weights.plan(model, Table({{"all": Rule(r".*", ["tp"])}}), mesh, "float32", "x")
 arrays = weights.load(tensors, Path(sys.argv[1]), lambda count: None)
-print("peak", records.peak_host_bytes())
+print("peak", peak_host_bytes())
 distributed.finish()
 """
 
 
 def test_each_process_loads_only_what_it_owns(tmp_path):
-    """4 GiB of weights over eight devices: a process that has four of them never holds more than 0.6 of what one with all eight does."""
-    layout = {f"{layer}.weight": {"dtype": "F32", "shape": [8192, 8192], "data_offsets": [layer << 28, layer + 1 << 28]} for layer in range(16)}
+    """4 GiB of weights over eight devices: a process that has four of them never holds more than 0.6 of what one with
+    all eight does."""
+    layout = {
+        f"{layer}.weight": {"dtype": "F32", "shape": [8192, 8192], "data_offsets": [layer << 28, layer + 1 << 28]}
+        for layer in range(16)
+    }
     header = json.dumps(layout).encode()
     with (tmp_path / "model.safetensors").open("wb") as file:  # zeros that take no disk
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + (16 << 28))
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
-    alone = subprocess.run([sys.executable, "-c", LOAD.format(), str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True, env=environment)
+    command = [sys.executable, "-c", LOAD.format(), str(tmp_path)]
+    alone = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=without_devices())
     pair = Pair(tmp_path, ["-c", LOAD, str(tmp_path), *by_config(free_port())])
     assert pair.ends(300) == [0, 0], pair.text(0) + pair.text(1)
     one, *two = (int(re.search(r"peak (\d+)", text).group(1)) for text in (alone.stdout, pair.text(0), pair.text(1)))
@@ -176,13 +210,15 @@ def test_mismatched_configurations_end_both_at_once(tmp_path):
     pair = Pair(tmp_path, command)
     assert pair.ends(60) == [1, 1]
     for number in (0, 1):
-        assert re.search(r"process 1 of 2 \(.*\) differs from process 0 of 2 \(.*\):\n  - steps: 30 on process 0, 31 on process 1\n", pair.text(number))
+        difference = r":\n  - steps: 30 on process 0, 31 on process 1\n"
+        assert re.search(r"process 1 of 2 \(.*\) differs from process 0 of 2 \(.*\)" + difference, pair.text(number))
         assert "loaded in" not in pair.text(number) and "Traceback" not in pair.text(number)
 
 
 WAIT = """
-import os, sys, time, distributed
+import os, sys, time
 from tests.conftest import make_config
+from wan_torchax.devices import distributed
 try:
     config = make_config("distributed.lost_seconds=5", *sys.argv[1:])
     distributed.join(config)
@@ -193,7 +229,8 @@ try:
     time.sleep(60)
 except KeyboardInterrupt:
     distributed.leave("was interrupted", 130)
-except Exception as error:  # as run.attempt: an interpreter that ends by itself may find the watcher's thread inside the store, and abort
+except Exception as error:
+    # As attempt: an interpreter that ends by itself may find the watcher's thread inside the store, and abort.
     print(error, flush=True)
     distributed.regroup(str(error))
     sys.exit(1)
@@ -202,7 +239,8 @@ except Exception as error:  # as run.attempt: an interpreter that ends by itself
 
 def slurm(port):
     """What srun sets for two tasks; JAX makes the coordinator's port from the job's id."""
-    common = {"SLURM_JOB_ID": str(port), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "JAX_COORDINATOR_PORT": str(port)}
+    common = {"SLURM_JOB_ID": str(port), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    common["JAX_COORDINATOR_PORT"] = str(port)
     return [common | {"SLURM_PROCID": str(number), "SLURM_LOCALID": "0"} for number in (0, 1)]
 
 
@@ -223,12 +261,12 @@ def test_an_error_on_one_ends_all_with_its_message(tmp_path):
 
 def test_two_processes_with_one_number_are_told():
     port, settings = free_port(), make_config("distributed=auto", "distributed.join_seconds=4").distributed
-    kept = [distributed.sign_in(f"localhost:{port}", 2, number, settings) for number in (0, 1)]
-    with pytest.raises(schema.ConfigError, match="distributed.process=1: there is one already"):
+    stores = [distributed.sign_in(f"localhost:{port}", 2, number, settings) for number in (0, 1)]
+    with pytest.raises(ConfigError, match="distributed.process=1: there is one already"):
         distributed.sign_in(f"localhost:{port}", 2, 1, settings)
-    with pytest.raises(schema.ConfigError, match=f"cannot listen on port {port - 1}"):
+    with pytest.raises(ConfigError, match=f"cannot listen on port {port - 1}"):
         distributed.sign_in(f"localhost:{port}", 2, 0, settings)
-    del kept
+    del stores
 
 
 def test_a_coordinator_that_dies_is_named(tmp_path):
@@ -242,22 +280,27 @@ def test_a_coordinator_that_dies_is_named(tmp_path):
 
 def test_a_process_that_never_arrives_is_named(tmp_path):
     """Process 0 of one pair and process 1 of another."""
-    pair = Pair(tmp_path, ["-c", WAIT, "distributed=auto", "distributed.join_seconds=4"], [by_environment(free_port())[number] for number in (0, 1)])
+    strangers = [by_environment(free_port())[number] for number in (0, 1)]
+    pair = Pair(tmp_path, ["-c", WAIT, "distributed=auto", "distributed.join_seconds=4"], strangers)
     assert pair.ends(60) == [1, 1]
     assert "process 1 of 2 did not arrive within 4 s" in pair.text(0)
     assert re.search(r"process 0 of 2 did not answer at localhost:\d+ within 4 s", pair.text(1))
 
 
+KEYS = "distributed.coordinator, distributed.processes, distributed.process"
+PLACE = ["distributed.processes=2", "distributed.coordinator=host0"]
+
+
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        ([], "this is no Cloud TPU, GKE or Slurm job that JAX knows; set distributed.coordinator, distributed.processes, distributed.process"),
-        (["distributed.coordinator=host0", "distributed.processes=2", "distributed.process=1"], "write host:port of process 0, e.g. host0:8476"),
-        (["distributed.coordinator=host0:1", "distributed.processes=2", "distributed.process=2"], "must be from 0 to 1"),
+        ([], f"this is no Cloud TPU, GKE or Slurm job that JAX knows; set {KEYS}"),
+        ([*PLACE, "distributed.process=1"], "write host:port of process 0, e.g. host0:8476"),
+        ([*PLACE, "distributed.process=2"], "must be from 0 to 1"),
     ],
 )
 def test_what_cannot_be_joined_is_told(overrides, message):
-    with pytest.raises(schema.ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message):
         distributed.find(make_config("distributed=auto", *overrides).distributed)
 
 
@@ -271,8 +314,8 @@ def test_what_cannot_be_joined_is_told(overrides, message):
     ],
 )
 def test_settings_that_cannot_be_are_refused(overrides, message):
-    with pytest.raises(schema.ConfigError, match=message):
-        validation.validate(make_config(*overrides))
+    with pytest.raises(ConfigError, match=message):
+        validate(make_config(*overrides))
 
 
 # ---------------------------------------------------------------- the order of devices
@@ -280,17 +323,24 @@ def test_settings_that_cannot_be_are_refused(overrides, message):
 
 def chips(width, height, depth=1, kind="TPU v6 lite"):
     """Devices as JAX shows those of a slice of hosts with two by two chips each."""
-    found = []
+    listed = []
     for z in range(depth):
         for y in range(height):
             for x in range(width):
                 host = (z * (height // 2) + y // 2) * (width // 2) + x // 2
-                found.append(SimpleNamespace(coords=(x, y, z), core_on_chip=0, process_index=host, device_kind=kind, platform="tpu"))
-    return found
+                facts = dict(coords=(x, y, z), core_on_chip=0, process_index=host, device_kind=kind, platform="tpu")
+                listed.append(SimpleNamespace(**facts))
+    return listed
 
 
-SLICES = {"v6e_16": chips(4, 4), "v6e_32": chips(4, 8), "v5p_16": chips(2, 2, 2, "TPU v5"),
-          "gpu_2x8": [SimpleNamespace(id=number, process_index=number // 8, device_kind="NVIDIA H200", platform="gpu") for number in range(16)]}
+def gpus(count, hosts):
+    facts = dict(device_kind="NVIDIA H200", platform="gpu")
+    return [SimpleNamespace(id=number, process_index=number * hosts // count, **facts) for number in range(count)]
+
+
+SLICES = {
+    "v6e_16": chips(4, 4), "v6e_32": chips(4, 8), "v5p_16": chips(2, 2, 2, "TPU v5"), "gpu_2x8": gpus(16, 2),
+}
 
 
 @pytest.mark.parametrize("name", SLICES)
@@ -298,7 +348,8 @@ def test_the_axis_with_the_most_traffic_stays_inside_a_host_or_between_neighbour
     mesh = make_config(f"mesh={name}", "sharding=tp_ring").mesh
     laid = distributed.arrange(SLICES[name], tuple(mesh.axes.values()))
     assert laid.shape == tuple(mesh.axes.values()) and len({id(device) for device in laid.flat}) == mesh.devices
-    assert [device.process_index for device in laid.flat] == [number * mesh.hosts // mesh.devices for number in range(mesh.devices)], "as task=plan counts"
+    in_order = [number * mesh.hosts // mesh.devices for number in range(mesh.devices)]
+    assert [device.process_index for device in laid.flat] == in_order, "as task=plan counts"
     for group in laid.reshape(-1, mesh.axes.tp):
         if len({device.process_index for device in group}) > 1:
             spans = numpy.ptp([device.coords for device in group], axis=0) + 1
@@ -308,5 +359,5 @@ def test_the_axis_with_the_most_traffic_stays_inside_a_host_or_between_neighbour
 
 
 def test_a_slice_needs_every_host():
-    with pytest.raises(schema.ConfigError, match="1 hosts, 1 processes have joined, mesh.hosts=2"):
-        run.make_mesh(make_config("mesh=cpu_8", "mesh.hosts=2"))
+    with pytest.raises(ConfigError, match="1 hosts, 1 processes have joined, mesh.hosts=2"):
+        resolve_here("mesh=cpu_8", "mesh.hosts=2", "distributed=auto")

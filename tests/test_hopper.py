@@ -1,18 +1,23 @@
-"""The Hopper kernel without a Hopper GPU: it lowers, it is chosen, wrong settings are refused. benchmarks/attention_gpu.py checks its numbers on one."""
+"""The Hopper kernel without a Hopper GPU: it lowers, it is chosen, wrong settings are refused.
+
+benchmarks/attention_gpu.py checks its numbers on one.
+"""
 import jax
 import jax.numpy as jnp
 import pytest
-from wan_torchax.kernels import attention
 
 from tests.conftest import make_config
-from wan_torchax.config import schema, validation
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.validation import validate
+from wan_torchax.kernels.attention import Attend
+from wan_torchax.kernels.settings import Kernel
 
-HOPPER = schema.Kernel(kernel="hopper", block_q=128, block_kv=128)
+HOPPER = Kernel(kernel="hopper", block_q=128, block_kv=128)
 
 
 def lowered(tokens, heads, head_dim=128, keys=None):
     array = jax.ShapeDtypeStruct((2, tokens, heads * head_dim), jnp.bfloat16)
-    attend = jax.jit(lambda *arrays: attention.attend_flat(*arrays, head_dim, HOPPER, keys=keys))
+    attend = jax.jit(Attend(head_dim, HOPPER, keys=keys))
     return attend.trace(array, array, array).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -32,13 +37,17 @@ def test_the_exact_kernel_writes_over_the_fast_ones_results():
     assert "output_operand_alias" in lowered(1024, 2)
 
 
-@pytest.mark.parametrize("overrides, message", [
-    (["attention=hopper", "model.dtype.transformer=float16"], "attention.self.kernel=hopper: takes bfloat16, and model.dtype.transformer=float16"),
-    (["attention=hopper", "attention.self.block_kv=256"], "attention.self.block_kv=256: more does not fit the registers; use 64, 96, 128, 160"),
-    (["attention=hopper", "attention.self.block_q=256"], "attention.self.block_q=256: the Hopper kernel's tile is 128 queries; set 128"),
-    (["attention=hopper", "attention.self.window=100"], "attention.self.window=100: the Hopper kernel has no windows"),
-])
-def test_what_it_cannot_do_is_refused(overrides, message):
-    with pytest.raises(schema.ConfigError) as error:
-        validation.validate(make_config("model=wan21_t2v_1_3b", "resolution=480p", "mesh=gpu_1", *overrides))
-    assert message in str(error.value)
+SELF = "attention.self"
+REFUSED = {
+    "model.dtype.transformer=float16": f"{SELF}.kernel=hopper: takes bfloat16, and model.dtype.transformer=float16",
+    f"{SELF}.block_kv=256": f"{SELF}.block_kv=256: more does not fit the registers; use 64, 96, 128, 160",
+    f"{SELF}.block_q=256": f"{SELF}.block_q=256: the Hopper kernel's tile is 128 queries; set 128",
+    f"{SELF}.window=100": f"{SELF}.window=100: the Hopper kernel has no windows",
+}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_what_it_cannot_do_is_refused(override):
+    with pytest.raises(ConfigError) as error:
+        validate(make_config("model=wan21_t2v_1_3b", "resolution=480p", "mesh=gpu_1", "attention=hopper", override))
+    assert REFUSED[override] in str(error.value)

@@ -1,4 +1,4 @@
-"""Many videos over many workers: Hydra's launchers and shard=, each video made once, a lost worker's work taken up again."""
+"""Many videos over many workers: Hydra's launchers and shard=, each video made once, lost work taken up again."""
 import csv
 import json
 import os
@@ -21,8 +21,8 @@ LIGHT = [*SMALL, "steps=2", "stages=[text,denoise]", f"prompts={PROMPTS}"]
 
 
 def start(cache, *arguments):
-    command, environment = [sys.executable, "run.py", *LIGHT, cache, *arguments], os.environ | FAST
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command, streams = [sys.executable, "run.py", *LIGHT, cache, *arguments], dict(stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | FAST, stderr=subprocess.STDOUT, **streams)
 
 
 def done(folder) -> dict[str, int]:
@@ -31,20 +31,21 @@ def done(folder) -> dict[str, int]:
 
 def workers(folder) -> list[int]:
     """Processes that submitit has started for a sweep's jobs."""
-    found = []
+    listed = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             command = path.read_bytes().decode()
         except OSError:  # it has ended
             continue
         if "submitit.core._submit" in command and str(folder) in command:
-            found.append(int(path.parent.name))
-    return found
+            listed.append(int(path.parent.name))
+    return listed
 
 
 def test_a_lost_worker_loses_its_running_job_and_a_restart_makes_it(tmp_path, cache):
     """Two workers of submitit's local launcher, one of them killed while it makes a video."""
-    command = ["-m", "hydra/launcher=workers", "shard=1/2,2/2", "steps=12", "sweep.resume=true", f"hydra.sweep.dir={tmp_path}"]
+    sweep = ["shard=1/2,2/2", "steps=12", "sweep.resume=true", f"hydra.sweep.dir={tmp_path}"]
+    command = ["-m", "hydra/launcher=workers", *sweep]
     process = start(cache, *command)
     while not done(tmp_path):
         assert process.poll() is None, process.communicate()[0]
@@ -92,13 +93,15 @@ TPU = SimpleNamespace(platform="tpu", devices=8)
 
 
 def test_a_launcher_that_would_put_two_jobs_on_one_tpu_is_refused():
-    with pytest.raises(ConfigError, match="LocalLauncher may start two jobs on one host, and its tpu takes one process; leave hydra/launcher out"):
+    refusal = "LocalLauncher may start two jobs on one host, and its tpu takes one process; leave hydra/launcher out"
+    with pytest.raises(ConfigError, match=refusal):
         jobs.check_launcher(launcher("workers"), TPU)
     with pytest.raises(ConfigError, match="SlurmLauncher may .* use hydra/launcher=slurm, which asks for whole nodes"):
         jobs.check_launcher(launcher("submitit_slurm"), TPU)
     with pytest.raises(ConfigError, match="SlurmLauncher may"):
         jobs.check_launcher(launcher("slurm", "hydra.launcher.tasks_per_node=2"), TPU)
-    ray = SimpleNamespace(_target_="hydra_plugins.hydra_ray_launcher.ray_launcher.RayLauncher", ray=SimpleNamespace(remote={"resources": {"TPU": 4}}))
+    remote = SimpleNamespace(remote={"resources": {"TPU": 4}})
+    ray = SimpleNamespace(_target_="hydra_plugins.hydra_ray_launcher.ray_launcher.RayLauncher", ray=remote)
     with pytest.raises(ConfigError, match=r"RayLauncher may .* set hydra.launcher.ray.remote.resources=\{TPU:8\}"):
         jobs.check_launcher(ray, TPU)
 
@@ -107,11 +110,12 @@ def test_launchers_that_give_a_job_its_host_are_taken():
     jobs.check_launcher(launcher("basic"), TPU)
     jobs.check_launcher(launcher("slurm"), TPU)
     jobs.check_launcher(launcher("workers"), SimpleNamespace(platform="cpu", devices=1))
-    jobs.check_launcher(SimpleNamespace(_target_="x.RayLauncher", ray=SimpleNamespace(remote={"resources": {"TPU": 8}})), TPU)
+    remote = SimpleNamespace(remote={"resources": {"TPU": 8}})
+    jobs.check_launcher(SimpleNamespace(_target_="x.RayLauncher", ray=remote), TPU)
 
 
 def test_a_refusal_reaches_the_user(tmp_path):
-    command = [sys.executable, "run.py", "-m", "hydra/launcher=workers", "mesh=v6e_8", "seed=1,2", f"hydra.sweep.dir={tmp_path}"]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    sweep = ["-m", "hydra/launcher=workers", "mesh=v6e_8", "seed=1,2", f"hydra.sweep.dir={tmp_path}"]
+    answer = subprocess.run([sys.executable, "run.py", *sweep], cwd=ROOT, capture_output=True, text=True, check=False)
     assert answer.returncode == 1
     assert "its tpu takes one process" in answer.stderr

@@ -7,18 +7,16 @@ import jax
 import pytest
 from PIL import Image
 
-import run
-from tests.conftest import make_config
+from tests.conftest import build, make_config, resolve_there
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
-from wan_torchax.stages import denoise as stages
-from wan_torchax.tasks import compiler, plan
+from wan_torchax.tasks import compiler, plan, plan_page
 
 
 def make(folder, *overrides):
     config = make_config("task=plan", "plan.compiler=none", *overrides)
     validate(config)
-    return plan.make(config, run.abstract_mesh(config), folder)
+    return plan.make(config, folder)
 
 
 @pytest.fixture(scope="module")
@@ -28,18 +26,21 @@ def report(tmp_path_factory):
 
 
 def test_the_arithmetic_is_wans(report):
-    found = report[1]
-    assert found["tokens"] == 75_600
-    assert found["flops_per_step"]["total"] == pytest.approx(2 * 6523e12, rel=0.001)
-    assert found["flops_per_step"]["self-attention"] / found["flops_per_step"]["total"] == pytest.approx(0.72, abs=0.005)
-    assert found["floor_seconds_per_step"] == pytest.approx(1.78, abs=0.01)
+    made = report[1]
+    flops = made["flops_per_step"]
+    assert made["tokens"] == 75_600
+    assert flops["total"] == pytest.approx(2 * 6523e12, rel=0.001)
+    assert flops["self-attention"] / flops["total"] == pytest.approx(0.72, abs=0.005)
+    assert made["floor_seconds_per_step"] == pytest.approx(1.78, abs=0.01)
 
 
 def test_bytes_are_the_tables(report):
     transformer = report[1]["components"]["transformer"]
     assert transformer["parameters"] == pytest.approx(14.29e9, rel=0.001)
-    assert transformer["rules"]["attention_in"]["gib_per_chip"] == pytest.approx(transformer["rules"]["attention_in"]["gib"] / 4)
-    assert report[1]["components"]["text_encoder"]["gib"] == pytest.approx(10.6, abs=0.2), "bf16, as transformers loads it"
+    spread = transformer["rules"]["attention_in"]
+    assert spread["gib_per_chip"] == pytest.approx(spread["gib"] / 4)
+    text_encoder = report[1]["components"]["text_encoder"]
+    assert text_encoder["gib"] == pytest.approx(10.6, abs=0.2), "bf16, as transformers loads it"
     assert report[1]["fits"]
 
 
@@ -51,8 +52,8 @@ def test_communication_is_three_sums_of_the_hidden_states_in_each_block(report):
 
 
 def test_it_is_written_shown_and_drawn(report):
-    folder, found = report
-    assert json.loads((folder / "plan.json").read_text())["tokens"] == found["tokens"]
+    folder, made = report
+    assert json.loads((folder / "plan.json").read_text())["tokens"] == made["tokens"]
     text = (folder / "plan.md").read_text()
     assert "Floor at 100 % of peak: 1.776 s a step" in text and "| all-reduce | tp |" in text
     assert "No libtpu here, so no estimated step time" in text and "estimate from shapes" in text
@@ -76,19 +77,19 @@ def test_bytes_that_cross_hosts_follow_the_order_of_devices(kind, axis, share):
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would(tmp_path):
-    found = make(tmp_path, "model=wan21_t2v_14b", "resolution=720p", "mesh=v5e_8", "sharding=replicate")
-    assert not found["fits"] and "denoise does not fit, by" in found["why"] and "sharding=tp" in found["why"]
+    made = make(tmp_path, "model=wan21_t2v_14b", "resolution=720p", "mesh=v5e_8", "sharding=replicate")
+    assert not made["fits"] and "denoise does not fit, by" in made["why"] and "sharding=tp" in made["why"]
 
 
 def test_a_local_checkpoint_completes_the_architecture(tmp_path):
-    run.plan(make_config("task=plan", "mesh=v6e_1", "plan.compiler=none"), tmp_path)
+    plan.plan(make_config("task=plan", "mesh=v6e_1", "plan.compiler=none"), tmp_path)
     assert json.loads((tmp_path / "plan.json").read_text())["fits"]
 
 
 @pytest.mark.parametrize("mesh", ["v6e_1", "gpu_1"])
 def test_one_chip_plans_too(tmp_path, mesh):
-    found = make(tmp_path, "model=wan21_t2v_1_3b", "resolution=480p", f"mesh={mesh}")
-    assert found["fits"] and found["chips"] == 1 and not found["communication"]["rows"]
+    made = make(tmp_path, "model=wan21_t2v_1_3b", "resolution=480p", f"mesh={mesh}")
+    assert made["fits"] and made["chips"] == 1 and not made["communication"]["rows"]
 
 
 def test_plans_are_compared_best_first(report, tmp_path):
@@ -98,7 +99,7 @@ def test_plans_are_compared_best_first(report, tmp_path):
     for number, one in enumerate((bad, slow, good)):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "plan.json").write_text(json.dumps(one))
-    lines = plan.compare(tmp_path).splitlines()[2:]
+    lines = plan_page.compare(tmp_path).splitlines()[2:]
     assert [line.split("|")[1].strip() for line in lines] == ["2", "1", "0"]
     assert "does not fit, by 3.0 GiB" in lines[2]
 
@@ -120,7 +121,7 @@ def test_bad_plans_are_told(overrides, message):
 def test_a_compiler_that_fails_is_told(tmp_path):
     config = make_config("task=plan", "mesh=v6e_8", "plan.compiler='python -c 1/0'")
     with pytest.raises(ConfigError, match=r"plan.compiler: .* failed"):
-        plan.call_compiler(config, run.abstract_mesh(config), tmp_path / "program.bin")
+        plan.call_compiler(config, tmp_path / "program.bin")
 
 
 # ---------------------------------------------------------------- the estimate's arithmetic
@@ -134,25 +135,43 @@ def test_collectives_take_the_time_of_a_ring(kind, seconds):
     assert plan.travel_seconds({"kind": kind, "axis": "sp", "bytes": 1000}, {"dp": 2, "sp": 4}, link=100) == seconds
 
 
+def estimate(report, *overrides):
+    """Made-up compiler figures: 1.75e9 cycles are a second on v6e, 180 GB two at its links' speed."""
+    collectives = [{"kind": "all-to-all", "axis": "sp", "bytes": 180e9}]
+    compiled = {"cycles_by_group": {"norms": 1_750_000_000}, "collectives": collectives}
+    made = report | {"compiler": {"denoise": compiled}, "axes": {"dp": 2, "sp": 4, "tp": 1}}
+    return plan.estimate(resolve_there("task=plan", *overrides), made)
+
+
 def test_an_estimate_is_the_sum_of_its_parts(report):
-    """Made-up compiler figures: 1.75e9 cycles are a second on v6e, and each part is as the plan's own figures say."""
-    config = make_config("task=plan", "preset=t2v_14b_720p_v6e8_v1")
-    compiled = {"cycles_by_group": {"norms": 1_750_000_000}, "collectives": [{"kind": "all-to-all", "axis": "sp", "bytes": 180e9}]}
-    found = plan.estimate(config, report[1] | {"compiler": {"denoise": compiled}, "axes": {"dp": 2, "sp": 4, "tp": 1}})
-    parts = found["parts"]
+    made = estimate(report[1], "preset=t2v_14b_720p_v6e8_v1")
+    parts = made["parts"]
     assert parts["norms"] == 1 and parts["communication"] == pytest.approx(1)
-    assert parts["self-attention kernel"] == pytest.approx(4 * 75_600**2 * 5120 * 40 * 2 / (8 * 918e12) / config.plan.self_attention_share)
-    assert found["seconds_per_step"] == pytest.approx(sum(parts.values()) * config.plan.correction)
+    flops = 4 * 75_600**2 * 5120 * 40 * 2
+    assert parts["self-attention kernel"] == pytest.approx(flops / (8 * 918e12) / 0.626)
+    assert made["seconds_per_step"] == pytest.approx(sum(parts.values()) * 0.88)
 
 
-def test_outlined_kernels_keep_the_program_around_them():
+def test_a_plan_takes_its_own_chips_facts_and_the_users_before_them(report):
+    v5e = estimate(report[1], "preset=t2v_14b_480p_v5e8_v1")
+    assert v5e["correction"] == 1, "nothing was measured on a v5e, and v6e's factor is not its own"
+    assert v5e["parts"]["norms"] == pytest.approx(1.75 / 1.5)
+    said = estimate(report[1], "preset=t2v_14b_720p_v6e8_v1", "plan.correction=1", "plan.self_attention_share=0.45")
+    assert said["correction"] == 1
+    own = estimate(report[1], "preset=t2v_14b_720p_v6e8_v1")
+    kernel = "self-attention kernel"
+    assert said["parts"][kernel] / own["parts"][kernel] == pytest.approx(0.626 / 0.45)
+    with pytest.raises(ConfigError, match="plan.correction: not known for TPU v6 lite; give it, or add it to its file"):
+        estimate(report[1], "preset=t2v_14b_720p_v6e8_v1", "mesh.chip.correction=null")
+
+
+def test_outlined_kernels_leave_the_program_around_them_as_it_is():
     """What a plan compiles has the real program's operands: the same kernel calls, without their bodies."""
     overrides = "model=wan21_t2v_14b", "resolution=480p", "mesh=v6e_8", "attention=auto", "task=plan"
     texts = []
-    for config in (make_config(*overrides), plan.outlined(make_config(*overrides))):
-        mesh = run.abstract_mesh(config)
-        with jax.sharding.use_abstract_mesh(mesh):
-            texts.append(stages.lower(stages.build_denoise(config, mesh), platforms=("tpu",))["step"].as_text())
+    for resolved in (resolve_there(*overrides), plan.describe(make_config(*overrides))):
+        with jax.sharding.use_abstract_mesh(resolved.mesh):
+            texts.append(build(resolved, "denoise").programs.lower(platforms=("tpu",))["step"].as_text())
     calls = [[line.rpartition(" : ")[2] for line in text.splitlines() if "tpu_custom_call" in line] for text in texts]
     assert calls[0] == calls[1] and len(calls[0]) >= 4 and len(texts[1]) < len(texts[0])
 
@@ -163,8 +182,8 @@ HLO = """HloModule jit_step
 
 %body.1 (p: (s32[], bf16[8,4])) -> (s32[], bf16[8,4]) {
   %p = (s32[], bf16[8,4]{1,0}) parameter(0)
-  %gather.1 = (bf16[2,4]{1,0}, bf16[8,4]{1,0}) all-gather-start(%x), replica_groups=[2,4]<=[2,4]T(0,1), dimensions={0}, metadata={op_name="attn1/to_q/dot"}
-  %fusion.7 = bf16[8,4]{1,0} fusion(%p), kind=kLoop, metadata={op_name="jit(step)/while/body/norm1/mul"}, backend_config={"estimated_cycles":"100"}
+  %gather.1 = (bf16[2,4]{1,0}, bf16[8,4]{1,0}) all-gather-start(%x), replica_groups=[2,4]<=[2,4]T(0,1), dimensions={0}
+  %fusion.7 = bf16[8,4] fusion(%p), metadata={op_name="jit(step)/body/norm1/mul"}, config={"estimated_cycles":"100"}
   ROOT %tuple.1 = (s32[], bf16[8,4]{1,0}) tuple(%p)
 }
 
@@ -177,7 +196,7 @@ ENTRY %main.2 (a: bf16[8,4]) -> bf16[8,4] {
   %a = bf16[8,4]{1,0} parameter(0)
   %while.1 = (s32[], bf16[8,4]{1,0}) while(%init), condition=%condition.1, body=%body.1
   %sum.1 = f32[16]{0} all-reduce(%b), replica_groups={{0,4},{1,5},{2,6},{3,7}}, to_apply=%add
-  ROOT %fusion.9 = bf16[8,4]{1,0} fusion(%a), metadata={op_name="jit(step)/ffn/net/dot"}, backend_config={"estimated_cycles":"7"}
+  ROOT %fusion.9 = bf16[8,4] fusion(%a), metadata={op_name="jit(step)/ffn/net/dot"}, config={"estimated_cycles":"7"}
 }
 """
 
@@ -214,11 +233,11 @@ def test_every_way_to_write_a_group_is_read(groups, axis):
 @pytest.mark.skipif("TPU_PYTHON" not in os.environ, reason="TPU_PYTHON names no Python with libtpu")
 def test_libtpu_agrees_with_the_table(tmp_path):
     """The demo model on a v6e-8: the compiler's argument bytes are the table's and the states'."""
-    config = make_config("task=plan", "stages=[denoise]", "mesh=v6e_8", "attention=xla", f"plan.compiler={shlex.quote(os.environ['TPU_PYTHON'])}")
-    run.plan(config, tmp_path)
-    found = json.loads((tmp_path / "plan.json").read_text())
-    compiled = found["compiler"]["denoise"]
-    ratio = compiled["argument_bytes"] / (found["components"]["transformer"]["gib_per_chip"] * 2**30)
+    python = f"plan.compiler={shlex.quote(os.environ['TPU_PYTHON'])}"
+    plan.plan(make_config("task=plan", "stages=[denoise]", "mesh=v6e_8", "attention=xla", python), tmp_path)
+    made = json.loads((tmp_path / "plan.json").read_text())
+    compiled = made["compiler"]["denoise"]
+    ratio = compiled["argument_bytes"] / (made["components"]["transformer"]["gib_per_chip"] * 2**30)
     assert 1 <= ratio < 1.5, "small tensors are padded to whole tiles"
-    assert found["estimate"]["seconds_per_step"] > 0 and compiled["cycles"] > 0
+    assert made["estimate"]["seconds_per_step"] > 0 and compiled["cycles"] > 0
     assert sum(compiled["cycles_by_group"].values()) == pytest.approx(compiled["cycles"], rel=0.05)

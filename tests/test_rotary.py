@@ -4,12 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
-from wan_torchax.kernels import attention, rotary
 
-from wan_torchax.config import schema
+from wan_torchax.kernels import rotary
+from wan_torchax.kernels.attention import Attend
+from wan_torchax.kernels.settings import Kernel, Parallel
 
-PLAIN = schema.Kernel(kernel="xla")
-LANES = schema.Kernel(kernel="splash", interpret=True)
+PLAIN = Kernel(kernel="xla")
+LANES = Kernel(kernel="splash", interpret=True)
 
 
 def make_inputs(tokens, heads, head_dim, dtype=jnp.float32):
@@ -21,7 +22,8 @@ def make_inputs(tokens, heads, head_dim, dtype=jnp.float32):
 
 def complex_rotation(array, cosine, sine, head_dim):
     pairs = np.asarray(array, np.float64).reshape(*array.shape[:2], -1, head_dim // 2, 2)
-    turned = (pairs[..., 0] + 1j * pairs[..., 1]) * (np.asarray(cosine, np.float64) + 1j * np.asarray(sine, np.float64))[:, None, ::2]
+    angles = (np.asarray(cosine, np.float64) + 1j * np.asarray(sine, np.float64))[:, None, ::2]
+    turned = (pairs[..., 0] + 1j * pairs[..., 1]) * angles
     return np.stack((turned.real, turned.imag), axis=-1).reshape(array.shape)
 
 
@@ -29,7 +31,8 @@ def complex_rotation(array, cosine, sine, head_dim):
 @pytest.mark.parametrize("tokens, heads, head_dim", [(300, 2, 128), (7, 2, 64), (19, 3, 64)])
 def test_rotation_is_multiplication_by_a_complex_number(tokens, heads, head_dim, kernel):
     inputs = make_inputs(tokens, heads, head_dim)
-    np.testing.assert_allclose(rotary.rotate(*inputs, head_dim, kernel)[0], complex_rotation(*inputs, head_dim), atol=1e-5)
+    turned = rotary.rotate(*inputs, head_dim, kernel)[0]
+    np.testing.assert_allclose(turned, complex_rotation(*inputs, head_dim), atol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", [PLAIN, LANES], ids=lambda kernel: kernel.kernel)
@@ -52,17 +55,20 @@ def test_attention_turns_queries_and_keys_on_every_device(tokens):
     key, value = query[::-1] * 0.3, query + 1
     turned = [jnp.asarray(complex_rotation(x, cosine, sine, 64), jnp.float32) for x in (query, key)]
     mesh = jax.make_mesh((2, 4), ("u", "r"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    parallel = schema.Parallel(ulysses="u", ring="r")
-    out = jax.jit(lambda *arrays: attention.attend_flat(*arrays[:3], 64, PLAIN, parallel, mesh, rotary=arrays[3:]))(query, key, value, cosine, sine)
-    np.testing.assert_allclose(out, attention.attend_flat(*turned, value, 64, PLAIN), atol=1e-5)
+    parallel = Parallel(ulysses="u", ring="r")
+    attend = Attend(64, PLAIN, parallel, mesh)
+    out = jax.jit(lambda *arrays: attend(*arrays[:3], rotary=arrays[3:]))(query, key, value, cosine, sine)
+    np.testing.assert_allclose(out, Attend(64, PLAIN)(*turned, value), atol=1e-5)
 
 
 def test_kernel_lowers_for_tpu():
     device = AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
     mesh = AbstractMesh((1,), ("x",), abstract_device=device)
-    kernel = schema.Kernel(kernel="splash")
-    arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-              for shape, dtype in (((1, 75_600, 5120), jnp.bfloat16), ((75_600, 128), jnp.float32), ((75_600, 128), jnp.float32))]
+    kernel = Kernel(kernel="splash")
+    shapes, whole = ((1, 75_600, 5120), (75_600, 128), (75_600, 128)), NamedSharding(mesh, PartitionSpec())
+    dtypes = (jnp.bfloat16, jnp.float32, jnp.float32)
+    arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=whole) for shape, dtype in zip(shapes, dtypes)]
+    rotate = jax.jit(lambda *arrays: rotary.rotate(*arrays, 128, kernel))
     with jax.sharding.use_abstract_mesh(mesh):
-        exported = jax.export.export(jax.jit(lambda *arrays: rotary.rotate(*arrays, 128, kernel)), platforms=["tpu"])(*arrays)
+        exported = jax.export.export(rotate, platforms=["tpu"])(*arrays)
     assert "tpu_custom_call" in exported.mlir_module()

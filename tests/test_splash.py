@@ -9,17 +9,21 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError
-from wan_torchax.kernels import attention, splash
 
-from wan_torchax.config import schema, validation
+from wan_torchax.config import schema
+from wan_torchax.config.attention import attention_problems, choose
+from wan_torchax.config.commandline import CONF
+from wan_torchax.kernels import attention, splash
+from wan_torchax.kernels.attention import Attend
+from wan_torchax.kernels.settings import Kernel, Parallel
 
 QUICK = {"xla_backend_optimization_level": 0}  # each shape is compiled once and run once
 # Small blocks, so that a few hundred tokens make several blocks, tiles and chunks and a tail.
-SPLASH = schema.Kernel(kernel="splash", block_q=256, block_kv=512, tile_kv=256, sub_q=128, chunk_kv=128, interpret=True)
-XLA = schema.Kernel(kernel="xla", block_q=96, block_kv=80)
+SPLASH = Kernel(kernel="splash", block_q=256, block_kv=512, tile_kv=256, sub_q=128, chunk_kv=128, interpret=True)
+XLA = Kernel(kernel="xla", block_q=96, block_kv=80)
 LENGTHS = [  # (queries, keys)
-    (1, 257), (257, 1), (2, 3), (7, 13), (127, 129), (128, 128), (129, 127), (256, 256), (257, 257), (100, 512), (64, 769),
-    (300, 512), (511, 513), (512, 769), (640, 257),
+    (1, 257), (257, 1), (2, 3), (7, 13), (127, 129), (128, 128), (129, 127), (256, 256), (257, 257), (100, 512),
+    (64, 769), (300, 512), (511, 513), (512, 769), (640, 257),
     (1023, 1023),  # 32,760 tokens leave 2040 of the last 2048; this leaves 255 of 256
     (629, 629),  # 75,600 leave 1872 of 4096; this leaves 117 of 256
 ]
@@ -28,7 +32,8 @@ CASES += [(*lengths, 64, {}) for lengths in LENGTHS[::2]]
 CASES += [(*lengths, 128, {"fold_scale": False}) for lengths in LENGTHS[1::4]]
 WHOLE_CASES = [(*lengths, head_dim, {"smooth_keys": True}) for lengths in LENGTHS[-2:] for head_dim in (64, 128)]
 WHOLE_CASES += [(512, 769, 128, {}), (640, 257, 64, {})]
-WHOLE_CASES += [(tokens, tokens, head_dim, {"window": window}) for tokens, window in ((257, 0), (300, 20), (629, 400)) for head_dim in (64, 128)]
+WINDOWS = ((257, 0), (300, 20), (629, 400))
+WHOLE_CASES += [(tokens, tokens, dim, {"window": window}) for tokens, window in WINDOWS for dim in (64, 128)]
 
 
 def random_inputs(queries, keys, head_dim, mean=4.0, spread=1.0, heads=1):
@@ -39,13 +44,16 @@ def random_inputs(queries, keys, head_dim, mean=4.0, spread=1.0, heads=1):
 
 
 def attend(inputs, head_dim, kernel):
-    return jax.jit(lambda *arrays: attention.attend_flat(*arrays, head_dim, kernel), compiler_options=QUICK)(*inputs)
+    return jax.jit(Attend(head_dim, kernel), compiler_options=QUICK)(*inputs)
 
 
 def fast_alone(query, key, value, head_dim=128, kernel=SPLASH):
     """Output and log_sum of the fast kernel without the exact one behind it."""
-    run = jax.jit(lambda *arrays: splash.call(splash.fast_kernel, *arrays, arrays[1].shape[1], head_dim, kernel), compiler_options=QUICK)
-    out_t, log_sum = run(query, key, value.swapaxes(1, 2))
+
+    def fast(*arrays):
+        return splash.call(splash.fast_kernel, *arrays, key.shape[1], head_dim, kernel)
+
+    out_t, log_sum = jax.jit(fast, compiler_options=QUICK)(query, key, value.swapaxes(1, 2))
     return out_t.swapaxes(1, 2), log_sum
 
 
@@ -68,7 +76,11 @@ def relative_error(out, truth):
 def error_of_jax(inputs, head_dim, truth, window=None):
     """The error of JAX's own attention in bf16, which ours is measured by."""
     split = [x.reshape(1, x.shape[1], -1, head_dim) for x in inputs]
-    out = jax.jit(lambda *arrays: jax.nn.dot_product_attention(*arrays, local_window_size=window), compiler_options=QUICK)(*split)
+
+    def theirs(*arrays):
+        return jax.nn.dot_product_attention(*arrays, local_window_size=window)
+
+    out = jax.jit(theirs, compiler_options=QUICK)(*split)
     return relative_error(out.reshape(inputs[0].shape), truth)
 
 
@@ -158,14 +170,20 @@ def test_inputs_that_are_not_finite_end():
 @pytest.mark.parametrize("name, kernel", [("splash", SPLASH), ("splash", replace(SPLASH, window=90)), ("xla", XLA)])
 def test_log_sum_is_the_log_of_the_softmax_denominator(name, kernel):
     query, key, value = random_inputs(300, 300, 64, mean=1, heads=2)
-    _, log_sum = jax.jit(lambda *arrays: attention.KERNELS[name](*arrays, arrays[1].shape[1], 64, kernel), compiler_options=QUICK)(query, key, value)
+
+    def run(*arrays):
+        return attention.KERNELS[name](*arrays, key.shape[1], 64, kernel)
+
+    _, log_sum = jax.jit(run, compiler_options=QUICK)(query, key, value)
     scores = np.einsum("qhd,khd->hqk", *(np.asarray(x[0], np.float64).reshape(300, 2, 64) for x in (query, key))) / 8
     if kernel.window is not None:
         scores = np.where(abs(np.subtract.outer(np.arange(300), np.arange(300))) <= kernel.window, scores, -np.inf)
     np.testing.assert_allclose(log_sum[0], np.log(np.exp(scores).sum(axis=-1)), atol=1e-4)
 
 
-@pytest.mark.parametrize("queries, keys, window", [(1, 1, None), (257, 769, None), (300, 300, 20), (96, 80, None), (500, 333, None)])
+@pytest.mark.parametrize(
+    "queries, keys, window", [(1, 1, None), (257, 769, None), (300, 300, 20), (96, 80, None), (500, 333, None)]
+)
 def test_xla_is_exact_in_float32(queries, keys, window):
     inputs = [x.astype(jnp.float32) for x in random_inputs(queries, keys, 40)]
     out = attend(inputs, 40, replace(XLA, window=window))
@@ -174,13 +192,18 @@ def test_xla_is_exact_in_float32(queries, keys, window):
 
 def test_xla_never_holds_the_score_matrix():
     shape = jax.ShapeDtypeStruct((1, 8192, 16), jnp.float32)
-    compiled = jax.jit(lambda *arrays: attention.attend_flat(*arrays, 16, replace(XLA, block_q=512, block_kv=512))).lower(shape, shape, shape).compile()
+    attend = jax.jit(Attend(16, replace(XLA, block_q=512, block_kv=512)))
+    compiled = attend.lower(shape, shape, shape).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 8192 * 8192 * 4 / 10
 
 
-def test_few_keys_go_to_xla():
-    kernel = replace(SPLASH, min_keys=20_000)
-    assert attention.chosen(kernel, 19_999) == "xla" and attention.chosen(kernel, 20_000) == "splash"
+def test_few_keys_go_to_xla(monkeypatch):
+    used = []
+    for name in ("splash", "xla"):
+        monkeypatch.setitem(attention.KERNELS, name, lambda *arguments, name=name: used.append(name))
+    for keys in (19_999, 20_000):
+        Attend(128, replace(SPLASH, min_keys=20_000)).local(None, None, None, keys)
+    assert used == ["xla", "splash"]
 
 
 DEVICE_KINDS = {"splash_v6e": "TPU v6 lite", "splash_v5e": "TPU v5 lite", "splash_v5p": "TPU v5"}
@@ -188,7 +211,7 @@ DEVICE_KINDS = {"splash_v6e": "TPU v6 lite", "splash_v5e": "TPU v5 lite", "splas
 
 def shipped(name):
     """conf/attention/<name>.yaml as the dataclasses that Hydra fills from it."""
-    return OmegaConf.to_object(OmegaConf.merge(schema.root().attention, OmegaConf.load(attention.CONF / f"{name}.yaml")))
+    return OmegaConf.to_object(OmegaConf.merge(schema.root().attention, OmegaConf.load(CONF / "attention" / f"{name}.yaml")))
 
 
 @pytest.mark.parametrize("part, keys", [("self", 75_600), ("self", 32_760), ("cross", 512), ("cross", 769)])
@@ -198,15 +221,16 @@ def test_shipped_blocks_lower_for_their_tpu(name, part, keys):
     queries = max(keys, 32_760)
     device = AbstractDevice(device_kind=DEVICE_KINDS[name], num_cores=1, platform="tpu")
     mesh = AbstractMesh((1,), ("x",), abstract_device=device)
-    arrays = [jax.ShapeDtypeStruct((1, tokens, 256), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec())) for tokens in (queries, keys, keys)]
+    shapes, whole = [(1, tokens, 256) for tokens in (queries, keys, keys)], NamedSharding(mesh, PartitionSpec())
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole) for shape in shapes]
     with jax.sharding.use_abstract_mesh(mesh):
-        exported = jax.export.export(jax.jit(lambda *arrays: attention.attend_flat(*arrays, 128, kernel)), platforms=["tpu"])(*arrays)
+        exported = jax.export.export(jax.jit(Attend(128, kernel)), platforms=["tpu"])(*arrays)
     assert exported.mlir_module().count("tpu_custom_call") >= 2  # the fast kernel and the exact one
 
 
 @pytest.mark.parametrize("name", ["auto", "xla", "cudnn", "hopper", *DEVICE_KINDS])
 def test_shipped_configs_are_sound(name):
-    assert validation.attention_problems(shipped(name), 40, 128, {}, schema.Parallel()) == []
+    assert list(attention_problems(shipped(name), 40, 128, {}, Parallel())) == []
 
 
 def test_an_unknown_key_is_refused():
@@ -214,44 +238,57 @@ def test_an_unknown_key_is_refused():
         OmegaConf.merge(schema.root().attention, {"self": {"blok_q": 512}})
 
 
-@pytest.mark.parametrize("change, head_dim, message", [
-    ({"block_q": 100}, 128, "attention.self.block_q=100: must be a multiple of 128; nearest 128"),
-    ({"tile_kv": 384, "chunk_kv": 256}, 128, "attention.self.tile_kv=384: must be a multiple of chunk_kv=256; nearest 256 or 512"),
-    ({"block_kv": 640, "tile_kv": 512}, 128, "attention.self.block_kv=640: must be a multiple of tile_kv=512; nearest 512 or 1024"),
-    ({"sub_q": 64}, 128, "attention.self.sub_q=64: must be a multiple of 128"),
+SELF = "attention.self"
+WRONG = [
+    ({"block_q": 100}, 128, f"{SELF}.block_q=100: must be a multiple of 128; nearest 128"),
+    ({"tile_kv": 384, "chunk_kv": 256}, 128, f"{SELF}.tile_kv=384: must be a multiple of chunk_kv=256; nearest 256 or 512"),
+    ({"block_kv": 640, "tile_kv": 512}, 128, f"{SELF}.block_kv=640: must be a multiple of tile_kv=512; nearest 512"),
+    ({"sub_q": 64}, 128, f"{SELF}.sub_q=64: must be a multiple of 128"),
     ({"block_q": 16384, "block_kv": 16384, "vmem_mib": 16}, 128, "MiB of VMEM, the limit is vmem_mib=16"),
-    ({}, 96, "attention.self.kernel=splash: serves head dims 64 and 128, the model has 96; use kernel=xla"),
-    ({"kernel": "splahs"}, 128, "attention.self.kernel=splahs: unknown; nearest: splash"),
-    ({"kernel": "cudnn", "window": 5}, 128, "attention.self.window=5: cuDNN"),
-    ({"window": -1}, 128, "attention.self.window=-1"),
-])
+    ({}, 96, f"{SELF}.kernel=splash: serves head dims 64 and 128, the model has 96; use kernel=xla"),
+    ({"kernel": "splahs"}, 128, f"{SELF}.kernel=splahs: unknown; nearest: splash"),
+    ({"kernel": "cudnn", "window": 5}, 128, f"{SELF}.window=5: cuDNN"),
+    ({"window": -1}, 128, f"{SELF}.window=-1"),
+]
+
+
+@pytest.mark.parametrize("change, head_dim, message", WRONG)
 def test_wrong_blocks_are_refused_with_the_way_out(change, head_dim, message):
-    problems = validation.attention_problems(schema.Attention(self=replace(SPLASH, **change), cross=XLA), 12, head_dim, {}, schema.Parallel())
+    wrong = schema.Attention(self=replace(SPLASH, **change), cross=XLA)
+    problems = list(attention_problems(wrong, 12, head_dim, {}, Parallel()))
     assert any(message in problem for problem in problems), problems
 
 
-@pytest.mark.parametrize("kind, platform, dtype, expected", [
-    ("TPU v6 lite", "tpu", "bfloat16", "splash_v6e"), ("TPU v5 lite", "tpu", "bfloat16", "splash_v5e"), ("TPU v5", "tpu", "bfloat16", "splash_v5p"),
-    ("NVIDIA H200", "gpu", "bfloat16", "hopper"),
-    ("NVIDIA A100-SXM4-80GB", "gpu", "bfloat16", "cudnn"), ("NVIDIA H200", "gpu", "float32", "xla"), ("cpu", "cpu", "float32", "xla"),
-])
-def test_auto_takes_the_values_of_the_device_file(kind, platform, dtype, expected):
-    resolved = attention.resolve(shipped("auto"), SimpleNamespace(device_kind=kind, platform=platform), dtype)
-    assert (resolved.self, resolved.cross) == (shipped(expected).self, shipped(expected).cross)
+def devices(kind, platform="tpu"):
+    return SimpleNamespace(kind=kind, platform=platform)
+
+
+V6E = devices("TPU v6 lite")
+CHOSEN = [
+    (V6E, "bfloat16", "splash_v6e"), (devices("TPU v5 lite"), "bfloat16", "splash_v5e"),
+    (devices("TPU v5"), "bfloat16", "splash_v5p"), (devices("NVIDIA H200", "gpu"), "bfloat16", "hopper"),
+    (devices("NVIDIA A100-SXM4-80GB", "gpu"), "bfloat16", "cudnn"), (devices("NVIDIA H200", "gpu"), "float32", "xla"),
+    (devices("cpu", "cpu"), "float32", "xla"),
+]
+
+
+@pytest.mark.parametrize("here, dtype, expected", CHOSEN)
+def test_auto_takes_the_values_of_the_device_file(here, dtype, expected):
+    chosen = choose(shipped("auto"), here, dtype, 128)
+    assert (chosen.self, chosen.cross) == (shipped(expected).self, shipped(expected).cross)
 
 
 @pytest.mark.parametrize("dtype, head_dim", [("float32", 128), ("bfloat16", 32)])
 def test_auto_takes_xla_where_the_chips_kernel_does_not_serve(dtype, head_dim):
-    resolved = attention.resolve(shipped("auto"), SimpleNamespace(device_kind="TPU v6 lite", platform="tpu"), dtype, head_dim)
-    assert resolved.self == shipped("xla").self and resolved.cross == shipped("xla").cross
+    chosen = choose(shipped("auto"), V6E, dtype, head_dim)
+    assert chosen.self == shipped("xla").self and chosen.cross == shipped("xla").cross
 
 
-def test_auto_keeps_a_window_asked_for():
+def test_auto_leaves_a_window_asked_for():
     asked = replace(shipped("auto"), self=replace(shipped("auto").self, window=100))
-    resolved = attention.resolve(asked, SimpleNamespace(device_kind="TPU v6 lite", platform="tpu"), "bfloat16")
-    assert resolved.self == replace(shipped("splash_v6e").self, window=100)
+    assert choose(asked, V6E, "bfloat16", 128).self == replace(shipped("splash_v6e").self, window=100)
 
 
 def test_auto_refuses_a_device_it_does_not_know():
     with pytest.raises(schema.ConfigError, match="TPU v9.*TPU v6 lite"):
-        attention.resolve(shipped("auto"), SimpleNamespace(device_kind="TPU v9", platform="tpu"), "bfloat16")
+        choose(shipped("auto"), devices("TPU v9"), "bfloat16", 128)

@@ -44,6 +44,12 @@ def test_a_scheduler_that_no_table_can_stand_for_is_told(argument):
         sampling.scheduler_table(make_config("scheduler=dpm", f"{sign}scheduler.arguments.{argument}", "steps=8"))
 
 
+@pytest.mark.parametrize("override", ["scheduler.arguments.prediction_type=none", "+scheduler.arguments.shift=3"])
+def test_arguments_that_a_scheduler_does_not_take_are_told(override):
+    with pytest.raises(ConfigError, match=r"scheduler.target=UniPCMultistepScheduler: fails with .*; use scheduler=unipc"):
+        sampling.scheduler_table(make_config(override))
+
+
 def test_noise_is_the_seed_alone():
     shape = 1, 16, 5, 16, 16
     first, again, other = (sampling.noise(seed, shape) for seed in (1, 1, 2))

@@ -2,6 +2,7 @@
 import contextlib
 import os
 import re
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -33,6 +34,7 @@ TEXT_KEYS = {
     "prompt.negative": "prompt.negative",
 }
 USER_ERRORS = (HydraException, OmegaConfBaseException)
+composing = threading.RLock()
 
 ConfigStore.instance().store("schema", schema.root())
 
@@ -51,13 +53,14 @@ def compose(overrides: Iterable[str]) -> DictConfig:
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Hydra keeps its state for the whole process; whoever else uses it finds theirs again."""
-    others, base = GlobalHydra.instance().hydra, VersionBase.instance().version_base
-    GlobalHydra.instance().clear()
-    try:
-        yield
-    finally:
-        GlobalHydra.instance().hydra, VersionBase.instance().version_base = others, base
+    """Hydra keeps its state for the whole process: one thread at a time, and others find theirs again."""
+    with composing:
+        others, base = GlobalHydra.instance().hydra, VersionBase.instance().version_base
+        GlobalHydra.instance().clear()
+        try:
+            yield
+        finally:
+            GlobalHydra.instance().hydra, VersionBase.instance().version_base = others, base
 
 
 def options(group: str) -> list[str]:

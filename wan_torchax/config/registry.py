@@ -12,6 +12,7 @@ STAGES = {
 COMPONENTS = {
     "text_encoder": "wan_torchax.models.text_encoder.TextEncoder",
     "transformer": "wan_torchax.models.transformer.Transformer",
+    "transformer_2": "wan_torchax.models.transformer.Transformer",
     "vae": "wan_torchax.models.vae.Vae",
 }
 TASKS = {
@@ -20,6 +21,16 @@ TASKS = {
     "tune": "wan_torchax.tasks.tune.tune",
     "presets": "wan_torchax.tasks.presets.presets",
 }
+
+
+# Components that another's settings describe (architecture, dtype, sharding): they have other weights and nothing else,
+# so that one compiled program serves both.
+TWINS = {"transformer_2": "transformer"}
+
+
+def described_by(component: str) -> str:
+    """The name under which a component stands in the config."""
+    return TWINS.get(component, component)
 
 
 def load(table: dict[str, str], name: str):

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from wan_torchax.config import attention, validation
 from wan_torchax.config.geometry import Geometry
 from wan_torchax.config.graph import Graph
+from wan_torchax.config.registry import described_by
 from wan_torchax.config.schema import ConfigError
 
 
@@ -106,7 +107,10 @@ def resolve(config: DictConfig, checkpoints: Mapping[str, Checkpoint], devices: 
     complete = config.copy()
     complete.mesh.axes, complete.mesh.devices = size_axes(config.mesh, devices), used_devices(config.mesh, devices)
     for component, checkpoint in checkpoints.items():
-        complete.model.architecture[component] = checkpoint.architecture
+        name = described_by(component)
+        if checkpoint.architecture != checkpoints.get(name, checkpoint).architecture:
+            raise ConfigError(f"{checkpoint.folder} and {checkpoints[name].folder} are of different architectures")
+        complete.model.architecture[name] = checkpoint.architecture
     transformer = complete.model.architecture.transformer
     dtype, head_dim = complete.model.dtype.transformer, transformer.attention_head_dim
     chosen = attention.choose(OmegaConf.to_object(complete.attention), devices, dtype, head_dim)

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from wan_torchax.config.attention import attention_problems, takes_dtype
 from wan_torchax.config.geometry import Geometry
 from wan_torchax.config.graph import Graph
-from wan_torchax.config.registry import COMPONENTS, STAGES, TASKS
+from wan_torchax.config.registry import COMPONENTS, STAGES, TASKS, described_by
 from wan_torchax.config.schema import DTYPES, GUIDANCE, PLATFORMS, Config, ConfigError, Op, PipelineStage, Rule
 from wan_torchax.config.wording import listed, nearest, nearest_multiple, one_of
 
@@ -50,8 +50,8 @@ def pipeline_problems(config: Config) -> Iterator[str]:
         yield from one_of("pipeline.stages", name, STAGES)
         for component in stage.uses:
             yield from one_of(f"pipeline.stages.{name}.uses", component, COMPONENTS)
-            if component in COMPONENTS and component not in config.model.dtype:
-                yield f"model.dtype.{component}: missing; one of: {', '.join(DTYPES)}"
+            if component in COMPONENTS and described_by(component) not in config.model.dtype:
+                yield f"model.dtype.{described_by(component)}: missing; one of: {', '.join(DTYPES)}"
     for name, value in graph.missing(graph.stages):
         yield f"pipeline.stages.{name}.takes={value}: neither an input nor given by a stage before {name}"
     given = [value for stage in graph.stages.values() for value in stage.gives]
@@ -203,7 +203,7 @@ def spec_axes(spec) -> list[str]:
 
 def table_problems(config: Config) -> Iterator[str]:
     used = Graph.of(config.pipeline).components(config.pipeline.stages)
-    for component in (name for name in used if name in COMPONENTS):
+    for component in {described_by(name): None for name in used if name in COMPONENTS}:
         table = config.sharding[component]
         yield from one_of(f"sharding.{component}.unmatched", table.unmatched, ("replicate", "error"))
         for kind in ("weights", "activations"):

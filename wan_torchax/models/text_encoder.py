@@ -8,9 +8,9 @@ class TextEncoder:
     ignored = ()
 
     @staticmethod
-    def build(config, name: str = "text_encoder") -> torch.nn.Module:
+    def build(config) -> torch.nn.Module:
         with torch.device("meta"):
-            settings = transformers.UMT5Config(**OmegaConf.to_container(config.model.architecture[name]))
+            settings = transformers.UMT5Config(**OmegaConf.to_container(config.model.architecture.text_encoder))
             module = transformers.UMT5EncoderModel(settings).eval()
         if module.encoder.embed_tokens.weight is not module.shared.weight:
             raise RuntimeError("transformers left the encoder's embedding untied from the shared table: it gives noise")

@@ -15,9 +15,9 @@ class Transformer:
     ignored = (r".*norm_added_q",)  # checkpoints hold it, no version of the model uses it
 
     @staticmethod
-    def build(config, name: str = "transformer") -> torch.nn.Module:
+    def build(config) -> torch.nn.Module:
         """The module on the meta device, its blocks under a loop where the config says so."""
-        module = construct(diffusers.WanTransformer3DModel, config.model.architecture[name])
+        module = construct(diffusers.WanTransformer3DModel, config.model.architecture.transformer)
         settings = module.config
         # RoPE's tables are computed when the module is made, which the meta device does not do.
         module.rope = type(module.rope)(

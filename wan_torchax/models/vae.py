@@ -10,8 +10,8 @@ class Vae:
     ignored = ()
 
     @staticmethod
-    def build(config, name: str = "vae") -> torch.nn.Module:
-        return construct(diffusers.AutoencoderKLWan, config.model.architecture[name])
+    def build(config) -> torch.nn.Module:
+        return construct(diffusers.AutoencoderKLWan, config.model.architecture.vae)
 
 
 def decode_chunk(vae, latent, caches):

@@ -10,6 +10,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from wan_torchax import ROOT
+from wan_torchax.config.registry import described_by
 from wan_torchax.config.resolve import Checkpoint
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import listed
@@ -30,7 +31,7 @@ def find(model, component: str) -> Checkpoint:
     """One component's folder, its architecture and its fingerprint. Its config.json may add to the config's
     architecture, not contradict it."""
     folder = find_folder(model, component)
-    architecture = read_architecture(folder, model.architecture.get(component, {}), component)
+    architecture = read_architecture(folder, model.architecture[described_by(component)], described_by(component))
     folders = [folder, *(find_folder(model, other) for other in BESIDE.get(component, ()))]
     return Checkpoint(folder, architecture, fingerprint(folders))
 

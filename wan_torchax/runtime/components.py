@@ -15,18 +15,19 @@ log = logging.getLogger("wan")
 
 def settings_of(name: str) -> tuple[str, ...]:
     """The config keys that a component's arrays follow from."""
-    return f"model.architecture.{name}", f"model.dtype.{name}", "model.scan_blocks", f"sharding.{name}"
+    key = registry.described_by(name)
+    return f"model.architecture.{key}", f"model.dtype.{key}", "model.scan_blocks", f"sharding.{key}"
 
 
 class Component:
     """The plan of a component's arrays, and those of them that are on the devices."""
 
     def __init__(self, name: str, resolved: Resolved):
-        recipe, self.checkpoint = resolved.recipe(settings_of(name)), resolved.checkpoints.get(name)
-        self.name, self.key, self.kind = name, self.key_for(name, resolved), registry.load(registry.COMPONENTS, name)
-        module, dtype = self.kind.build(recipe.config, name), recipe.config.model.dtype[name]
-        table = recipe.config.sharding[name]
-        self.tensors = weights.plan(module, table, recipe.mesh, dtype, f"sharding.{name}")
+        recipe, key = resolved.recipe(settings_of(name)), registry.described_by(name)
+        self.name, self.key, self.checkpoint = name, self.key_for(name, resolved), resolved.checkpoints.get(name)
+        self.kind = registry.load(registry.COMPONENTS, name)
+        module, dtype = self.kind.build(recipe.config), recipe.config.model.dtype[key]
+        self.tensors = weights.plan(module, recipe.config.sharding[key], recipe.mesh, dtype, f"sharding.{key}")
         self.arrays: dict[str, jax.Array] = {}
 
     @staticmethod

@@ -27,14 +27,14 @@ class Decode(Stage):
         batch, channels, _, height, width = resolved.latent_shape
         return {"latent_shape": (batch, channels, 1, height, width)}
 
-    def build(self, component):
+    def build(self):
         from wan_torchax.models.vae import decode_chunk
         from wan_torchax.patches import call_module
 
-        module, architecture = self.module(component), self.config.model.architecture[component]
+        module, architecture = self.module("vae"), self.config.model.architecture.vae
         module.encoder = module.quant_conv = None
         module.forward = functools.partial(decode_chunk, module)
-        dtype, everywhere = self.config.model.dtype[component], replicated(self.mesh)
+        dtype, everywhere = self.config.model.dtype.vae, replicated(self.mesh)
         mean, deviation = (
             numpy.float32(architecture[key]).reshape(1, -1, 1, 1, 1) for key in ("latents_mean", "latents_std")
         )
@@ -46,7 +46,7 @@ class Decode(Stage):
             return frames, jnp.isfinite(pixels).all(), caches
 
         latent = struct(self.mesh, self.recipe.derived["latent_shape"], "float32")
-        spec = partition_spec(self.config.sharding[component].carry)
+        spec = partition_spec(self.config.sharding.vae.carry)
         channels_last = jax.sharding.PartitionSpec(*spec[:1], *spec[2:], *spec[1:2])  # as the caches are
         carry = jax.sharding.NamedSharding(self.mesh, channels_last)
 
@@ -57,8 +57,8 @@ class Decode(Stage):
             return [latent, jax.tree.map(carried, lowered["first"].out_info[2])]
 
         outputs = (everywhere, everywhere, carry)
-        self.add("first", Program(decode, component, [latent], outputs))
-        self.add("later", Program(decode, component, later_arguments, outputs, donated=(2,)))
+        self.add("first", Program(decode, "vae", [latent], outputs))
+        self.add("later", Program(decode, "vae", later_arguments, outputs, donated=(2,)))
 
     def run(self, resolved, values, tell):
         chunks, caches, latents = [], None, values["latents"]
@@ -79,7 +79,7 @@ class Decode(Stage):
         frames, finite = chunk
         if not bool(finite):
             what = f"the decoded frames are not finite at latent frame {index}"
-            raise NotFinite(what, config, self.recipe.derived["uses"][0])
+            raise NotFinite(what, config, "vae")
         frames = numpy.asarray(frames)
         tell(Advanced(self.name, len(frames)))
         return frames

@@ -31,7 +31,7 @@ class Denoise(Stage):
         conditions  embeddings (prompts, tokens, width)
     """
 
-    settings = ("attention", "guidance", "model.text_tokens", "sharding.attention")
+    settings = ("attention.self", "attention.cross", "guidance", "model.text_tokens", "sharding.attention")
     result_settings = (
         "seed", "steps", "guidance_scale", "scheduler", "resolution.height", "resolution.width", "resolution.frames",
         "resolution.flow_shift", "attention.self.window",
@@ -46,16 +46,16 @@ class Denoise(Stage):
             "slots": scheduler_table(resolved.config)[1].shape[1],
         }
 
-    def build(self, component):
-        derived, dtype = self.recipe.derived, self.config.model.dtype[component]
-        module = self.spread_module(component)
+    def build(self):
+        from wan_torchax.patches import call_module
+
+        derived, dtype = self.recipe.derived, self.config.model.dtype.transformer
+        module = self.spread_module()
         prompts, batched = derived["prompts"], self.config.guidance == "batched"
         everywhere = replicated(self.mesh)
 
         def forward(arrays, latents, timestep, embeddings):
             """Latents (1, …) repeated for each of the embeddings (batch, tokens, width)."""
-            from wan_torchax.patches import call_module
-
             batch = embeddings.shape[0]
             hidden = jnp.broadcast_to(latents.astype(dtype), (batch, *latents.shape[1:]))
             times = jnp.broadcast_to(timestep, (batch,))
@@ -82,21 +82,21 @@ class Denoise(Stage):
             slots = advance(slots, velocity, schedule["coefficients"])
             return {"slots": slots}, jnp.isfinite(slots[0]).all(), estimate
 
-        self.add("step", Program(step, component, self.arguments(component), everywhere, donated=(1,)))
+        self.add("step", Program(step, "transformer", self.arguments(), everywhere, donated=(1,)))
 
-    def arguments(self, component):
+    def arguments(self):
         """Structs of the state, the schedule and the conditions."""
-        derived, architecture = self.recipe.derived, self.config.model.architecture[component]
+        derived, architecture = self.recipe.derived, self.config.model.architecture.transformer
         slots, text = derived["slots"], (self.config.model.text_tokens, architecture.text_dim)
 
         def array(*shape, dtype="float32"):
             return struct(self.mesh, shape, dtype)
 
         schedule = {"timestep": array(), "coefficients": array(slots, slots + 1), "guidance_scale": array()}
-        embeddings = array(derived["prompts"], *text, dtype=self.config.model.dtype[component])
+        embeddings = array(derived["prompts"], *text, dtype=self.config.model.dtype.transformer)
         return [{"slots": array(slots, *derived["latent_shape"])}, schedule, {"embeddings": embeddings}]
 
-    def spread_module(self, component):
+    def spread_module(self):
         """The transformer with its attention and its loop over the blocks as the mesh wants them."""
         from wan_torchax.kernels.attention import Attend
         from wan_torchax.models.transformer import AttentionProcessor
@@ -107,7 +107,7 @@ class Denoise(Stage):
                 parts = mesh.shape[parallel.batch]
                 log.warning("one forward at a time: the %d parts of axis %s do the same work", parts, parallel.batch)
             parallel = replace(parallel, batch=None)
-        module, head_dim = self.module(component), config.model.architecture[component].attention_head_dim
+        module, head_dim = self.module("transformer"), config.model.architecture.transformer.attention_head_dim
         kernels = {part: Kernel(**config.attention[part]) for part in ("self", "cross")}
         module.set_attn_processor(AttentionProcessor(
             to_video=Attend(head_dim, kernels["self"], parallel, mesh, keys=self.recipe.derived["tokens"]),
@@ -115,7 +115,7 @@ class Denoise(Stage):
         ))
         if config.model.scan_blocks:
             blocks, shards = module.blocks[0], math.prod(mesh.shape[axis] for axis in parallel.token_axes)
-            blocks.gathered = replicated(mesh) if config.sharding[component].gather else None
+            blocks.gathered = replicated(mesh) if config.sharding.transformer.gather else None
             blocks.multiple = LANES * shards if shards > 1 else 1
             # Over several devices each would compute what the prompts share.
             blocks.same_video = not (parallel.batch and mesh.shape[parallel.batch] > 1)
@@ -139,7 +139,7 @@ class Denoise(Stage):
             state, finite, estimate = self("step", state, schedule, conditions)
             if not bool(finite):
                 what = f"the latents are not finite after step {index + 1} of {config.steps}"
-                raise NotFinite(what, config, self.recipe.derived["uses"][0])
+                raise NotFinite(what, config, "transformer")
             tell(Stepped(index + 1, config.steps, time.perf_counter() - began, estimate))
             tell(Advanced(self.name, 1))
         return {"latents": numpy.asarray(state["slots"])[0]}

@@ -30,8 +30,13 @@ def scheduler_table(config) -> tuple[numpy.ndarray, numpy.ndarray]:
     steps. So each of those is given to it as a unit vector, and what comes back are the coefficients. The step then
     runs inside the compiled program, for any scheduler, with no tensor leaving the device. Slot 0 is the latents.
     """
-    arguments = OmegaConf.to_container(config.scheduler.arguments, resolve=True)
-    return read_off(config.scheduler.target, json.dumps(arguments, sort_keys=True), config.steps)
+    target, arguments = config.scheduler.target, OmegaConf.to_container(config.scheduler.arguments, resolve=True)
+    try:
+        return read_off(target, json.dumps(arguments, sort_keys=True), config.steps)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the scheduler makes of arguments that are not its own
+        raise ConfigError(f"scheduler.target={target}: fails with {arguments} ({error}); {USUAL}") from error
 
 
 @functools.lru_cache(maxsize=8)  # building and running a stage both ask

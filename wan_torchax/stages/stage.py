@@ -41,7 +41,7 @@ class Stage:
         self.config, self.mesh = recipe.config, recipe.mesh
         self.tensors = {key: component.part(self.parts.get(key, ".*")) for key, component in components.items()}
         self.programs = Programs(self.tensors, self.load_ops())
-        self.build(next(iter(components)))
+        self.build()
 
     @classmethod
     def recipe_for(cls, name: str, resolved: Resolved) -> Recipe:
@@ -60,20 +60,20 @@ class Stage:
         from wan_torchax.models.modules import name_scopes
         from wan_torchax.runtime.activations import constrain_activations
 
-        module = registry.load(registry.COMPONENTS, component).build(self.config, component)
+        key = registry.described_by(component)
+        module = registry.load(registry.COMPONENTS, component).build(self.config)
         name_scopes(module)
-        rules, key = self.config.sharding[component].activations, f"sharding.{component}.activations"
-        constrain_activations(module, rules, self.mesh, key)
+        constrain_activations(module, self.config.sharding[key].activations, self.mesh, f"sharding.{key}.activations")
         return module
 
     def add(self, name: str, program: Program) -> None:
         self.programs.entries[name] = program
 
     def __call__(self, program: str, *arguments, component: str | None = None):
-        """Run a program on a component's arrays; by default those of the component it was built for."""
-        arrays = self.components[component or self.programs.entries[program].component].arrays
-        tensors = self.tensors[component or self.programs.entries[program].component]
-        return self.programs(program, {name: arrays[name] for name in tensors}, *arguments)
+        """Run a program on a component's arrays: by default of the one it was built for, or of another just like it."""
+        component = component or self.programs.entries[program].component
+        arrays = self.components[component].arrays
+        return self.programs(program, {name: arrays[name] for name in self.tensors[component]}, *arguments)
 
     @classmethod
     def derived(cls, resolved: Resolved) -> dict[str, Any]:
@@ -84,8 +84,8 @@ class Stage:
         """How much its progress counts, and of what."""
         return None, ""
 
-    def build(self, component: str) -> None:
-        """Add the programs; `component` is the first that the pipeline says the stage uses."""
+    def build(self) -> None:
+        """Add the programs."""
         raise NotImplementedError
 
     def run(self, resolved: Resolved, values: dict[str, Any], tell: Listener) -> dict[str, numpy.ndarray]:

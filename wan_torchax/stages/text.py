@@ -26,21 +26,21 @@ class Text(Stage):
     def derived(cls, resolved):
         return {"prompts": prompt_count(resolved.config)}
 
-    def build(self, component):
+    def build(self):
         from wan_torchax.patches import call_module
 
-        module, dtype = self.module(component), self.config.model.dtype.transformer
+        module, dtype = self.module("text_encoder"), self.config.model.dtype.transformer
 
         def encode(arrays, tokens, mask):
             hidden = call_module(module, arrays, tokens, attention_mask=mask, return_dict=False)[0]
             return jnp.where(mask[..., None] > 0, hidden, 0).astype(dtype)
 
         ids = struct(self.mesh, (self.recipe.derived["prompts"], self.config.model.text_tokens), "int32")
-        self.add("encode", Program(encode, component, [ids, ids], replicated(self.mesh)))
+        self.add("encode", Program(encode, "text_encoder", [ids, ids], replicated(self.mesh)))
 
     def run(self, resolved, values, tell):
         prompts = [values["prompt"], values["negative_prompt"] or ""][: self.recipe.derived["prompts"]]
-        tokenizer = resolved.checkpoints[self.recipe.derived["uses"][0]].folder.parent / "tokenizer"
+        tokenizer = resolved.checkpoints["text_encoder"].folder.parent / "tokenizer"
         tokens = tokenize(tokenizer, prompts, resolved.config.model.text_tokens)
         embeddings = self("encode", *self.programs.put("encode", tokens))
         return {"embeddings": numpy.asarray(embeddings).astype(numpy.float32)}

@@ -1,0 +1,229 @@
+"""Keys cannot forget: every leaf of the config is changed in turn, and what follows from it has another key then."""
+import contextlib
+import json
+import re
+
+import jax
+import pytest
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from tests import tiny
+from tests.conftest import make_config
+from wan_torchax.config.resolve import resolve
+from wan_torchax.config.schema import ConfigError, Rule
+from wan_torchax.config.wording import flatten
+from wan_torchax.devices.mesh import Here
+from wan_torchax.records.outputs import config_hash, settle
+from wan_torchax.runtime.checkpoint import find_all
+from wan_torchax.runtime.components import Component
+from wan_torchax.session import Session
+from wan_torchax.stages.stage import find, result_settings
+
+SMALL = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "mesh=cpu_8", "attention=xla"]
+# What a leaf is changed to, by its name, where a number more or another letter would not do.
+OTHERS = {
+    r"model\.dtype\..*": "bfloat16",
+    r"attention\.devices": {"cpu": "xla"},
+    r"stages": ["text"],
+    r"guidance": "sequential",
+    r"guidance_scale": 1.0,
+    r"mesh\.axes\.dp": -1,
+    r"mesh\.(platform|devices)": None,
+    r"sharding\.attention\.(heads|batch)": None,
+    r"sharding\..*\.unmatched": "error",
+    r"scheduler\.target": "DPMSolverMultistepScheduler",
+    r"compile\.matmul_precision": "highest",
+    r"resolution\.(height|width)": 128,
+    r"resolution\.frames": 9,
+    r"attention\..*\.block_(q|kv)": 8,
+    r"ops\..*\.platforms": ["tpu"],
+}
+# Leaves that say what the model or the pipeline is. Another value is another model, which this checkpoint is not.
+FIXED = ("model.architecture.", "pipeline.", "model.path")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny.make_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def config(checkpoint):
+    return make_config(*tiny.overrides(checkpoint), *SMALL)
+
+
+def leaves(config):
+    return [key for key, _ in flatten(OmegaConf.to_container(config)) if not key.startswith(FIXED)]
+
+
+def changed(config, key):
+    """The config with one leaf changed, to the first other value that its type takes."""
+    named = [other for pattern, other in OTHERS.items() if re.fullmatch(pattern, key)]
+    for other in named or others(OmegaConf.select(config, key)):
+        changed = config.copy()
+        with contextlib.suppress(OmegaConfBaseException):
+            OmegaConf.update(changed, key, other, merge=False, force_add=True)
+            return changed
+    raise AssertionError(f"{key}: no other value to try; add one to OTHERS")
+
+
+def others(value):
+    """Other values of the same kind."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, (int, float)):
+        return [value + 1]
+    if isinstance(value, list) or OmegaConf.is_list(value):
+        return [[] if len(value) else ["tp"]]
+    if OmegaConf.is_dict(value):  # an empty table
+        return [{"added": Rule("encoder", ["tp"])}, {"added": "x"}]
+    return [f"{value}_other", 1, 1.5, True]
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Configs that are wrong are resolved too: what follows from them is the question."""
+    monkeypatch.setattr("wan_torchax.config.validation.validate", lambda config: None)
+
+
+def resolve_all(config):
+    checkpoints = find_all(config.model, list(config.model.architecture))
+    return resolve(config, checkpoints, Here(jax.devices("cpu")))
+
+
+def keys_of(config) -> dict[str, str]:
+    """Of every stage's programs and every component's arrays; none where the config is refused before it gets there."""
+    keys = {}
+    with contextlib.suppress(ConfigError):
+        resolved = resolve_all(config)
+        for name in resolved.config.model.architecture:
+            keys[name] = Component.key_for(name, resolved)
+        for name in resolved.graph.stages:
+            with contextlib.suppress(ConfigError):
+                keys[name] = find(name).recipe_for(name, resolved).key
+    return keys
+
+
+def made(name, config):
+    """What a key stands for: a component's plan of arrays, a stage's lowered programs; or why there are none."""
+    jax.config.update("jax_default_matmul_precision", config.compile.matmul_precision)  # as devices.start does
+    try:
+        resolved = resolve_all(config)
+        if name in resolved.config.model.architecture:
+            tensors = Component(name, resolved).tensors.items()
+            return {key: (tensor.struct, tensor.sources, tensor.stacked) for key, tensor in tensors}
+        programs = Session().build(resolved, [name])[name].programs
+        return {key: program.as_text() for key, program in programs.lower().items()}
+    except Exception as error:
+        return str(error)
+    finally:
+        jax.config.update("jax_default_matmul_precision", None)
+
+
+NAMES = ("text_encoder", "transformer", "vae", "text", "denoise", "decode")
+
+
+@pytest.fixture(scope="module")
+def keys(config):
+    return keys_of(config)
+
+
+@pytest.fixture(scope="module")
+def keys_by_leaf(config):
+    """The keys with each leaf changed in turn."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("wan_torchax.config.validation.validate", lambda config: None)
+        return {leaf: keys_of(changed(config, leaf)) for leaf in leaves(config)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_key_does_not_notice_changes_nothing(config, keys, keys_by_leaf, name, unchecked):
+    """All leaves that a key leaves out, changed at once; if anything follows, one by one, to say which."""
+    unnoticed = [leaf for leaf, new in keys_by_leaf.items() if new.get(name) == keys[name]]
+    assert len(unnoticed) > 40 and "seed" in unnoticed
+    before, together = made(name, config), config
+    for leaf in unnoticed:
+        together = changed(together, leaf)
+    if made(name, together) != before:
+        assert [leaf for leaf in unnoticed if made(name, changed(config, leaf)) != before] == []
+
+
+FOLLOWS = [
+    ("transformer", "model.dtype.transformer"), ("transformer", "model.scan_blocks"), ("denoise", "guidance"),
+    ("denoise", "guidance_scale"), ("denoise", "resolution.frames"), ("decode", "resolution.height"),
+    ("denoise", "attention.self.block_q"), ("text", "model.text_tokens"), ("denoise", "compile.matmul_precision"),
+    ("decode", "ops.conv3d.platforms"), ("denoise", "sharding.attention.heads"), ("decode", "sharding.vae.carry"),
+    ("denoise", "scheduler.target"), ("text", "model.dtype.transformer"), ("text_encoder", "mesh.axes.tp"),
+]
+
+
+@pytest.mark.parametrize("name, leaf", FOLLOWS)
+def test_what_follows_from_a_leaf_is_seen(config, keys, keys_by_leaf, name, leaf, unchecked):
+    """So that the test above could fail."""
+    assert made(name, changed(config, leaf)) != made(name, config)
+    assert keys_by_leaf[leaf].get(name) != keys[name]
+
+
+CHEAP = ("seed=7", "prompt=a blue star", "negative_prompt=a red one", "steps=9", "guidance_scale=7", "resolution.fps=3",
+         "resolution.flow_shift=9", "output.quality=30", "preview_every=1", "keep_resident=true")
+
+
+@pytest.mark.parametrize("override", CHEAP)
+def test_what_costs_nothing_to_sweep_makes_nothing_anew(checkpoint, keys, override):
+    assert keys_of(make_config(*tiny.overrides(checkpoint), *SMALL, override)) == keys
+
+
+def test_other_weights_are_other_arrays_and_the_same_programs(config, keys, checkpoint):
+    file = checkpoint / "transformer" / "diffusion_pytorch_model.safetensors"
+    content = file.read_bytes()
+    try:
+        file.write_bytes(content[:-64] + bytes(64))
+        others = keys_of(config)
+    finally:
+        file.write_bytes(content)
+    assert {name for name in keys if keys[name] != others[name]} == {"transformer"}
+
+
+# ---------------------------------------------------------------- results and hashes
+
+
+def test_a_result_depends_on_all_that_came_before_it(config):
+    prints = {"text_encoder": "a", "transformer": "b", "vae": "c"}
+    text, denoise, decode = (result_settings(config, name, prints) for name in ("text", "denoise", "decode"))
+    assert text.items() <= denoise.items() <= decode.items()
+    assert "prompt.text" in text and "weights.text_encoder" in text and "weights.transformer" not in text
+    assert denoise.keys() - text.keys() >= {"seed", "steps", "weights.transformer", "resolution.height"}
+    assert decode.keys() - denoise.keys() == {"model.dtype.vae", "weights.vae"}
+
+
+def hash_of(*overrides, prints=None):
+    return config_hash(settle(make_config(*overrides)), prints or {"vae": "a"})
+
+
+def test_the_hash_of_a_config_changes_with_what_makes_the_video_or_its_time():
+    base = hash_of()
+    counted = ("seed=7", "prompt=x", "attention=xla", "mesh=cpu_8", "ops=none", "model.scan_blocks=false", "steps=9")
+    for override in counted:
+        assert hash_of(override) != base, override
+    assert hash_of(prints={"vae": "b"}) != base
+
+
+def test_the_hash_of_a_config_leaves_out_what_makes_neither():
+    base = hash_of()
+    uncounted = (
+        "plan.margin_gib=9", "tune.repeats=9", "output.quality=9", "task=plan", "profile=true", "preview_every=3",
+        "compile.cache_dir=/elsewhere", "traceback=true", "+attention.devices.TPU_v9=xla",
+    )
+    for override in uncounted:
+        assert hash_of(override) == base, override
+
+
+def test_a_key_that_a_later_version_adds_leaves_the_hash_as_it_was():
+    """With the default that means what it was before there was the key."""
+    settled = settle(make_config())
+    before = config_hash(settled, {})
+    later = json.loads(json.dumps(settled))
+    for key in ("interpret", "outline", "smooth_keys"):  # as if these had just been added
+        del settled["attention"]["self"][key]
+    assert config_hash(settled, {}) == config_hash(later, {}) == before

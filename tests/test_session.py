@@ -1,0 +1,253 @@
+"""One Session: threads queue, what is made is shared and used again, failures free it, events tell the whole story."""
+import json
+import shutil
+import threading
+from types import SimpleNamespace
+
+import numpy
+import pytest
+from omegaconf import OmegaConf
+
+from tests import tiny
+from tests.conftest import make_config
+from wan_torchax import events
+from wan_torchax.config import registry
+from wan_torchax.config.inputs import with_texts
+from wan_torchax.config.schema import ConfigError, PipelineStage
+from wan_torchax.models.modules import construct
+from wan_torchax.models.transformer import AttentionProcessor
+from wan_torchax.runtime.programs import Program
+from wan_torchax.session import Session
+from wan_torchax.stages.denoise import Denoise
+from wan_torchax.stages.stage import Stage
+
+SIZE = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "steps=3"]
+STAGES = ["text", "denoise", "decode"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tiny.make_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
+    shutil.copytree(folder / "transformer", folder / "transformer_2")
+    return folder
+
+
+@pytest.fixture
+def configure(checkpoint, cache):
+    return lambda *overrides: with_texts(make_config(*tiny.overrides(checkpoint), *SIZE, cache, *overrides))
+
+
+def run(session, config, names=STAGES, tell=events.silence, **values):
+    resolved = session.resolve(config, names, tell)
+    return session.run(resolved, names, resolved.inputs() | values, tell)
+
+
+# ---------------------------------------------------------------- one at a time
+
+
+def test_two_threads_queue_and_get_what_they_asked_for(configure):
+    session, order, made = Session(), [], {}
+
+    def ask(seed):
+        def tell(event):
+            if isinstance(event, events.Began) and event.phase in STAGES:
+                order.append(seed)
+
+        made[seed] = run(session, configure(f"seed={seed}", "keep_resident=true"), tell=tell)["frames"]
+
+    threads = [threading.Thread(target=ask, args=[seed]) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+    assert len(order) == 5, "the text is encoded once"
+    assert order in ([1, 1, 1, 2, 2], [2, 2, 2, 1, 1]), "one after the other"
+    for seed in (1, 2):
+        assert numpy.array_equal(made[seed], run(session, configure(f"seed={seed}"))["frames"])
+    assert not numpy.array_equal(made[1], made[2])
+
+
+def test_events_tell_the_whole_story(configure):
+    heard = []
+    run(Session(), configure("preview_every=1", "keep_resident=true"), tell=heard.append)
+    began = [event.phase for event in heard if isinstance(event, events.Began)]
+    ended = [event.phase for event in heard if isinstance(event, events.Ended)]
+    assert began == ended, "one phase at a time"
+    assert [phase for phase in began if not phase.startswith("compile_")] == [
+        "start", "build", "load_text_encoder", "text", "load_transformer", "load_vae", "denoise", "decode",
+    ]
+    totals = {event.phase: event.total for event in heard if isinstance(event, events.Began)}
+    counted = dict.fromkeys(totals, 0)
+    for event in heard:
+        if isinstance(event, events.Advanced):
+            counted[event.phase] += event.count
+    assert all(counted[phase] == total for phase, total in totals.items() if total is not None)
+    assert totals["denoise"] == 3 and totals["decode"] == 5 and totals["load_vae"] > 1000
+    assert [event.step for event in heard if isinstance(event, events.Stepped)] == [1, 2, 3]
+    assert [event.step for event in heard if isinstance(event, events.Previewed)] == [1, 2]
+    finished = [(event.stage, list(event.values)) for event in heard if isinstance(event, events.Finished)]
+    assert finished == [("text", ["embeddings"]), ("denoise", ["latents"]), ("decode", ["frames"])]
+    compiled = {event.program for event in heard if isinstance(event, events.Compiled)}
+    assert compiled == {"text.encode", "denoise.step", "decode.first", "decode.later"}
+
+
+# ---------------------------------------------------------------- what stays, what goes
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_at(step):
+    def tell(event):
+        if isinstance(event, events.Stepped) and event.step == step:
+            raise Stop
+
+    return tell
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_run_that_is_stopped_frees_its_weights_unless_they_may_stay(configure, resident):
+    session, config = Session(), configure(f"keep_resident={str(resident).lower()}")
+    with pytest.raises(Stop):
+        run(session, config, tell=stop_at(2))
+    assert bool(session.components["transformer"].arrays) is resident
+    assert run(session, config)["frames"].shape == (5, 64, 64, 3), "and the next goes on"
+
+
+def test_weights_go_as_soon_as_no_stage_needs_them(configure):
+    session, present = Session(), {}
+
+    def tell(event):
+        if isinstance(event, events.Began) and event.phase in STAGES:
+            present[event.phase] = {name for name, component in session.components.items() if component.arrays}
+
+    run(session, configure(), tell=tell)
+    assert present == {"text": {"text_encoder"}, "denoise": {"transformer"}, "decode": {"vae"}}
+    assert not any(component.arrays for component in session.components.values())
+
+
+def test_another_model_frees_the_old_before_the_new_is_loaded(configure):
+    session = Session()
+    run(session, configure("keep_resident=true"), ["text"])
+    old = session.components["text_encoder"]
+    assert old.arrays
+    run(session, configure("keep_resident=true", "model.dtype.text_encoder=bfloat16"), ["text"])
+    assert not old.arrays and session.components["text_encoder"] is not old
+
+
+# ---------------------------------------------------------------- components apart from stages
+
+
+class Average(Stage):
+    """A stage made for these tests: it runs part of the VAE's encoder on frames."""
+
+    parts = {"vae": r"quant_conv\..*"}  # noqa: RUF012
+
+    def build(self):
+        from wan_torchax.devices.sharding import replicated, struct
+
+        def average(arrays, frames):
+            return sum(array.mean() for array in arrays.values()) * frames.mean()
+
+        frames = struct(self.mesh, (5, 64, 64, 3), "float32")
+        self.add("average", Program(average, "vae", [frames], replicated(self.mesh)))
+
+    def run(self, resolved, values, tell):
+        (frames,) = self.programs.put("average", (values["frames"],))
+        return {"mean": numpy.asarray(self("average", frames))}
+
+
+def test_two_stages_share_a_component(configure, monkeypatch):
+    """Each loads its own part of it, once; a run ends with all of it freed."""
+    config = configure()
+    OmegaConf.update(config, "pipeline.stages.average", PipelineStage(["vae"], ["frames"], ["mean"]), force_add=True)
+    monkeypatch.setitem(registry.STAGES, "average", "tests.test_session.Average")
+    session, loads, together = Session(), [], []
+
+    def tell(event):
+        if isinstance(event, events.Began) and event.phase == "load_vae":
+            loads.append(event.total)
+        if isinstance(event, events.Began) and event.phase == "average":
+            together.append({name.split(".")[0] for name in session.components["vae"].arrays})
+
+    values = run(session, config, [*STAGES, "average"], tell=tell)
+    assert values["mean"].shape == () and len(loads) == 2 and min(loads) < 10_000 < max(loads)
+    assert together == [{"decoder", "post_quant_conv", "quant_conv"}], "nothing is loaded that no stage asked for"
+    assert session.stages["decode"].components["vae"] is session.stages["average"].components["vae"]
+
+
+class Alternating(Denoise):
+    """Two experts in turn, through one program."""
+
+    def __call__(self, program, *arguments, component=None):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().__call__(program, *arguments, component=list(self.components)[self.calls % 2])
+
+
+def test_two_components_share_one_program(configure, monkeypatch, checkpoint):
+    monkeypatch.setitem(registry.STAGES, "denoise", "tests.test_session.Alternating")
+    config = configure("pipeline.stages.denoise.uses=[transformer,transformer_2]")
+    heard = []
+    same = run(Session(), config, ["text", "denoise"], tell=heard.append)["latents"]
+    loads = [event.phase for event in heard if isinstance(event, events.Ended) and "load_transformer" in event.phase]
+    assert loads == ["load_transformer", "load_transformer_2"]
+    assert [event.program for event in heard if isinstance(event, events.Compiled)].count("denoise.step") == 1
+    monkeypatch.undo()
+    assert numpy.array_equal(same, run(Session(), configure(), ["text", "denoise"])["latents"]), "equal weights"
+
+
+def test_twins_of_different_architectures_are_refused(configure, checkpoint, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    settings = json.loads((folder / "transformer_2" / "config.json").read_text())
+    (folder / "transformer_2" / "config.json").write_text(json.dumps(settings | {"eps": 1e-5}))
+    config = configure("pipeline.stages.denoise.uses=[transformer,transformer_2]")
+    config.model.path = str(folder)
+    with pytest.raises(ConfigError, match="are of different architectures"):
+        Session().resolve(config, ["denoise"])
+
+
+# ---------------------------------------------------------------- what a model brings
+
+
+def test_a_setting_that_a_class_does_not_take_is_left_out_and_told(configure, checkpoint, tmp_path, caplog):
+    """As Wan 2.2's VAE has one."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    settings = json.loads((folder / "vae" / "config.json").read_text())
+    (folder / "vae" / "config.json").write_text(json.dumps(settings | {"clip_output": False}))
+    config = configure()
+    config.model.path = str(folder)
+    resolved = Session().resolve(config, ["decode"])
+    with caplog.at_level("INFO"):
+        Session().build(resolved, ["decode"])
+    assert "AutoencoderKLWan: clip_output=False in the checkpoint's config.json is left out" in caplog.text
+
+
+def test_a_class_gets_what_it_takes(caplog):
+    class Model:
+        def __init__(self, width, depth=1):
+            self.made = width, depth
+
+        def eval(self):
+            return self
+
+    assert construct(Model, OmegaConf.create({"width": 3, "colour": "red"})).made == (3, 1)
+
+
+def test_attention_refuses_what_it_does_not_implement():
+    """Image tokens have keys and values of their own, and a mask a meaning: neither may be silently left out."""
+    projections = SimpleNamespace(add_k_proj=object())
+    with pytest.raises(NotImplementedError, match="image tokens .add_k_proj., which are not implemented"):
+        AttentionProcessor(None, None)(projections, None)
+    with pytest.raises(NotImplementedError, match="attention masks, which are not implemented"):
+        AttentionProcessor(None, None)(SimpleNamespace(add_k_proj=None), None, attention_mask=object())
+
+
+def test_a_transformer_with_image_tokens_is_refused_before_it_is_compiled(checkpoint, cache):
+    image = ["+model.architecture.transformer.added_kv_proj_dim=128", "+model.architecture.transformer.image_dim=16"]
+    config = make_config(*SIZE, cache, "model.path=nowhere/at-all", *image)
+    programs = Session().build(Session().resolve(config, [], weights=False), ["denoise"])["denoise"].programs
+    with pytest.raises(NotImplementedError, match="image tokens"):
+        programs.lower()
