@@ -141,7 +141,8 @@ def parse(utilization):
     lines = Path(utilization).read_text().splitlines()
     bundles = [tuple(map(int, line.split())) for line in lines[lines.index("== UTILIZATION:") + 1:] if line.strip()]
     number = int(re.search(r"-(\d+)-final_hlo", utilization).group(1))
-    [listing] = glob.glob(re.sub(r"-\d+-final_hlo.*", f"-{number + 2}-final_bundles.txt", utilization.replace("[", "[[]")))
+    pattern = re.sub(r"-\d+-final_hlo.*", f"-{number + 2}-final_bundles.txt", utilization.replace("[", "[[]"))
+    [listing] = glob.glob(pattern)
     borders, address = {0}, 0
     for line in Path(listing).read_text().splitlines():
         start = re.match(r"\s*0x([0-9a-f]+)", line)

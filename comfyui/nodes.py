@@ -94,7 +94,8 @@ def choose_config(config, model_id) -> list[str]:
 
 
 def prompt_overrides(prompt, negative_prompt) -> list[str]:
-    return [f"prompt.text={prompt}", f"prompt.negative={negative_prompt}", "prompt.file=null", "prompt.negative_file=null"]
+    texts = [f"prompt.text={prompt}", f"prompt.negative={negative_prompt}"]
+    return [*texts, "prompt.file=null", "prompt.negative_file=null"]
 
 
 def sampling_overrides(height, width, num_frames, num_inference_steps, guidance_scale, seed, flow_shift):
@@ -158,7 +159,7 @@ CONFIG_INPUT = {"config": ("WAN_CONFIG", {"tooltip": CONFIG_TOOLTIP})}
 
 
 class Wan21Config:
-    """A preset, choices from conf/ and any overrides, for the other nodes; its numbers can be linked to their widgets."""
+    """A preset, choices from conf/ and any overrides, for the other nodes; its numbers link to their widgets."""
 
     CATEGORY = "TPU/Wan2.1"
     DESCRIPTION = "Everything run.py's command line can say: a preset, a model, a mesh, and one Hydra override a line."

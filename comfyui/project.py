@@ -18,8 +18,8 @@ def find_root() -> Path:
     root = Path(home).expanduser().resolve() if home else HERE.parent
     if not (root / "conf" / "config.yaml").is_file():
         raise ImportError(
-            f"{root} is not wan-torchax (it has no conf/config.yaml): link its comfyui folder into custom_nodes instead "
-            "of copying it, or set WAN_TORCHAX_HOME to the project's folder"
+            f"{root} is not wan-torchax (it has no conf/config.yaml): link its comfyui folder into custom_nodes "
+            "instead of copying it, or set WAN_TORCHAX_HOME to the project's folder"
         )
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:

@@ -36,7 +36,7 @@ def attention(query, key, value, keys, head_dim, kernel):
     query, key, value = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0))) for x in (query, key, value))
     out, log_sum = fast(query, key, value, keys, head_dim, kernel.block_kv)
     lost = ~jnp.all(jnp.isfinite(log_sum))
-    out, log_sum = exact_if(lost, query, key, value, out, log_sum, keys, head_dim)
+    out, log_sum = exact_if(lost, (query, key, value), (out, log_sum), keys, head_dim)
     return out[:, :queries], log_sum[..., :queries]
 
 
@@ -213,13 +213,13 @@ def attend_fast(query, key_blocks, value_blocks, keys, sums):
 # ---------------------------------------------------------------- the exact kernel
 
 
-def exact_if(lost, query, key, value, out, log_sum, keys, head_dim):
-    """Where `lost` is true, attention with a running maximum in place of `out` and `log_sum`; else those, at once.
+def exact_if(lost, inputs, results, keys, head_dim):
+    """Where `lost` is true, attention with a running maximum in place of the results; else those, at once.
 
     The device decides, not lax.cond: for that XLA asks the host, in every transformer block. Simple rather than fast:
     one warpgroup takes one tile after the other, and fetches a block of keys and values when it needs it.
     """
-    block_kv, tile = 128, tiles_for_products(query.dtype)
+    block_kv, tile = 128, tiles_for_products(inputs[0].dtype)
     scratch = dict(
         query_tile=tile((ROWS, head_dim)),
         key_tile=tile((block_kv, head_dim)),
@@ -227,13 +227,13 @@ def exact_if(lost, query, key, value, out, log_sum, keys, head_dim):
         log_sum_tile=plgpu.SMEM((ROWS,), jnp.float32),
         ready=plgpu.Barrier(),
     )
-    out, log_sum = jax.new_ref(out), jax.new_ref(log_sum)
+    out, log_sum = (jax.new_ref(result) for result in results)
     pl.kernel(  # plgpu.kernel of jax 0.10.2 takes no arrays to change in place
         lambda *refs: pl.run_scoped(partial(exact_body, *refs, keys=keys, head_dim=head_dim), **scratch),
         mesh=plgpu.Mesh(grid=(BLOCKS,), grid_names=("block",)),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         name="hopper_exact",
-    )(lost.astype(jnp.int32)[None], query, key, value, out, log_sum)
+    )(lost.astype(jnp.int32)[None], *inputs, out, log_sum)
     return jax.freeze(out), jax.freeze(log_sum)
 
 

@@ -27,7 +27,7 @@ TRUSTED_SUM = 2.0**100
 
 
 def reference(query, key, value, head_dim, window=None):
-    """What the kernel computes, in plain JAX at the inputs' precision and without blocks; all (batch, tokens, width)."""
+    """What the kernel computes, in plain JAX at the inputs' precision, without blocks; all (batch, tokens, width)."""
     split = [x.reshape(*x.shape[:2], -1, head_dim) for x in (query, key, value)]
     scores = jnp.einsum("bqhd,bkhd->bhqk", *split[:2]) * head_dim**-0.5
     if window is not None:
@@ -188,8 +188,8 @@ def parts_of(block_q, sub_q):
 
 
 def keep_query(query, query_t, kernel):
-    """Transpose a query block, once. With fold_scale it is also scaled, and kept as two bf16 terms: scaled and rounded to
-    one, it would lose a bit, and an MXU 256 deep takes both terms of head dim 128 in the time of one."""
+    """Transpose a query block, once. With fold_scale it is also scaled, and kept as two bf16 terms: scaled and rounded
+    to one, it would lose a bit, and an MXU 256 deep takes both terms of head dim 128 in the time of one."""
     if not kernel.fold_scale:
         query_t[...] = query[...].T
         return

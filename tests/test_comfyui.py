@@ -71,7 +71,8 @@ def test_a_node_keeps_its_contract(name):
     parameters = inspect.signature(getattr(node, node.FUNCTION)).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         assert list(parameters)[1:] == list(inputs_of(name))
-        assert all(parameters[optional].default is not inspect.Parameter.empty for optional in listed.get("optional", {}))
+        optionals = listed.get("optional", {})
+        assert all(parameters[optional].default is not inspect.Parameter.empty for optional in optionals)
     for kind, settings in (spec for group in listed.values() for spec in group.values() if spec[0] in ("INT", "FLOAT")):
         assert settings["min"] <= settings["default"] <= settings["max"]
         assert type(settings["default"]) is {"INT": int, "FLOAT": float}[kind]
@@ -151,11 +152,13 @@ def test_an_api_workflow_fits_the_nodes(name):
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_both_formats_of_a_workflow_are_the_same_graph(name):
-    assert {key: (node["class_type"], node["inputs"]) for key, node in read(f"{name}_api").items()} == to_api(read(name))
+    graph = {key: (node["class_type"], node["inputs"]) for key, node in read(f"{name}_api").items()}
+    assert graph == to_api(read(name))
 
 
 def to_api(workflow) -> dict:
-    """What ComfyUI's frontend makes of a saved workflow: widgets by position (a seed is followed by its control), links by number."""
+    """What ComfyUI's frontend makes of a saved workflow: widgets by position (a seed is followed by its control),
+    links by number."""
     sources = {number: [str(origin), output] for number, origin, output, *_ in workflow["links"]}
     graph = {}
     for node in workflow["nodes"]:
@@ -185,7 +188,9 @@ def in_new_process(code, folder, **environment) -> str:
             return module
     """
     program = [sys.executable, "-c", textwrap.dedent(prelude) + textwrap.dedent(code)]
-    answer = subprocess.run(program, cwd=folder, env=os.environ | environment, capture_output=True, text=True, check=False)
+    answer = subprocess.run(
+        program, cwd=folder, env=os.environ | environment, capture_output=True, text=True, check=False
+    )
     return answer.stdout + answer.stderr
 
 
@@ -260,7 +265,9 @@ def comfy(monkeypatch):
         return []
 
     management = types.SimpleNamespace(
-        throw_exception_if_processing_interrupted=question, free_memory=free_memory, get_free_memory=lambda device: seen.free
+        throw_exception_if_processing_interrupted=question,
+        free_memory=free_memory,
+        get_free_memory=lambda device: seen.free,
     )
     monkeypatch.setattr(host, "management", management)
     monkeypatch.setattr(host, "ProgressBar", ProgressBar)

@@ -34,7 +34,8 @@ def test_any_prompt_arrives_as_typed(text):
 
 def test_a_prompt_of_the_group_is_still_chosen_by_name():
     assert make_config("prompt=default").prompt.text == make_config().prompt.text
-    assert commandline.rewrite(["prompt=star_spin,two_lanes"]) == ["prompt=star_spin,two_lanes"], "a sweep over the group"
+    sweep = "prompt=star_spin,two_lanes"
+    assert commandline.rewrite([sweep]) == [sweep], "a sweep over the group"
 
 
 def test_in_a_sweep_prompts_stay_whole_and_cheap_axes_go_last():
@@ -65,7 +66,8 @@ def test_unknown_keys_and_wrong_types_are_told(override):
 
 
 def command(*arguments, **options):
-    return subprocess.run([sys.executable, "run.py", *arguments], cwd=ROOT, capture_output=True, text=True, check=False, **options)
+    program = [sys.executable, "run.py", *arguments]
+    return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False, **options)
 
 
 def test_help_lists_groups_and_examples():
@@ -93,7 +95,9 @@ def test_a_bad_command_line_ends_with_one_line_and_status_1():
         assert "Traceback" not in answer.stderr
 
 
-@pytest.mark.parametrize("table", [registry.TASKS, registry.STAGES, registry.COMPONENTS], ids=["tasks", "stages", "components"])
+@pytest.mark.parametrize(
+    "table", [registry.TASKS, registry.STAGES, registry.COMPONENTS], ids=["tasks", "stages", "components"]
+)
 def test_every_name_has_what_it_stands_for(table):
     for name in table:
         assert callable(registry.load(table, name))

@@ -31,7 +31,10 @@ def test_every_option_composes(group, option):
 def test_a_chip_is_described_once(chip):
     """Every fact of a chip is in its file, and meshes refer to it."""
     facts = yaml.safe_load((CONF / "chip" / f"{chip}.yaml").read_text())
-    users = [name for name in options("mesh") if f"/chip@chip: {chip}\n" in (CONF / "mesh" / f"{name}.yaml").read_text()]
+    users = [
+        name for name in options("mesh")
+        if f"/chip@chip: {chip}\n" in (CONF / "mesh" / f"{name}.yaml").read_text()
+    ]
     assert users, "a chip that no mesh has"
     for name in users:
         mesh = make_config(f"mesh={name}").mesh
@@ -49,7 +52,8 @@ def test_the_recipes_for_clusters_are_valid():
     assert config.distributed.name == "auto" and config.prompt.text == "a cat walks on the grass, realistic"
     assert spec["parallelism"] == spec["completions"] == config.mesh.hosts
     assert pod["resources"]["limits"]["google.com/tpu"] * config.mesh.hosts == config.mesh.devices
-    assert spec["template"]["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == config.mesh.chip.topology.partition(":")[2]
+    selector = spec["template"]["spec"]["nodeSelector"]
+    assert selector["cloud.google.com/gke-tpu-topology"] == config.mesh.chip.topology.partition(":")[2]
     subprocess.run(["bash", "-n", "docs/slurm.sh"], cwd=ROOT, check=True)
 
 
@@ -63,7 +67,9 @@ def test_every_real_combination_is_valid(resolution, attention):
 
 
 # cuDNN lowers only where it is.
-NO_CUDNN = ["attention=hopper", *(f"attention.cross.{value}" for value in ("kernel=hopper", "block_q=128", "block_kv=128"))]
+NO_CUDNN = [
+    "attention=hopper", "attention.cross.kernel=hopper", "attention.cross.block_q=128", "attention.cross.block_kv=128",
+]
 
 
 def resolve_real(model, mesh, sharding, *overrides):
@@ -75,7 +81,7 @@ def resolve_real(model, mesh, sharding, *overrides):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("model", REAL)
 def test_every_table_fits_the_real_parameter_names(model, stage, sharding):
-    """Planning raises on a rule that matches nothing, on a tensor matched twice, on a dimension that does not divide."""
+    """Planning raises on a rule that matches nothing, a tensor matched twice, a dimension that does not divide."""
     built = build(resolve_real(model, "v6e_8", sharding), stage)
     if stage == "denoise":
         tensors = [tensor for tensor in built.tensors["transformer"].values() if tensor.sources]
@@ -84,7 +90,9 @@ def test_every_table_fits_the_real_parameter_names(model, stage, sharding):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("mesh, platform, kernel", [("v6e_8", "tpu", "tpu_custom_call"), ("gpu_1", "cuda", "mosaic_gpu")])
+@pytest.mark.parametrize(
+    "mesh, platform, kernel", [("v6e_8", "tpu", "tpu_custom_call"), ("gpu_1", "cuda", "mosaic_gpu")]
+)
 def test_the_14b_at_720p_lowers_for_hardware_that_is_not_here(mesh, platform, kernel, stage):
     resolved = resolve_real("wan21_t2v_14b", mesh, "tp", *(NO_CUDNN if platform == "cuda" else []))
     with jax.sharding.use_abstract_mesh(resolved.mesh):

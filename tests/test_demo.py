@@ -1,4 +1,4 @@
-"""The demo model: its world, what is stored, what it draws through run.py and diffusers; and that training is what it seems."""
+"""The demo model: its world, what is stored, what run.py and diffusers draw; and that training is what it seems."""
 import json
 import subprocess
 import sys
@@ -115,11 +115,13 @@ def test_metrics_meet_their_targets():
 DRAWN = {
     "a big orange ball moving from left to right on a black background": world.Scene(
         (world.Thing("orange", "circle", "right", "big"),), "black"),
-    "a red heart bouncing up and down on a white background": world.Scene((world.Thing("red", "heart", "bouncing"),), "white"),
+    "a red heart bouncing up and down on a white background": world.Scene(
+        (world.Thing("red", "heart", "bouncing"),), "white"),
     "a big yellow star spinning in the middle on a purple background": world.Scene(
         (world.Thing("yellow", "star", "spinning", "big", "middle"),), "purple"),
     "a big red heart bouncing on the left and a yellow star spinning on the right on a blue background": world.Scene(
-        (world.Thing("red", "heart", "bouncing", "big", "left"), world.Thing("yellow", "star", "spinning", place="right")), "blue"),
+        (world.Thing("red", "heart", "bouncing", "big", "left"),
+         world.Thing("yellow", "star", "spinning", place="right")), "blue"),
 }
 STEPS = 12  # enough for one thing, and spares half a minute
 HARDLY = 1.01  # no guidance to speak of; at 1 the programs are others, and compiled anew
@@ -130,10 +132,12 @@ BALL = "a red ball moving to the right"  # over whatever background
 def drawn(tmp_path_factory, cache):
     """Frames by (prompt, negative prompt, guidance scale): one run.py draws everything the tests below look at."""
     folder = tmp_path_factory.mktemp("drawn")
-    rows = [{"prompt": prompt, "negative_prompt": "", "guidance_scale": 4.0, "steps": STEPS if len(scene.things) == 1 else 20}
+    rows = [{"prompt": prompt, "negative_prompt": "", "guidance_scale": 4.0,
+             "steps": STEPS if len(scene.things) == 1 else 20}
             for prompt, scene in DRAWN.items()]
+    pairs = (("white background", 4.0), ("white background", HARDLY), ("black background", 4.0))
     rows += [{"prompt": BALL, "negative_prompt": negative, "guidance_scale": guidance, "steps": 8}
-             for negative, guidance in (("white background", 4.0), ("white background", HARDLY), ("black background", 4.0))]
+             for negative, guidance in pairs]
     (folder / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     subprocess.run([sys.executable, "run.py", f"prompts={folder}/prompts.jsonl", f"hydra.run.dir={folder}/run", cache],
                    cwd=ROOT, check=True, capture_output=True)
@@ -174,19 +178,21 @@ def test_negative_prompt_is_kept_away_from_as_far_as_guidance_says(drawn):
 def test_training_takes_quicker_ways_to_the_same_numbers(pipeline):
     import train_demo
 
-    clip = world.render(*(numbers[None] for numbers in world.motion_numbers(world.sample_scene(Random(0)), Random(0))), size=32)
+    things, background = world.motion_numbers(world.sample_scene(Random(0)), Random(0))
+    clip = world.render(things[None], background[None], size=32)
     latents = pipeline.vae.encode(clip).latent_dist.mean
     whole = deepcopy(pipeline.vae)
     train_demo.take_whole_clips(whole)
     torch.testing.assert_close(train_demo.encode_whole(whole, clip)[0], latents, atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(train_demo.decode_whole(whole, latents).clamp(-1, 1), pipeline.vae.decode(latents).sample, atol=1e-3, rtol=1e-3)
+    decoded = train_demo.decode_whole(whole, latents).clamp(-1, 1)
+    torch.testing.assert_close(decoded, pipeline.vae.decode(latents).sample, atol=1e-3, rtol=1e-3)
 
     noise, time = torch.randn(1, 16, 2, 4, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([700.0])
     text = pipeline.encode_prompt("a red circle", do_classifier_free_guidance=False, max_sequence_length=512)[0]
-    wanted = pipeline.transformer(noise, time, text, return_dict=False)[0]
+    expected = pipeline.transformer(noise, time, text, return_dict=False)[0]
     denoiser = train_demo.Denoiser(pipeline.text_encoder, deepcopy(pipeline.transformer)).pad_once()
     tokens = train_demo.tokenize(pipeline.tokenizer, ["a red circle"])
-    torch.testing.assert_close(denoiser(noise, time, tokens), wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(denoiser(noise, time, tokens), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_training_resumes_where_it_stopped(tmp_path):

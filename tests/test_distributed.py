@@ -109,7 +109,8 @@ def two(tmp_path_factory, cache, model):
     folder = tmp_path_factory.mktemp("two")
     lines = [*LAYOUTS.values(), {"mesh.axes.dp": 3}, {"steps": 900, "preview_every": 2}]
     (folder / "jobs.jsonl").write_text("".join(json.dumps({"prompt": PROMPT, **line}) + "\n" for line in lines))
-    command = ["run.py", *model, *SIZE_OVERRIDES, cache, "mesh=cpu_8", "distributed=auto", "distributed.lost_seconds=10"]
+    command = ["run.py", *model, *SIZE_OVERRIDES, cache, "mesh=cpu_8"]
+    command += ["distributed=auto", "distributed.lost_seconds=10"]
     command += [f"prompts={folder / 'jobs.jsonl'}", f"hydra.run.dir={folder}/{{number}}"]
     pair = Pair(folder, command, [FAST | each for each in by_environment(free_port())])
     deadline = time.monotonic() + 400
@@ -206,8 +207,8 @@ def test_a_process_killed_while_denoising_ends_the_other_by_name(two):
 
 
 def test_mismatched_configurations_end_both_at_once(tmp_path):
-    command = ["run.py", "mesh=cpu_8", "steps=3{number}", f"hydra.run.dir={tmp_path}/{{number}}", *by_config(free_port())]
-    pair = Pair(tmp_path, command)
+    command = ["run.py", "mesh=cpu_8", "steps=3{number}", f"hydra.run.dir={tmp_path}/{{number}}"]
+    pair = Pair(tmp_path, [*command, *by_config(free_port())])
     assert pair.ends(60) == [1, 1]
     for number in (0, 1):
         difference = r":\n  - steps: 30 on process 0, 31 on process 1\n"
@@ -310,7 +311,10 @@ def test_what_cannot_be_joined_is_told(overrides, message):
         (["mesh=v6e_16"], "has 4 hosts, and distributed=none is one process; set distributed=auto"),
         (["distributed=auto", "task=tune"], "task=tune is done by one process; set distributed=none"),
         (["mesh=v6e_16", "mesh.hosts=3", "distributed=auto"], "mesh.hosts=3: must divide mesh.devices=16"),
-        (["distributed=auto", "distributed.lost_seconds=1"], "distributed.lost_seconds=1: must be from 5 to 3600; nearest 5"),
+        (
+            ["distributed=auto", "distributed.lost_seconds=1"],
+            "distributed.lost_seconds=1: must be from 5 to 3600; nearest 5",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(overrides, message):

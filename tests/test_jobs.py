@@ -23,23 +23,31 @@ def test_a_text_file_is_a_prompt_a_line(tmp_path):
 def test_csv_and_jsonl_carry_settings_of_their_own(tmp_path):
     table, lines = tmp_path / "jobs.csv", tmp_path / "jobs.jsonl"
     table.write_text('prompt,seed,negative_prompt,resolution\n"a cat, running",3,blurry,480p\na dog,,,\n')
-    lines.write_text('{"prompt": "a cat, running", "seed": 3, "negative_prompt": "blurry", "resolution": "480p"}\n\n{"prompt": "a dog"}\n')
-    wanted = [["prompt.text='a cat, running'", "prompt.negative='blurry'", "resolution=480p", "seed=3"], ["prompt.text='a dog'"]]
+    lines.write_text(
+        '{"prompt": "a cat, running", "seed": 3, "negative_prompt": "blurry", "resolution": "480p"}\n\n'
+        '{"prompt": "a dog"}\n'
+    )
+    expected = [
+        ["prompt.text='a cat, running'", "prompt.negative='blurry'", "resolution=480p", "seed=3"],
+        ["prompt.text='a dog'"],
+    ]
     for file in (table, lines):
-        found = read(f"prompts={file}")
-        assert [sorted(job.overrides) for job in found] == [sorted(row) for row in wanted]
-        assert all(job.error is None for job in found)
-        config = compose(found[0].overrides)
-        assert (config.prompt.text, config.prompt.negative, config.seed, config.resolution.width) == ("a cat, running", "blurry", 3, 832)
+        parsed = read(f"prompts={file}")
+        assert [sorted(job.overrides) for job in parsed] == [sorted(row) for row in expected]
+        assert all(job.error is None for job in parsed)
+        config = compose(parsed[0].overrides)
+        settings = config.prompt.text, config.prompt.negative, config.seed, config.resolution.width
+        assert settings == ("a cat, running", "blurry", 3, 832)
 
 
 def test_a_list_on_the_command_line():
-    found = read('prompts=["one, two", {"prompt": "three", "seed": 4}]')
-    assert [job.overrides for job in found] == [["prompt.text='one, two'"], ["prompt.text='three'", "seed=4"]]
+    parsed = read('prompts=["one, two", {"prompt": "three", "seed": 4}]')
+    assert [job.overrides for job in parsed] == [["prompt.text='one, two'"], ["prompt.text='three'", "seed=4"]]
 
 
 def test_seeds_multiply_the_prompts():
-    assert [job.name for job in read('prompts=["a", "b"]', "seeds=[5,9]")] == ["0001-seed5", "0001-seed9", "0002-seed5", "0002-seed9"]
+    names = [job.name for job in read('prompts=["a", "b"]', "seeds=[5,9]")]
+    assert names == ["0001-seed5", "0001-seed9", "0002-seed5", "0002-seed9"]
     assert [job.overrides for job in read("seeds=3", "seed=7")] == [["seed=7"], ["seed=8"], ["seed=9"]]
 
 
@@ -52,9 +60,9 @@ def test_shards_split_the_list_once_and_whole():
 def test_broken_lines_are_told_with_their_number_and_the_others_kept(tmp_path):
     file = tmp_path / "jobs.jsonl"
     file.write_text('{"prompt": "a"}\n{oops\n{"seed": 3}\n[1]\n{"prompt": "b"}\n')
-    found = read(f"prompts={file}")
-    assert [job.error and job.error.split(":")[0] for job in found] == [None, "line 2", "line 3", "line 4", None]
-    assert "not JSON" in found[1].error and "no prompt" in found[2].error and "not a mapping" in found[3].error
+    parsed = read(f"prompts={file}")
+    assert [job.error and job.error.split(":")[0] for job in parsed] == [None, "line 2", "line 3", "line 4", None]
+    assert "not JSON" in parsed[1].error and "no prompt" in parsed[2].error and "not a mapping" in parsed[3].error
     table = tmp_path / "jobs.csv"
     table.write_text("prompt,seed\na,1,extra\nb,2\n")
     assert [job.error and "more fields" in job.error for job in read(f"prompts={table}")] == [True, None]

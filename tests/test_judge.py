@@ -11,15 +11,20 @@ import demo_world as world
 import judge_demo as judge
 
 ONE_OF_EACH_MOTION = [
-    world.Scene((world.Thing(world.COLOURS[k % 8], shape, motion, world.SIZES[k % 2] if motion != "growing" else None),),
-                "black" if k % 2 else "gray")
+    world.Scene(
+        (world.Thing(world.COLOURS[k % 8], shape, motion, world.SIZES[k % 2] if motion != "growing" else None),),
+        "black" if k % 2 else "gray",
+    )
     for k, (shape, motion) in enumerate(
-        (shape, motion) for motion in world.MOTIONS for shape in ("square", "heart", "star") if world.can_be(shape, motion)
+        (shape, motion)
+        for motion in world.MOTIONS for shape in ("square", "heart", "star") if world.can_be(shape, motion)
     )
 ]
 
 
-@pytest.mark.parametrize("scene", ONE_OF_EACH_MOTION, ids=lambda scene: f"{scene.things[0].shape}-{scene.things[0].motion}")
+@pytest.mark.parametrize(
+    "scene", ONE_OF_EACH_MOTION, ids=lambda scene: f"{scene.things[0].shape}-{scene.things[0].motion}"
+)
 def test_one_thing_is_seen_as_drawn(scene):
     verdict = judge.judge(judge.ground_truth([scene])[0], scene)
     assert all(verdict.values()), verdict
@@ -64,5 +69,6 @@ def test_reversed_clip_moves_the_other_way():
 
 def test_noise_and_an_empty_clip_show_no_thing():
     noise = np.random.default_rng(0).integers(0, 256, (17, 64, 64, 3), dtype=np.uint8)
-    assert not judge.judge(noise, ONE_OF_EACH_MOTION[0])["colour"] or not judge.judge(noise, ONE_OF_EACH_MOTION[0])["shape"]
+    verdict = judge.judge(noise, ONE_OF_EACH_MOTION[0])
+    assert not verdict["colour"] or not verdict["shape"]
     assert judge.describe(np.full((17, 64, 64, 3), 128, np.uint8))["things"] == []

@@ -20,7 +20,9 @@ SCHEMES = {  # mesh axes, which of them do what, the collectives that must appea
     "ulysses": ({"x": 8}, {"ulysses": "x"}, {"all-to-all"}),
     "ring": ({"x": 8}, {"ring": "x"}, {"collective-permute"}),
     "ulysses_ring": ({"u": 4, "r": 2}, {"ulysses": "u", "ring": "r"}, {"all-to-all", "collective-permute"}),
-    "batch_ulysses_ring": ({"d": 2, "u": 2, "r": 2}, {"batch": "d", "ulysses": "u", "ring": "r"}, {"all-to-all", "collective-permute"}),
+    "batch_ulysses_ring": (
+        {"d": 2, "u": 2, "r": 2}, {"batch": "d", "ulysses": "u", "ring": "r"}, {"all-to-all", "collective-permute"},
+    ),
     "heads_ulysses": ({"h": 2, "u": 4}, {"heads": "h", "ulysses": "u"}, {"all-to-all"}),
     "heads_ring": ({"h": 4, "r": 2}, {"heads": "h", "ring": "r"}, {"collective-permute"}),
 }
@@ -31,7 +33,8 @@ HEADS = 8
 
 def inputs(queries, keys, head_dim=16, dtype=jnp.float32):
     generator = np.random.default_rng(queries)
-    return [jnp.asarray(generator.normal(0.5, 1, (2, tokens, HEADS * head_dim)), dtype) for tokens in (queries, keys, keys)]
+    shapes = [(2, tokens, HEADS * head_dim) for tokens in (queries, keys, keys)]
+    return [jnp.asarray(generator.normal(0.5, 1, shape), dtype) for shape in shapes]
 
 
 def attend(arrays, kernel, **settings):

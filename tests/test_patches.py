@@ -108,8 +108,8 @@ def test_attention_holds_no_score_matrix(masked):
     attention = torch.nn.functional.scaled_dot_product_attention
     before, _ = traced(attention, query, key, value, *mask)
     after, ours = traced(attention, query, key, value, *mask, overrides=shipped("attention"))
-    wanted = attention(*(torch.tensor(numpy.asarray(x)) for x in (query, key, value, *mask)))
-    numpy.testing.assert_allclose(ours, wanted.numpy(), atol=2e-6)
+    expected = attention(*(torch.tensor(numpy.asarray(x)) for x in (query, key, value, *mask)))
+    numpy.testing.assert_allclose(ours, expected.numpy(), atol=2e-6)
     assert f"{tokens}x{tokens}" in before
     assert masked or f"{tokens}x{tokens}" not in after
 
@@ -126,14 +126,17 @@ def test_layer_norm_is_torchs(affine):
     numpy.testing.assert_allclose(ours, norm(*tensors).numpy(), atol=2e-6)
 
 
-@pytest.mark.parametrize("kernel, stride, padding", [((3, 3, 3), 1, (0, 1, 1)), ((3, 1, 1), (2, 1, 1), 0), ((1, 2, 2), (1, 2, 2), 0)])
+@pytest.mark.parametrize(
+    "kernel, stride, padding",
+    [((3, 3, 3), 1, (0, 1, 1)), ((3, 1, 1), (2, 1, 1), 0), ((1, 2, 2), (1, 2, 2), 0)],
+)
 def test_conv3d_as_2d_is_conv3d(kernel, stride, padding):
     torch.manual_seed(0)
     video, weight, bias = torch.randn(2, 3, 5, 8, 8), torch.randn(4, 3, *kernel), torch.randn(4)
-    wanted = torch.nn.functional.conv3d(video, weight, bias, stride, padding)
+    expected = torch.nn.functional.conv3d(video, weight, bias, stride, padding)
     arrays = [jnp.asarray(tensor.numpy()) for tensor in (video, weight, bias)]
     _, ours = traced(lambda *x: torch.nn.functional.conv3d(*x, stride, padding), *arrays, overrides=shipped("conv3d"))
-    numpy.testing.assert_allclose(ours, wanted.numpy(), atol=1e-5)
+    numpy.testing.assert_allclose(ours, expected.numpy(), atol=1e-5)
 
 
 def row(op, implementation):
@@ -161,7 +164,10 @@ def test_bad_op_rows_are_told(bad, message):
 
 
 def test_an_op_is_added_from_the_command_line():
-    added = "+ops.mine={op: torch.nn.functional.silu, implementation: torch.nn.functional.relu, why: to see a difference}"
+    added = (
+        "+ops.mine={op: torch.nn.functional.silu, implementation: torch.nn.functional.relu, "
+        "why: to see a difference}"
+    )
     config = make_config(added, "allow_external_ops=true")
     validate(config)
     assert ops.load_ops(config.ops, "cpu", True)[torch.nn.functional.silu] is torch.nn.functional.relu
@@ -195,10 +201,10 @@ def test_decoding_frame_by_frame_is_diffusers_decode(frames):
     latents = torch.randn(1, 16, frames, 4, 4)
     chunks, caches = [], None
     with torch.no_grad():
-        wanted = vae.decode(latents).sample
+        expected = vae.decode(latents).sample
         for index in range(frames):
             pixels, caches = decode_chunk(vae, latents[:, :, index : index + 1], caches)
             assert all(cache.shape[1] == 2 for cache in caches.values())
             chunks.append(pixels)
-    assert torch.allclose(torch.cat(chunks, dim=2), wanted, atol=1e-5)
+    assert torch.allclose(torch.cat(chunks, dim=2), expected, atol=1e-5)
     assert [chunk.shape[2] for chunk in chunks] == [1] + [4] * (frames - 1)

@@ -129,7 +129,13 @@ def test_a_compiler_that_fails_is_told(tmp_path):
 
 @pytest.mark.parametrize(
     "kind, seconds",  # 1000 bytes on each of four chips, links of 100 bytes a second each way
-    [("all-gather", 3.75), ("all-reduce", 7.5), ("reduce-scatter", 15.0), ("all-to-all", 5.0), ("collective-permute", 5.0)],
+    [
+        ("all-gather", 3.75),
+        ("all-reduce", 7.5),
+        ("reduce-scatter", 15.0),
+        ("all-to-all", 5.0),
+        ("collective-permute", 5.0),
+    ],
 )
 def test_collectives_take_the_time_of_a_ring(kind, seconds):
     assert plan.travel_seconds({"kind": kind, "axis": "sp", "bytes": 1000}, {"dp": 2, "sp": 4}, link=100) == seconds

@@ -22,7 +22,8 @@ NOT_OF_THE_VIDEO = ("compile.cache_dir", "plan.", "tune.")  # of the machine, or
 def published(name):
     config = make_config(f"preset={name}")
     validate(config)
-    return {key: value for key, value in flatten(OmegaConf.to_container(config, resolve=True)) if not key.startswith(NOT_OF_THE_VIDEO)}
+    settings = flatten(OmegaConf.to_container(config, resolve=True))
+    return {key: value for key, value in settings if not key.startswith(NOT_OF_THE_VIDEO)}
 
 
 @pytest.mark.parametrize("name", options("preset"))
@@ -30,13 +31,16 @@ def test_a_published_preset_does_not_change(name):
     """Keys that were added since are allowed; a value that changed or a key that went is not."""
     golden, now = GOLDEN / f"{name}.yaml", published(name)
     if not golden.exists():
-        assert os.environ.get("PUBLISH"), f"{name} has no published copy; write it with PUBLISH=1 python -m pytest tests/test_presets.py"
+        remedy = "write it with PUBLISH=1 python -m pytest tests/test_presets.py"
+        assert os.environ.get("PUBLISH"), f"{name} has no published copy; {remedy}"
         golden.write_text(OmegaConf.to_yaml(OmegaConf.create(now)))
-    wanted = OmegaConf.to_container(OmegaConf.load(golden))
-    was, found = ([f"{key}: {values.get(key, 'gone')}" for key in wanted] for values in (wanted, now))
-    difference = "\n".join(difflib.unified_diff(was, found, "published", "now", lineterm="", n=0))
+    reference = OmegaConf.to_container(OmegaConf.load(golden))
+    was, current = ([f"{key}: {values.get(key, 'gone')}" for key in reference] for values in (reference, now))
+    difference = "\n".join(difflib.unified_diff(was, current, "published", "now", lineterm="", n=0))
     stem, _, version = name.rpartition("_v")
-    assert not difference, f"{name} was published and must stay as it was; put it back and add {stem}_v{int(version) + 1}\n{difference}"
+    assert not difference, (
+        f"{name} was published and must stay as it was; put it back and add {stem}_v{int(version) + 1}\n{difference}"
+    )
 
 
 @pytest.mark.parametrize("name", options("preset"))

@@ -43,26 +43,33 @@ BAD = {
     "mesh.axes.tp=0": "mesh.axes.tp=0: must be at least 1, or -1",
     "mesh.axes={dp:-1,sp:1,tp:-1}": "only one axis may be -1, not dp and tp",
     "mesh=cpu_8 mesh.axes.tp=3": "dp=2 x sp=1 x tp=3 needs 6 devices, cpu_8 has 8; make the product 8",
-    "mesh=v6e_8 mesh.axes={dp:1,sp:1,tp:3} mesh.devices=3": "8 heads do not divide over 3 devices; sizes that work: 1, 2, 4, 8",
-    "sharding.transformer.weights.attention_in.spec=[pt]": "sharding.transformer.weights.attention_in.spec: the mesh has no axis 'pt'; nearest: tp",
+    "mesh=v6e_8 mesh.axes={dp:1,sp:1,tp:3} mesh.devices=3":
+        "8 heads do not divide over 3 devices; sizes that work: 1, 2, 4, 8",
+    "sharding.transformer.weights.attention_in.spec=[pt]":
+        "sharding.transformer.weights.attention_in.spec: the mesh has no axis 'pt'; nearest: tp",
     "sharding.transformer.weights.attention_in.spec=[tp,tp]": "an axis may shard one dimension only",
     "sharding.transformer.weights.attention_in.spec=[3]": "each entry must be an axis name",
     "sharding.transformer.weights.attention_in.pattern='(oops'": "not a regular expression",
-    "sharding=sequence model.scan_blocks=false": "sharding.transformer.gather=true: works on the transformer's scanned blocks only",
+    "sharding=sequence model.scan_blocks=false":
+        "sharding.transformer.gather=true: works on the transformer's scanned blocks only",
     "sharding.vae.unmatched=ignore": "sharding.vae.unmatched=ignore: unknown",
     "sharding.attention.heads=pt": "sharding.attention.heads=pt: the mesh has no such axis; nearest: tp",
     "attention.self.kernel=flash": "attention.self.kernel=flash: unknown; nearest: splash",
     "attention.self.kernel=splash": "attention.self.kernel=splash: serves head dims 64 and 128, the model has 32",
-    "model=wan21_t2v_14b resolution=480p attention=splash_v6e attention.self.block_q=1000": "attention.self.block_q=1000: must be a multiple of 128",
+    "model=wan21_t2v_14b resolution=480p attention=splash_v6e attention.self.block_q=1000":
+        "attention.self.block_q=1000: must be a multiple of 128",
     "attention=cudnn": "attention.self.kernel=cudnn: takes bfloat16, and model.dtype.transformer=float32",
     "attention.self.block_q=64": "attention.self.block_q=64: kernel=auto brings its own; name the kernel's file",
     "preview_every=2 stages=[text,denoise]": "preview_every=2: previews need the decoder",
-    "mesh=cpu_8 resolution.width=144": "resolution.width=144 is 18 in latents, not divisible by 8 devices; use a width that is a multiple of 64",
-    "ops.upsample.implementation=os.system": "ops.upsample.implementation=os.system: not in patches or kernels; set allow_external_ops=true",
+    "mesh=cpu_8 resolution.width=144":
+        "resolution.width=144 is 18 in latents, not divisible by 8 devices; use a width that is a multiple of 64",
+    "ops.upsample.implementation=os.system":
+        "ops.upsample.implementation=os.system: not in patches or kernels; set allow_external_ops=true",
     "+ops.mine={op:aten.gelu}": "ops.mine={'op': 'aten.gelu'}: needs op, implementation and why",
     "ops.upsample.op=gelu": "ops.upsample.op=gelu: write it as aten.<op>",
     "ops.conv3d.platforms=[cuda]": "ops.conv3d.platforms=cuda: unknown",
-    "pipeline.stages.decode.takes=[latent]": "pipeline.stages.decode.takes=latent: neither an input nor given by a stage",
+    "pipeline.stages.decode.takes=[latent]":
+        "pipeline.stages.decode.takes=latent: neither an input nor given by a stage",
     "pipeline.stages.decode.uses=[vea]": "pipeline.stages.decode.uses=vea: unknown; nearest: vae",
     "pipeline.stages.decode.gives=[embeddings]": "pipeline.stages: embeddings is given twice",
     "pipeline.inputs.prompt=prompt.txt": "pipeline.inputs.prompt=prompt.txt: no such key in the config",
@@ -99,7 +106,8 @@ def test_nearest_multiples_surround_the_value():
     for value in range(1, 200):
         numbers = [int(word) for word in nearest_multiple(value, 16).replace("or", "").replace("nearest", "").split()]
         assert all(number % 16 == 0 and number > 0 for number in numbers)
-        assert value < 16 or min(abs(number - value) for number in numbers) <= min(value % 16, 16 - value % 16) + math.ulp(1)
+        distance = min(value % 16, 16 - value % 16)
+        assert value < 16 or min(abs(number - value) for number in numbers) <= distance + math.ulp(1)
 
 
 def test_spec_axes_reads_nested_lists():

@@ -211,7 +211,8 @@ DEVICE_KINDS = {"splash_v6e": "TPU v6 lite", "splash_v5e": "TPU v5 lite", "splas
 
 def shipped(name):
     """conf/attention/<name>.yaml as the dataclasses that Hydra fills from it."""
-    return OmegaConf.to_object(OmegaConf.merge(schema.root().attention, OmegaConf.load(CONF / "attention" / f"{name}.yaml")))
+    stored = OmegaConf.load(CONF / "attention" / f"{name}.yaml")
+    return OmegaConf.to_object(OmegaConf.merge(schema.root().attention, stored))
 
 
 @pytest.mark.parametrize("part, keys", [("self", 75_600), ("self", 32_760), ("cross", 512), ("cross", 769)])
@@ -241,7 +242,10 @@ def test_an_unknown_key_is_refused():
 SELF = "attention.self"
 WRONG = [
     ({"block_q": 100}, 128, f"{SELF}.block_q=100: must be a multiple of 128; nearest 128"),
-    ({"tile_kv": 384, "chunk_kv": 256}, 128, f"{SELF}.tile_kv=384: must be a multiple of chunk_kv=256; nearest 256 or 512"),
+    (
+        {"tile_kv": 384, "chunk_kv": 256}, 128,
+        f"{SELF}.tile_kv=384: must be a multiple of chunk_kv=256; nearest 256 or 512",
+    ),
     ({"block_kv": 640, "tile_kv": 512}, 128, f"{SELF}.block_kv=640: must be a multiple of tile_kv=512; nearest 512"),
     ({"sub_q": 64}, 128, f"{SELF}.sub_q=64: must be a multiple of 128"),
     ({"block_q": 16384, "block_kv": 16384, "vmem_mib": 16}, 128, "MiB of VMEM, the limit is vmem_mib=16"),

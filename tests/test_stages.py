@@ -46,7 +46,8 @@ def test_a_scheduler_that_no_table_can_stand_for_is_told(argument):
 
 @pytest.mark.parametrize("override", ["scheduler.arguments.prediction_type=none", "+scheduler.arguments.shift=3"])
 def test_arguments_that_a_scheduler_does_not_take_are_told(override):
-    with pytest.raises(ConfigError, match=r"scheduler.target=UniPCMultistepScheduler: fails with .*; use scheduler=unipc"):
+    message = r"scheduler.target=UniPCMultistepScheduler: fails with .*; use scheduler=unipc"
+    with pytest.raises(ConfigError, match=message):
         sampling.scheduler_table(make_config(override))
 
 

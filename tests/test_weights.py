@@ -53,8 +53,8 @@ def test_plan_and_load_put_every_part_where_the_table_says(mesh, tmp_path, spec,
 
 def test_weights_stored_as_integers_are_refused(mesh, tmp_path):
     """They would need a scale that this model does not have."""
-    stored = {"0.weight": numpy.zeros((16, 8), "int8")} | {name: numpy.zeros(16) for name in ("0.bias", "1.weight", "1.bias")}
-    save_file(stored, tmp_path / "a.safetensors")
+    others = {name: numpy.zeros(16) for name in ("0.bias", "1.weight", "1.bias")}
+    save_file({"0.weight": numpy.zeros((16, 8), "int8")} | others, tmp_path / "a.safetensors")
     with pytest.raises(ConfigError, match=r"0.weight: stored as I8, which is none of F64, F32, F16, BF16"):
         weights.check(weights.plan(small_module(), table(), mesh, "float32", "sharding.x"), tmp_path)
 
@@ -63,7 +63,10 @@ def test_weights_stored_as_integers_are_refused(mesh, tmp_path):
     "rules, message",
     [
         (dict(typo=(r"9\..*", ["tp"])), "sharding.x.weights.typo: pattern .* matches nothing"),
-        (dict(one=(r"0\..*", ["tp"]), two=(r".*\.weight", [])), "0.weight matches one and two; make their patterns disjoint"),
+        (
+            dict(one=(r"0\..*", ["tp"]), two=(r".*\.weight", [])),
+            "0.weight matches one and two; make their patterns disjoint",
+        ),
         (dict(long=(r"0\.bias", ["tp", "dp"])), "0.bias has 1 dimensions, the spec .* has 2; shorten the spec"),
         (dict(odd=(r"0\.weight", [None, ["dp", "tp"]]), rest=(r"1\..*", ["dp"]), bias=(r"0\.bias", [])), None),
     ],
@@ -78,19 +81,26 @@ def test_tables_that_do_not_fit_are_refused(mesh, rules, message):
 
 def test_a_dimension_that_does_not_divide_is_refused():
     mesh = jax.make_mesh((3,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:3])
-    with pytest.raises(ConfigError, match=r"0.weight has 16 in dimension 0, not divisible by tp = 3; use a mesh where tp divides it"):
+    message = r"0.weight has 16 in dimension 0, not divisible by tp = 3; use a mesh where tp divides it"
+    with pytest.raises(ConfigError, match=message):
         weights.plan(small_module(), table(linear=(r"0\.weight", ["tp"])), mesh, "float32", "sharding.x")
 
 
 def test_unmatched_tensors_replicate_only_where_the_table_says_so(mesh):
     with pytest.raises(ConfigError, match="no rule matches 1.weight; add one, or set sharding.x.unmatched=replicate"):
         weights.plan(small_module(), table("error", linear=(r"0\..*", ["tp"])), mesh, "float32", "sharding.x")
-    lines = weights.summary(weights.plan(small_module(), table(linear=(r"0\..*", ["tp"])), mesh, "float32", "sharding.x"))
+    tensors = weights.plan(small_module(), table(linear=(r"0\..*", ["tp"])), mesh, "float32", "sharding.x")
+    lines = weights.summary(tensors)
     assert any("(replicated)" in line and "2 tensors" in line for line in lines)
 
 
 def test_missing_unexpected_and_misshapen_tensors_are_listed_together(mesh, tmp_path):
-    save_file({"0.weight": numpy.zeros((16, 9), "float32"), "0.bias": numpy.zeros(16, "float32"), "extra": numpy.zeros(1)}, tmp_path / "a.safetensors")
+    stored = {
+        "0.weight": numpy.zeros((16, 9), "float32"),
+        "0.bias": numpy.zeros(16, "float32"),
+        "extra": numpy.zeros(1),
+    }
+    save_file(stored, tmp_path / "a.safetensors")
     tensors = weights.plan(small_module(), table(), mesh, "float32", "sharding.x")
     with pytest.raises(ConfigError) as error:
         weights.check(tensors, tmp_path)
@@ -118,7 +128,8 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path, message", [("no/such/folder", "neither a local folder"), ("some-org/some-model", "the Hub cannot be reached")]
+    "path, message",
+    [("no/such/folder", "neither a local folder"), ("some-org/some-model", "the Hub cannot be reached")],
 )
 def test_absent_checkpoints_are_told(path, message):
     with pytest.raises(ConfigError, match=message):

@@ -245,8 +245,9 @@ def _describe_one(things: tuple[Thing, ...], random: Random) -> str:
     if thing.motion == "still" and random.random() < 0.5:
         return _join(some, place)
     return random.choice((
-        _join(some, participle, place), _join(some, place, participle), _join(f"a {name}", verb, place),
-        _join(f"the {name}", verb, place), _join(f"the {name}", place, "is", participle), _join(name, participle, place),
+        _join(some, participle, place), _join(some, place, participle),
+        _join(f"a {name}", verb, place), _join(f"the {name}", verb, place),
+        _join(f"the {name}", place, "is", participle), _join(name, participle, place),
     ))
 
 
@@ -388,10 +389,11 @@ def _polygon_outline(corners: list[tuple[float, float]]) -> torch.Tensor:
 
 def _corners(count: int, *radii: float) -> list[tuple[float, float]]:
     """`count` corners, the first straight up, at the given radii in turn."""
-    return [
-        (radii[k % len(radii)] * math.sin(math.tau * k / count), -radii[k % len(radii)] * math.cos(math.tau * k / count))
-        for k in range(count)
-    ]
+    corners = []
+    for k in range(count):
+        radius, angle = radii[k % len(radii)], math.tau * k / count
+        corners.append((radius * math.sin(angle), -radius * math.cos(angle)))
+    return corners
 
 
 def _heart_corners(count: int = 180) -> list[tuple[float, float]]:
@@ -406,7 +408,8 @@ def _heart_corners(count: int = 180) -> list[tuple[float, float]]:
 def outlines() -> torch.Tensor:
     """Outlines of all SHAPES at radius 1, [shapes, ANGLES], angle 0 to the right and growing clockwise."""
     diagonal = 1.15
-    square = [(diagonal * math.sqrt(0.5) * x, diagonal * math.sqrt(0.5) * y) for x, y in ((-1, -1), (1, -1), (1, 1), (-1, 1))]
+    half_side = diagonal * math.sqrt(0.5)
+    square = [(half_side * x, half_side * y) for x, y in ((-1, -1), (1, -1), (1, 1), (-1, 1))]
     return torch.stack((
         torch.full((ANGLES,), 0.95), _polygon_outline(square), _polygon_outline(_corners(3, 1.2)),
         _polygon_outline(_corners(10, 1.2, 0.52)), _polygon_outline(_heart_corners()), torch.full((ANGLES,), 1.0),
@@ -431,7 +434,9 @@ def cover(shape: torch.Tensor, x: torch.Tensor, y: torch.Tensor, radius: torch.T
     return inside * (1 - hole)
 
 
-def render(things: torch.Tensor, backgrounds: torch.Tensor, size: int = SIZE, times: slice = slice(None)) -> torch.Tensor:
+def render(
+    things: torch.Tensor, backgrounds: torch.Tensor, size: int = SIZE, times: slice = slice(None)
+) -> torch.Tensor:
     """Draw clips: things [clips, 2, fields], backgrounds [clips, 3] -> [clips, 3, frames, size, size] in -1..1.
 
     `times` picks some of the FRAMES frames.
@@ -456,7 +461,8 @@ def _draw(video, thing, x, y, time):
     centre_y = centre_y - shaped["bounce"] * (math.tau * time).sin().abs()
     radius = shaped["radius"] + (shaped["radius_end"] - shaped["radius"]) * time
     offset_x, offset_y = x - centre_x, y - centre_y
-    covered = cover(shaped["shape"].long(), offset_x, offset_y, radius, shaped["turn"] * time, pixel=SOFTNESS * 2 / x.shape[-1])
+    shape, turn, pixel = shaped["shape"].long(), shaped["turn"] * time, SOFTNESS * 2 / x.shape[-1]
+    covered = cover(shape, offset_x, offset_y, radius, turn, pixel=pixel)
     covered = (covered * (radius > 0))[:, None]
     colour = torch.stack((thing["red"], thing["green"], thing["blue"]), 1)[:, :, None, None, None]
     shade = (1 - 0.08 * offset_y / radius.clamp(min=1e-3)).clamp(0.9, 1.1)[:, None]

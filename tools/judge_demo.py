@@ -83,12 +83,12 @@ def pieces(frame: np.ndarray, background: np.ndarray) -> list[Piece]:
     """The connected pieces of one frame that are not background and not specks."""
     difference = frame.astype(np.float32) - background[:, None]
     labels, count = ndimage.label(np.abs(difference).max(-1) > CONTRAST)
-    found = []
+    large_pieces = []
     for label in range(1, count + 1):
         core = labels == label
         if core.sum() >= SMALLEST * core.size:
-            found.append(_piece(frame, difference, core))
-    return found
+            large_pieces.append(_piece(frame, difference, core))
+    return large_pieces
 
 
 def _piece(frame: np.ndarray, difference: np.ndarray, core: np.ndarray) -> Piece:
@@ -115,7 +115,7 @@ def normalised_outline(covered: np.ndarray, x: float, y: float, area: float) -> 
 
 @cache
 def templates() -> tuple[list[tuple[str, int]], np.ndarray]:
-    """Every shape at every angle it can be told apart at: names [n] as (shape, degrees) and outlines [n, GRID * GRID]."""
+    """Every shape at every angle it can be told apart at: names [n] (shape, degrees) and outlines [n, GRID * GRID]."""
     names = [(shape, angle) for shape in world.SHAPES for angle in range(0, PERIOD[shape], DEGREES)]
     line = torch.linspace(-2, 2, 160)
     shape = torch.tensor([world.SHAPES.index(shape) for shape, _ in names])[:, None, None]
@@ -133,9 +133,9 @@ def templates() -> tuple[list[tuple[str, int]], np.ndarray]:
 def follow(frames: list[list[Piece]]) -> list[list[tuple[int, Piece]]]:
     """Join the pieces of successive frames into tracks of (frame, piece): each piece to the nearest track's end."""
     tracks: list[list[tuple[int, Piece]]] = []
-    for time, found in enumerate(frames):
+    for time, frame_pieces in enumerate(frames):
         free = list(range(len(tracks)))
-        for piece in sorted(found, key=lambda piece: -piece.area):
+        for piece in sorted(frame_pieces, key=lambda piece: -piece.area):
             best = min(free, key=lambda index: _step(tracks[index][-1][1], piece), default=None)
             if best is not None and _step(tracks[best][-1][1], piece) < 200:
                 tracks[best].append((time, piece))
@@ -189,7 +189,7 @@ def _shape(track: list[Piece]) -> tuple[str, list[float]]:
 
 
 def _turned(angles: list[float], period: int) -> float:
-    """The whole turn of a track in radians; successive angles are taken to be as near as the shape's symmetry allows."""
+    """The whole turn of a track in radians; successive angles are taken as near as the shape's symmetry allows."""
     if period <= DEGREES:
         return 0.0
     unwrapped = np.unwrap(angles, period=math.radians(period))

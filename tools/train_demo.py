@@ -5,9 +5,9 @@
     python tools/train_demo.py --smoke                # a few steps on the CPU
     python tools/train_demo.py --init                 # only an untrained model, to build on
 
-First the VAE learns to rebuild clips and the text encoder to tell what a caption says; then text encoder and transformer
-learn together to take noise out of the VAE's latents (flow matching). Data is drawn as it is needed. A stopped run goes on
-where it was: run the same command again.
+First the VAE learns to rebuild clips and the text encoder to tell what a caption says; then text encoder and
+transformer learn together to take noise out of the VAE's latents (flow matching). Data is drawn as it is needed.
+A stopped run goes on where it was: run the same command again.
 The best checkpoint by judged adherence ends up in <output>/model, with metrics.json beside it.
 """
 from __future__ import annotations
@@ -35,7 +35,18 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch.nn import functional
-from training import Clock, Every, Recorded, apply_gradients, autocast, build_optimizers, learning_rate, load_optimizers, say, set_rate
+from training import (
+    Clock,
+    Every,
+    Recorded,
+    apply_gradients,
+    autocast,
+    build_optimizers,
+    learning_rate,
+    load_optimizers,
+    say,
+    set_rate,
+)
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 CAPTION_TOKENS = 39  # longer than any caption of the world
@@ -61,7 +72,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=PROMPT_TOKENS
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=PROMPT_TOKENS,
     )
 
 
@@ -211,7 +226,7 @@ class QuickNorm(WanRMS_norm):
 
 
 class WholeResample(WanResample):
-    """Wan's resampling, also for clips as a whole: a fifth of the launches of four frames at a time, the same function."""
+    """Wan's resampling, also for whole clips: a fifth of the launches of four frames at a time, the same function."""
 
     def forward(self, x: torch.Tensor, feat_cache=None, feat_idx=None) -> torch.Tensor:
         if feat_cache is not None:  # four frames at a time
@@ -269,10 +284,14 @@ def train_vae(cfg: DictConfig, vae: AutoencoderKLWan, state: dict, device: torch
         if clock.step % 200 == 1:
             say(stage="vae", **clock.state(), frames=frames, error=error.item(), kl=kl.item())
         if checkpoint_due() or clock.progress >= 1:
-            state["vae"] = {"weights": vae.state_dict(), "optimizers": [one.state_dict() for one in optimizers], "clock": clock.state()}
+            state["vae"] = {
+                "weights": vae.state_dict(),
+                "optimizers": [one.state_dict() for one in optimizers],
+                "clock": clock.state(),
+            }
             save_state(cfg, state)
-    kept = vae.config.latents_mean, vae.config.latents_std
-    state["vae"]["latents"] = measure_latents(cfg, vae, batches, device) if cfg.vae.train_encoder else kept
+    statistics = vae.config.latents_mean, vae.config.latents_std
+    state["vae"]["latents"] = measure_latents(cfg, vae, batches, device) if cfg.vae.train_encoder else statistics
     save_state(cfg, state)
 
 
@@ -330,7 +349,7 @@ def rebuild_psnr(vae: AutoencoderKLWan, clips: int = 32, size: int = world.SIZE,
 
 
 def train_text(cfg: DictConfig, encoder: UMT5EncoderModel, state: dict, device: torch.device) -> None:
-    """Teach the text encoder to put what a caption says into every one of its words, where the transformer finds it at once."""
+    """Teach the text encoder to put what a caption says into every word, where the transformer finds it at once."""
     head = torch.nn.Linear(encoder.config.d_model, sum(len(names) + 1 for names in world.LABELS), device=device)
     optimizers = build_optimizers(torch.nn.ModuleList((encoder, head)), 0.0, cfg.text.muon)
     clock, batches = Clock(math.inf, cfg.text.steps), stream(cfg, cfg.text.batch, cfg.seed + 2)
@@ -362,7 +381,8 @@ def reading_loss(encoder: UMT5EncoderModel, head: torch.nn.Linear, tokens: torch
     loss, right = 0.0, 0.0
     for guess, label in zip(guesses.split([len(names) + 1 for names in world.LABELS], -1), labels.unbind(1)):
         label = label[:, None].expand(mask.shape)
-        loss = loss + (functional.cross_entropy(guess.transpose(1, 2), label, reduction="none") * mask).sum() / mask.sum()
+        entropy = functional.cross_entropy(guess.transpose(1, 2), label, reduction="none")
+        loss = loss + (entropy * mask).sum() / mask.sum()
         right = right + ((guess.argmax(-1) == label) * mask).sum() / mask.sum() / len(world.LABELS)
     return loss, right
 
@@ -371,9 +391,9 @@ def reading_loss(encoder: UMT5EncoderModel, head: torch.nn.Linear, tokens: torch
 
 
 class QuickAttention:
-    """What diffusers' processor does, quicker to train: one padding stands for all, and pairs are turned without copies.
+    """What diffusers' processor does, quicker to train: one padding stands for all; pairs are turned without copies.
 
-    The last token of the text is that padding: to attend to n equal tokens is to attend to one of them with log(n) more.
+    The last token of the text is that padding: to attend to n equal tokens is to attend to one with log(n) more.
     """
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
@@ -557,7 +577,10 @@ def save_state(cfg: DictConfig, state: dict) -> None:
 
 def train(cfg: DictConfig) -> None:
     """All stages, from wherever <output>/state.pt says the last run stopped."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else torch.device(cfg.device)
+    if cfg.device == "auto":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    else:
+        device = torch.device(cfg.device)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     path = Path(cfg.output) / "state.pt"
     state = torch.load(path, map_location=device, weights_only=False) if path.exists() else {}

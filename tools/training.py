@@ -51,12 +51,14 @@ def learning_rate(peak: float, clock: Clock, warmup_steps: int) -> float:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum made orthogonal, for weight matrices: a step moves in all directions alike, `size` times as far as AdamW's.
+    """Orthogonal momentum, for weight matrices: a step moves in all directions alike, `size` times as far as AdamW's.
 
     Matrices of one shape are stepped together, and the learning rate is a tensor.
     """
 
-    def __init__(self, matrices: list[torch.Tensor], rate: torch.Tensor, size: float, weight_decay: float, momentum: float = 0.95):
+    def __init__(
+        self, matrices: list[torch.Tensor], rate: torch.Tensor, size: float, weight_decay: float, momentum: float = 0.95
+    ):
         shapes = sorted({matrix.shape for matrix in matrices})
         groups = [{"params": [matrix for matrix in matrices if matrix.shape == shape]} for shape in shapes]
         super().__init__(groups, {"lr": rate, "size": size, "momentum": momentum, "weight_decay": weight_decay})
@@ -87,20 +89,28 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
 
 
 def build_optimizers(module: torch.nn.Module, weight_decay: float, muon: float) -> list[torch.optim.Optimizer]:
-    """AdamW, and for the matrices of the blocks Muon, with `muon` times its steps, unless that is 0. Rates are tensors: a recorded step sees them change."""
+    """AdamW, and for the matrices of the blocks Muon, with `muon` times its steps, unless that is 0.
+
+    Rates are tensors: a recorded step sees them change.
+    """
     parameters = {name: value for name, value in module.named_parameters() if value.requires_grad}
     matrices = [name for name, value in parameters.items()
                 if muon and value.ndim == 2 and ".block" in name and "relative_attention_bias" not in name]
     rest = [value for name, value in parameters.items() if name not in matrices]
     rate = torch.zeros((), device=rest[0].device)
-    optimizers = [torch.optim.AdamW(rest, rate, (0.9, 0.98), weight_decay=weight_decay, fused=rate.is_cuda, capturable=rate.is_cuda)]
+    optimizers = [
+        torch.optim.AdamW(
+            rest, rate, (0.9, 0.98), weight_decay=weight_decay, fused=rate.is_cuda, capturable=rate.is_cuda
+        )
+    ]
     if matrices:
         optimizers.append(Muon([parameters[name] for name in matrices], rate.clone(), muon, weight_decay))
     return optimizers
 
 
 def apply_gradients(optimizers: list[torch.optim.Optimizer], limit: float = 1.0) -> None:
-    torch.nn.utils.clip_grad_norm_([value for one in optimizers for group in one.param_groups for value in group["params"]], limit)
+    parameters = [value for one in optimizers for group in one.param_groups for value in group["params"]]
+    torch.nn.utils.clip_grad_norm_(parameters, limit)
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
@@ -140,8 +150,8 @@ class Recorded:
     def __call__(self, *values: torch.Tensor):
         if self.graph is None:
             return self.step(*values)
-        for kept, value in zip(self.inputs, values):
-            kept.copy_(value)
+        for buffer, value in zip(self.inputs, values):
+            buffer.copy_(value)
         self.graph.replay()
         return self.output
 
