@@ -497,6 +497,7 @@ PARTS = {
     "pipeline": (pipeline, ("peers",)),  # starts processes for both
     "whole": (whole, ("peers",)),
 }
+QUICK_PARTS = ["transformer", "floor", "text", "correctness"]
 ALL_SIZES = ("transformer", "floor")  # the others with the first case alone
 
 
@@ -541,7 +542,7 @@ def ratios():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="by default all, of a smoke test the quick ones")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     eager = "cases to time the transformer in column (a) too"
     parser.add_argument("--eager", nargs="*", choices=CASES, default=["1.3b-480p"], help=eager)
@@ -550,6 +551,7 @@ def main():
     parser.add_argument("--json", help="also write the rows here")
     parser.add_argument("--side", choices=("peers", "ours"), help="measure one side, in this process; --json is needed")
     options = parser.parse_args()
+    options.only = options.only or (QUICK_PARTS if options.smoke else list(PARTS))
     if options.side and not options.json:
         parser.error("--side: say with --json where the rows go")
     cases = {"smoke": SMOKE} if options.smoke else {name: CASES[name] for name in options.cases}

@@ -92,7 +92,7 @@ def ours(kernel, options):
     tiles, tail = divmod(options.keys, kernel.tile_kv)
     return Candidate(
         name=f"ours {kernel.block_q}/{kernel.block_kv}/{kernel.tile_kv}/{kernel.sub_q}/{kernel.chunk_kv}",
-        function=lambda *arrays: splash.call(splash.fast_kernel, *arrays, options.keys, options.head_dim, kernel),
+        function=lambda *arrays: splash.call(splash.fast_kernel, arrays, options.keys, options.head_dim, kernel),
         shapes=[
             (1, options.queries, options.head_dim), (1, options.keys, options.head_dim),
             (1, options.head_dim, options.keys),

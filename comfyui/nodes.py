@@ -98,11 +98,17 @@ def prompt_overrides(prompt, negative_prompt) -> list[str]:
     return [*texts, "prompt.file=null", "prompt.negative_file=null"]
 
 
-def sampling_overrides(height, width, num_frames, num_inference_steps, guidance_scale, seed, flow_shift):
+# Widgets, by their names in the earlier TPU nodes -> keys of the config.
+SAMPLING = {
+    "height": "resolution.height", "width": "resolution.width", "num_frames": "resolution.frames",
+    "flow_shift": "resolution.flow_shift", "num_inference_steps": "steps", "guidance_scale": "guidance_scale",
+    "seed": "seed",
+}
+
+
+def sampling_overrides(**widgets) -> list[str]:
     """What the widgets say, as overrides."""
-    size = [f"resolution.height={height}", f"resolution.width={width}", f"resolution.frames={num_frames}"]
-    shift = f"resolution.flow_shift={flow_shift}"
-    return [*size, shift, f"steps={num_inference_steps}", f"guidance_scale={guidance_scale}", f"seed={seed}"]
+    return [f"{SAMPLING[name]}={value}" for name, value in widgets.items()]
 
 
 def image(frames):
@@ -236,7 +242,10 @@ class Wan21TPUSampler:
                guidance_scale, seed, model_id=DEMO.model.path, flow_shift=DEMO.resolution.flow_shift, config=None):
         import torch
 
-        sampling = sampling_overrides(height, width, num_frames, num_inference_steps, guidance_scale, seed, flow_shift)
+        sampling = sampling_overrides(
+            height=height, width=width, num_frames=num_frames, num_inference_steps=num_inference_steps,
+            guidance_scale=guidance_scale, seed=seed, flow_shift=flow_shift,
+        )
         overrides = [*choose_config(config, model_id), *sampling]
         prompts = [prompt_embeds, negative_prompt_embeds] if guided(compose(overrides)) else [prompt_embeds]
         embeddings = torch.cat(prompts).float().numpy()
@@ -283,7 +292,10 @@ class Wan21TPUPipeline:
 
     def generate(self, prompt, negative_prompt, height, width, num_frames, num_inference_steps, guidance_scale, seed,
                  model_id=DEMO.model.path, fps=DEMO.resolution.fps, flow_shift=DEMO.resolution.flow_shift, config=None):
-        sampling = sampling_overrides(height, width, num_frames, num_inference_steps, guidance_scale, seed, flow_shift)
+        sampling = sampling_overrides(
+            height=height, width=width, num_frames=num_frames, num_inference_steps=num_inference_steps,
+            guidance_scale=guidance_scale, seed=seed, flow_shift=flow_shift,
+        )
         texts = prompt_overrides(prompt, negative_prompt)
         overrides = [*choose_config(config, model_id), *texts, *sampling, f"resolution.fps={fps}"]
         return image(run_stages(["text", "denoise", "decode"], overrides)["frames"]), float(fps)

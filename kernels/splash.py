@@ -11,6 +11,7 @@ Scores are kept transposed, (keys, queries): softmax reductions then run over su
 lie along the lanes, and both matrix products reach the MXU without a transpose inside the loop.
 """
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,11 +47,11 @@ def attention(query, key, value_t, keys, head_dim, kernel):
             for array in (query, key)
         )
         value_t = value_t.reshape(batch * heads, head_dim, -1)
-    exact = partial(call, exact_kernel, query, key, value_t, keys, head_dim, kernel)
+    exact = partial(call, exact_kernel, (query, key, value_t), keys, head_dim, kernel)
     if kernel.window is not None:
         out_t, log_sum = exact()
     else:
-        out_t, log_sum = call(fast_kernel, query, key, value_t, keys, head_dim, kernel)
+        out_t, log_sum = call(fast_kernel, (query, key, value_t), keys, head_dim, kernel)
         lost = ~jnp.all(jnp.isfinite(log_sum))
         # A loop that runs at most once, not lax.cond: its result takes over the buffers it starts from, without a copy.
         start = lost, out_t, log_sum
@@ -58,8 +59,9 @@ def attention(query, key, value_t, keys, head_dim, kernel):
     return out_t.reshape(batch, width, queries), log_sum.reshape(batch, heads, queries)
 
 
-def call(body, query, key, value_t, keys, head_dim, kernel):
+def call(body, arrays, keys, head_dim, kernel):
     """One Pallas call, its grid over batch, heads, query blocks and, innermost, key blocks; edge blocks overhang."""
+    query = arrays[0]
     batch, queries, width = query.shape
     heads = width // head_dim
     block_q, block_kv = fitting(kernel.block_q, kernel.sub_q, queries), fitting(kernel.block_kv, kernel.chunk_kv, keys)
@@ -91,7 +93,7 @@ def call(body, query, key, value_t, keys, head_dim, kernel):
         ),
         interpret=kernel.interpret,
         name=body.__name__,
-    )(query, key, value_t)
+    )(*arrays)
 
 
 def outline(query, key, value_t, out_t, log_sum, *scratch):
@@ -125,7 +127,7 @@ def fast_kernel(query, key, value_t, out_t, log_sum, query_t, sums, reference, t
             scores = scores_of(key[:kernel.chunk_kv, :], query_t[:, columns], kernel)
             reference[:, columns] = jnp.max(hide_tail(scores, keys), axis=0, keepdims=True)
 
-    tile = partial(fast_tile, key, value_t, query_t, sums, reference, total, kernel)
+    tile = partial(fast_tile, key, value_t, State(query_t, sums, reference, total), kernel)
     last_tiles, tail = divmod(keys - last * block_kv, kernel.tile_kv)
     if keys >= kernel.tile_kv:
         tiles = jnp.where(number < last, block_kv // kernel.tile_kv, last_tiles)
@@ -141,12 +143,22 @@ def fast_kernel(query, key, value_t, out_t, log_sum, query_t, sums, reference, t
         log_sum[...] = jnp.where(sound, (reference[...] + jnp.log2(total[...])) / LOG2_E, jnp.nan)
 
 
-def fast_tile(key, value_t, query_t, sums, reference, total, kernel, first, real):
+class State(NamedTuple):
+    """What the fast kernel keeps from tile to tile; see there."""
+
+    query_t: jax.Array
+    sums: jax.Array
+    reference: jax.Array
+    total: jax.Array
+
+
+def fast_tile(key, value_t, state, kernel, first, real):
     """Add `real` keys, from the block's `first` on, to the state, in steps of chunk_kv keys by sub_q queries.
 
     Source order is the schedule: a step's score product stands before the previous step's softmax and its value product
     after the next step's, so that the MXU works while the exponentials of its neighbours are taken.
     """
+    query_t, sums, reference, total = state
     parts = parts_of(query_t.shape[1], kernel.sub_q)
     bases, factors, row_sums = [], [], []
     for columns in parts:  # what is known so far becomes one: its log-sum-exp is the new reference
@@ -243,10 +255,10 @@ def exact_kernel(query, key, value_t, out_t, log_sum, query_t, means, maximum, t
             scores = jnp.where(seen, scores, LOWEST)
             highest = jnp.maximum(maximum[:, columns], jnp.max(scores, axis=0, keepdims=True))
             weights = jnp.exp2(scores - highest)
-            kept = total[:, columns] * jnp.exp2(maximum[:, columns] - highest)
-            new_total = kept + jnp.sum(weights, axis=0, keepdims=True)
+            rest = total[:, columns] * jnp.exp2(maximum[:, columns] - highest)
+            new_total = rest + jnp.sum(weights, axis=0, keepdims=True)
             product = dot(values, (weights / new_total).astype(values.dtype))
-            means[:, columns] = means[:, columns] * (kept / new_total) + product
+            means[:, columns] = means[:, columns] * (rest / new_total) + product
             maximum[:, columns], total[:, columns] = highest, new_total
 
     near = True

@@ -51,7 +51,7 @@ def fast_alone(query, key, value, head_dim=128, kernel=SPLASH):
     """Output and log_sum of the fast kernel without the exact one behind it."""
 
     def fast(*arrays):
-        return splash.call(splash.fast_kernel, *arrays, key.shape[1], head_dim, kernel)
+        return splash.call(splash.fast_kernel, arrays, key.shape[1], head_dim, kernel)
 
     out_t, log_sum = jax.jit(fast, compiler_options=QUICK)(query, key, value.swapaxes(1, 2))
     return out_t.swapaxes(1, 2), log_sum

@@ -1,0 +1,37 @@
+"""Every benchmark runs through on any machine with --smoke: small sizes, what it would measure, how it ends."""
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import FAST, ROOT
+
+ENDS = {  # the last line's keys, where it is JSON
+    "attention_gpu.py": {"gpu", "rows"},
+    "gpu.py": {"device", "versions", "rows", "ratios", "skipped"},
+    "kernel_schedule.py": {"chip", "queries", "keys", "rows"},
+    "demo_quality.py": None,
+}
+
+
+def test_every_benchmark_is_here():
+    assert {path.name for path in (ROOT / "benchmarks").glob("*.py")} == set(ENDS)
+
+
+@pytest.mark.parametrize("script", ENDS)
+def test_a_smoke_test_runs_through(script, tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks" / script), "--smoke"]
+    environment = os.environ | FAST | {"XDG_CACHE_HOME": str(tmp_path)}
+    answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr[-2000:]
+    last = answer.stdout.splitlines()[-1]
+    if ENDS[script] is None:
+        assert last.startswith("| bf16 transformer | ") and " dB | " in last
+        return
+    report = json.loads(last)
+    assert ENDS[script] <= report.keys()
+    if script == "gpu.py":
+        assert not [line for line in report["skipped"] if "not in --eager" not in line]
+        assert {"guided step", "text encoder", "error against float32"} <= {row["what"] for row in report["rows"]}
