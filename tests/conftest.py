@@ -55,7 +55,10 @@ def build(resolved, name):
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory):
-    return f"compile.cache_dir={tmp_path_factory.mktemp('jax-cache')}"
+    """One cache of compiled programs for all tests, also those of the other worker."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "jax-cache"
+    return f"compile.cache_dir={folder}"
 
 
 @pytest.fixture

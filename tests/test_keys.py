@@ -1,7 +1,9 @@
 """Keys cannot forget: every leaf of the config is changed in turn, and what follows from it has another key then."""
 import contextlib
+import functools
 import json
 import re
+from pathlib import Path
 
 import jax
 import pytest
@@ -87,9 +89,16 @@ def unchecked(monkeypatch):
     monkeypatch.setattr("wan_torchax.config.validation.validate", lambda config: None)
 
 
+@functools.cache  # no leaf that is changed below says where the checkpoint is
+def checkpoints(path, changed_at):
+    model = make_config(*tiny.overrides(path)).model
+    return find_all(model, list(model.architecture))
+
+
 def resolve_all(config):
-    checkpoints = find_all(config.model, list(config.model.architecture))
-    return resolve(config, checkpoints, Here(jax.devices("cpu")))
+    weights = Path(config.model.path) / "transformer" / "diffusion_pytorch_model.safetensors"
+    stored = checkpoints(Path(config.model.path), weights.stat().st_mtime_ns)
+    return resolve(config, stored, Here(jax.devices("cpu")))
 
 
 def keys_of(config) -> dict[str, str]:

@@ -21,17 +21,16 @@ from wan_torchax.tasks.generate import generate as generate_into
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """One run through the command line, on its own output and cache folders."""
+def finished(tmp_path_factory, cache):
+    """One run through the command line."""
     folder = tmp_path_factory.mktemp("finished")
-    answer = command(folder, "prompt=a red circle, moving = right", "seed=7")
+    answer = command(folder, cache, "prompt=a red circle, moving = right", "seed=7")
     assert answer.returncode == 0, answer.stderr
     return folder, answer
 
 
 def arguments(folder, *overrides):
-    cache = f"compile.cache_dir={folder.parent / 'jax-cache'}"
-    return [sys.executable, "run.py", *SMALL, cache, f"hydra.run.dir={folder / 'run'}", *overrides]
+    return [sys.executable, "run.py", *SMALL, f"hydra.run.dir={folder / 'run'}", *overrides]
 
 
 def command(folder, *overrides):
@@ -91,14 +90,13 @@ def test_any_text_survives_in_the_metadata(tmp_path, text):
     assert media.read_metadata(tmp_path / "v.mp4") == {"prompt": text}
 
 
-def test_resume_goes_on_from_any_stage_bit_for_bit(finished, tmp_path):
+def test_resume_goes_on_from_any_stage_bit_for_bit(finished, tmp_path, cache):
     """The overrides come from that run; stages it has are read, the rest gives the same frames."""
     folder = finished[0] / "run"
     part = tmp_path / "part"
     part.mkdir()
     for name in ("config.yaml", "text.safetensors"):
         (part / name).write_bytes((folder / name).read_bytes())
-    cache = f"compile.cache_dir={finished[0].parent / 'jax-cache'}"
     again = [sys.executable, "run.py", cache, f"resume={part}", f"hydra.run.dir={tmp_path / 'again'}"]
     answer = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
@@ -182,8 +180,7 @@ def test_flags_of_an_earlier_job_are_never_silently_in_force(unstarted, monkeypa
         start.set_flags(make_config("compile.xla_flags=[--first]"))
 
 
-def test_ctrl_c_leaves_finished_stages_and_status_130(finished, tmp_path):
-    cache = f"compile.cache_dir={finished[0].parent / 'jax-cache'}"
+def test_ctrl_c_leaves_finished_stages_and_status_130(finished, tmp_path, cache):
     process = subprocess.Popen(arguments(tmp_path, "steps=900", cache), cwd=ROOT, stderr=subprocess.PIPE, text=True)
     text = tmp_path / "run" / "text.safetensors"
     deadline = time.monotonic() + 120

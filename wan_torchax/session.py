@@ -23,7 +23,7 @@ from wan_torchax.config.graph import Graph
 from wan_torchax.config.resolve import Resolved, key_of, resolve
 from wan_torchax.devices.start import start, warm_up
 from wan_torchax.events import Advanced, Began, Ended, Finished, Listener, Previewed, Stepped, silence
-from wan_torchax.runtime.checkpoint import find_all
+from wan_torchax.runtime.checkpoint import find_all, find_present, fingerprints
 from wan_torchax.runtime.components import Component
 from wan_torchax.runtime.programs import compiling, no_compilation
 from wan_torchax.stages.stage import Stage, find, result_settings
@@ -50,7 +50,7 @@ class Session:
         graph = Graph.of(config.pipeline)
         needed = graph.components(names)
         loaded = [name for name in graph.components(graph.stages) if name in self.components and name not in needed]
-        checkpoints = find_all(config.model, [*needed, *loaded], required=weights)
+        checkpoints = find_present(config.model, loaded) | find_all(config.model, needed, required=weights)
         with self.lock, phase("start", tell):
             imports = threading.Thread(target=importlib.import_module, args=["wan_torchax.models"], name="imports")
             devices = start(config, meanwhile=imports.start)  # torch and diffusers are imported while the devices start
@@ -131,20 +131,21 @@ class Session:
         """The stage that can show what another makes while it is made."""
         if not resolved.config.preview_every:
             return None
-        gives = set(resolved.graph.stages[name].gives)
-        return next((stage for key, stage in stages.items() if gives & set(resolved.graph.stages[key].takes)
-                     and hasattr(stage, "preview")), None)
+        graph = resolved.graph
+        for key, stage in stages.items():
+            if set(graph.stages[name].gives) & set(graph.stages[key].takes) and hasattr(stage, "preview"):
+                return stage
+        return None
 
     def helpers(self, resolved: Resolved, names: list[str]) -> list[str]:
         """Stages that are not run but show what others make: where their weights are at hand and may stay."""
         if not (resolved.config.preview_every and is_resident(resolved.config)):
             return []
-        given = {value for name in names for value in resolved.graph.stages[name].gives}
-        return [
-            name for name, stage in resolved.graph.stages.items()
-            if name not in names and given & set(stage.takes) and hasattr(find(name), "preview")
-            and set(stage.uses) <= resolved.checkpoints.keys()
-        ]
+        graph = resolved.graph
+        given = {value for name in names for value in graph.stages[name].gives}
+        takers = [name for name in graph.stages if name not in names and given & set(graph.stages[name].takes)]
+        able = [name for name in takers if hasattr(find(name), "preview")]
+        return [name for name in able if set(graph.stages[name].uses) <= resolved.checkpoints.keys()]
 
     # ------------------------------------------------------------ what stays
 
@@ -179,8 +180,7 @@ class Session:
 
 
 def result_key(name: str, resolved: Resolved) -> str:
-    fingerprints = {component: checkpoint.fingerprint for component, checkpoint in resolved.checkpoints.items()}
-    return key_of(result_settings(resolved.config, name, fingerprints))
+    return key_of(result_settings(resolved.config, name, fingerprints(resolved.checkpoints)))
 
 
 def is_resident(config) -> bool:

@@ -6,6 +6,7 @@
 Nothing writes into a config after this, and nothing is made but from a recipe: what a recipe does not hold cannot be
 read, so its key cannot forget it. No JAX, no torch.
 """
+import functools
 import hashlib
 import json
 import math
@@ -47,14 +48,24 @@ class Checkpoint:
 class Recipe:
     """All that a program, or the arrays of a component, are made from."""
 
-    config: DictConfig  # the keys asked for and no other
+    settings: dict[str, Any]  # keys of the config and their values
     mesh: Any
     placement: dict  # the mesh in words
     derived: dict = field(default_factory=dict)  # numbers that follow from other parts of the config
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
-        return key_of([OmegaConf.to_container(self.config), self.placement, self.derived])
+        return key_of([self.settings, self.placement, self.derived])
+
+    @functools.cached_property
+    def config(self) -> DictConfig:
+        """A config of the settings alone, read-only; asking it for another key raises."""
+        config = OmegaConf.create({})
+        for key, value in self.settings.items():
+            OmegaConf.update(config, key, value, force_add=True)
+        OmegaConf.set_struct(config, True)
+        OmegaConf.set_readonly(config, True)
+        return config
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,8 @@ class Resolved:
 
     def recipe(self, keys: Iterable[str], **derived) -> Recipe:
         """A recipe of some keys of the config and of numbers derived from others."""
-        return Recipe(select(self.config, keys), self.mesh, self.placement, derived)
+        settings = {key: plain(OmegaConf.select(self.config, key)) for key in keys}
+        return Recipe(settings, self.mesh, self.placement, derived)
 
 
 def key_of(parts) -> str:
@@ -90,16 +102,9 @@ def key_of(parts) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
-def select(config: DictConfig, keys: Iterable[str]) -> DictConfig:
-    """A config of these keys alone, read-only; asking it for another raises."""
-    part = OmegaConf.create({})
-    for key in keys:
-        value = OmegaConf.select(config, key)
-        plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-        OmegaConf.update(part, key, plain, force_add=True)
-    OmegaConf.set_struct(part, True)
-    OmegaConf.set_readonly(part, True)
-    return part
+def plain(value) -> Any:
+    """A value of a config as Python's own lists and dicts."""
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def resolve(config: DictConfig, checkpoints: Mapping[str, Checkpoint], devices: Devices) -> Resolved:

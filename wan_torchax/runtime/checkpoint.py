@@ -27,23 +27,25 @@ def find_all(model, components: Iterable[str], required: bool = True) -> dict[st
     return {component: find(model, component) for component in components}
 
 
-def find(model, component: str) -> Checkpoint:
-    """One component's folder, its architecture and its fingerprint. Its config.json may add to the config's
-    architecture, not contradict it."""
-    folder = find_folder(model, component)
-    architecture = read_architecture(folder, model.architecture[described_by(component)], described_by(component))
-    folders = [folder, *(find_folder(model, other) for other in BESIDE.get(component, ()))]
-    return Checkpoint(folder, architecture, fingerprint(folders))
-
-
-def fingerprints(model, components: Iterable[str]) -> dict[str, str]:
-    """Of those components that are on this machine; nothing is downloaded."""
-    known = {}
+def find_present(model, components: Iterable[str]) -> dict[str, Checkpoint]:
+    """The checkpoint of each component that is on this machine; nothing is downloaded."""
+    present = {}
     for component in components:
         with contextlib.suppress(ConfigError):
-            folders = [find_folder(model, name, local_only=True) for name in (component, *BESIDE.get(component, ()))]
-            known[component] = fingerprint(folders)
-    return known
+            present[component] = find(model, component, local_only=True)
+    return present
+
+
+def find(model, component: str, local_only: bool = False) -> Checkpoint:
+    """One component's folder, its architecture and its fingerprint. Its config.json may add to the config's
+    architecture, not contradict it."""
+    folder, *beside = (find_folder(model, name, local_only) for name in (component, *BESIDE.get(component, ())))
+    architecture = read_architecture(folder, model.architecture[described_by(component)], described_by(component))
+    return Checkpoint(folder, architecture, fingerprint([folder, *beside]))
+
+
+def fingerprints(checkpoints: dict[str, Checkpoint]) -> dict[str, str]:
+    return {component: checkpoint.fingerprint for component, checkpoint in checkpoints.items()}
 
 
 # ---------------------------------------------------------------- folders
@@ -57,7 +59,7 @@ def local_folder(model) -> Path | None:
     return local if local.is_dir() else None
 
 
-def find_folder(model, component: str, local_only: bool = False) -> Path:
+def find_folder(model, component: str, local_only: bool) -> Path:
     """The folder of one component of a checkpoint: local, or downloaded from the Hub."""
     folder = (local_folder(model) or download(model, component, local_only)) / component
     if not folder.is_dir():

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from wan_torchax.config import registry
 from wan_torchax.config.geometry import guided
 from wan_torchax.config.graph import Graph
-from wan_torchax.config.resolve import Recipe, Resolved
+from wan_torchax.config.resolve import Recipe, Resolved, plain
 from wan_torchax.events import Listener
 from wan_torchax.runtime.components import Component, settings_of
 from wan_torchax.runtime.programs import Program, Programs
@@ -110,10 +110,6 @@ def result_settings(config, name: str, fingerprints: dict[str, str]) -> dict[str
     graph = Graph.of(config.pipeline)
     stages = graph.upstream(name)
     keys = [*graph.input_keys(name), *(key for stage in stages for key in find(stage).result_settings)]
-    settings = {key: OmegaConf.select(config, key) for key in keys}
-    plain = {
-        key: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-        for key, value in settings.items()
-    }
+    settings = {key: plain(OmegaConf.select(config, key)) for key in keys}
     weights = {f"weights.{key}": fingerprints[key] for key in graph.components(stages) if key in fingerprints}
-    return plain | {"guided": guided(config)} | weights
+    return settings | {"guided": guided(config)} | weights

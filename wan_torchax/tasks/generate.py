@@ -12,7 +12,7 @@ from wan_torchax.events import Event, Finished, Previewed, to_all
 from wan_torchax.records import outputs, results
 from wan_torchax.records.clock import Clock
 from wan_torchax.records.stored import compare_replay
-from wan_torchax.runtime.checkpoint import fingerprints
+from wan_torchax.runtime.checkpoint import find_present, fingerprints
 from wan_torchax.session import phase, session
 from wan_torchax.stages.denoise import Denoise
 from wan_torchax.stages.stage import result_settings
@@ -28,21 +28,20 @@ def generate(config, folder: Path, overrides=()) -> float:
     first = distributed.is_first()  # the process that writes
     if first:
         outputs.write_config(folder, settled, overrides)
-    prints = fingerprints(config.model, graph.components(graph.stages))
-    values, prints = read_results(config, graph, prints)
+    values, weights = read_results(config, graph)
     names = to_run(config, graph, values)
-    distributed.agree("stages", {"inputs": settled["prompt"], "stages to run": names, "weights": prints})
+    distributed.agree("stages", {"inputs": settled["prompt"], "stages to run": names, "weights": weights})
 
     def save(event: Event) -> None:
         if isinstance(event, Finished) and config.output.save_stages:
-            results.save(folder, event.stage, event.values, result_settings(config, event.stage, prints))
+            results.save(folder, event.stage, event.values, result_settings(config, event.stage, weights))
         elif isinstance(event, Previewed):
             outputs.write_preview(folder, event.frame)
 
     tell = to_all(clock, Bars(), save) if first else clock
     resolved = session.resolve(config, names, tell)
     log.info("%s on %s", config.model.name, describe(resolved.mesh))
-    prints |= {component: checkpoint.fingerprint for component, checkpoint in resolved.checkpoints.items()}
+    weights |= fingerprints(resolved.checkpoints)
     for stage in graph.stages:  # what was read, so that this run can be resumed too
         read = {value: values[value] for value in graph.stages[stage].gives if value in values}
         if read:
@@ -50,7 +49,7 @@ def generate(config, folder: Path, overrides=()) -> float:
     with profiled(folder / "profile") if config.profile else contextlib.nullcontext():
         values = session.run(resolved, names, resolved.inputs() | values, tell)
     if first:
-        metrics = outputs.metrics(settled, prints, resolved.mesh, overrides)
+        metrics = outputs.metrics(settled, weights, resolved.mesh, overrides)
         metrics["floor_seconds_per_step"] = Denoise.floor_seconds(resolved)
         with phase("write", tell):
             made = outputs.write_outputs(folder, settled, values, metrics)
@@ -60,18 +59,19 @@ def generate(config, folder: Path, overrides=()) -> float:
     return clock.median_step() or clock.report()["seconds"]["total"]
 
 
-def read_results(config, graph: Graph, prints: dict[str, str]) -> tuple[dict, dict[str, str]]:
+def read_results(config, graph: Graph) -> tuple[dict, dict[str, str]]:
     """The values in the folder named by `resume`, refused where they were made with other settings than these; and the
-    fingerprints of the weights, completed by those that made them."""
+    fingerprints of the weights: of those that are here, else of those that made them."""
+    weights = weights_here(config, graph)
     values, folder = {}, config.resume and Path(config.resume)
     for name, stage in graph.stages.items() if folder else ():
         path = results.path_of(folder, name)
         if path.is_file():
             read, made_with = results.read(folder, name, stage.gives)
-            results.compare(path, made_with, result_settings(config, name, prints))
+            results.compare(path, made_with, result_settings(config, name, weights))
             log.info("%s: taken from %s", name, path)
-            weights = [(key.partition("."), value) for key, value in made_with.items() if key.startswith("weights.")]
-            values, prints = values | read, {component: value for (_, _, component), value in weights} | prints
+            recorded = {key.removeprefix("weights."): value for key, value in made_with.items() if "weights." in key}
+            values, weights = values | read, recorded | weights
     missing = graph.missing(to_run(config, graph, values), values)
     if folder and missing:
         (name, value), *_ = missing
@@ -80,7 +80,12 @@ def read_results(config, graph: Graph, prints: dict[str, str]) -> tuple[dict, di
             f"resume={folder}: {name} takes {value}, and {results.path_of(folder, giver).name} is not there; "
             f"add {giver} to stages"
         )
-    return values, prints
+    return values, weights
+
+
+def weights_here(config, graph: Graph) -> dict[str, str]:
+    """Fingerprints of the pipeline's components, as far as they are on this machine."""
+    return fingerprints(find_present(config.model, graph.components(graph.stages)))
 
 
 def to_run(config, graph: Graph, values: dict) -> list[str]:
@@ -91,8 +96,7 @@ def to_run(config, graph: Graph, values: dict) -> list[str]:
 def finished_before(config, folder: Path) -> float | None:
     """What this job gave in an earlier try at a sweep."""
     config, graph = with_texts(config), Graph.of(config.pipeline)
-    prints = fingerprints(config.model, graph.components(graph.stages))
-    return outputs.finished_before(outputs.settle(config), prints, folder)
+    return outputs.finished_before(outputs.settle(config), weights_here(config, graph), folder)
 
 
 def profiled(folder: Path):
