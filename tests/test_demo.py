@@ -97,12 +97,11 @@ def test_compression_is_wans(pipeline):
 @torch.no_grad()
 def test_vae_rebuilds_clips(pipeline):
     random = Random(3)
-    for pair_share in (0.0, 1.0):
-        things, background = world.motion_numbers(world.sample_scene(random, pair_share=pair_share), random)
-        clip = world.render(things[None], background[None])
-        rebuilt = pipeline.vae.decode(pipeline.vae.encode(clip).latent_dist.mode()).sample
-        error = (rebuilt - clip).square().mean().item()
-        assert 10 * np.log10(4 / error) >= 30
+    things, background = world.motion_numbers(world.sample_scene(random, pair_share=1.0), random)
+    clip = world.render(things[None], background[None])
+    rebuilt = pipeline.vae.decode(pipeline.vae.encode(clip).latent_dist.mode()).sample
+    error = (rebuilt - clip).square().mean().item()
+    assert 10 * np.log10(4 / error) >= 30
 
 
 def test_metrics_meet_their_targets():
@@ -115,8 +114,6 @@ def test_metrics_meet_their_targets():
 DRAWN = {
     "a big orange ball moving from left to right on a black background": world.Scene(
         (world.Thing("orange", "circle", "right", "big"),), "black"),
-    "a red heart bouncing up and down on a white background": world.Scene(
-        (world.Thing("red", "heart", "bouncing"),), "white"),
     "a big yellow star spinning in the middle on a purple background": world.Scene(
         (world.Thing("yellow", "star", "spinning", "big", "middle"),), "purple"),
     "a big red heart bouncing on the left and a yellow star spinning on the right on a blue background": world.Scene(
@@ -149,18 +146,6 @@ def drawn(tmp_path_factory, cache):
 def test_prompt_is_drawn_right(drawn, prompt):
     verdict = judge.judge(drawn[prompt, "", 4.0], DRAWN[prompt])
     assert all(verdict.values()), verdict
-
-
-def test_diffusers_draws_the_same(drawn, pipeline):
-    prompt = next(iter(DRAWN))
-    clip = pipeline(prompt, height=128, width=128, num_frames=17, num_inference_steps=STEPS, guidance_scale=4.0,
-                    generator=torch.Generator().manual_seed(2025), output_type="np").frames[0]
-    assert in_words((clip * 255).round().astype(np.uint8)) == in_words(drawn[prompt, "", 4.0])
-
-
-def in_words(frames):
-    seen = judge.describe(frames)
-    return seen["background"], [(thing.colour, thing.shape, thing.motion, thing.place) for thing in seen["things"]]
 
 
 def test_negative_prompt_is_kept_away_from_as_far_as_guidance_says(drawn):
