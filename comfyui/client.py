@@ -1,7 +1,7 @@
 """Queue an API-format workflow on a running ComfyUI server, follow it over the websocket and save its video.
 
-    python comfyui/client.py comfyui/workflows/demo_api.json
-    python comfyui/client.py comfyui/workflows/demo_api.json 2.prompt="a blue star moving left" --output star.mp4
+    python comfyui/client.py comfyui/api/demo.json
+    python comfyui/client.py comfyui/api/demo.json 2.prompt="a blue star moving left" --output star.mp4
 
 Prints the saved file's path last. Needs aiohttp, which ComfyUI has.
 """
@@ -92,7 +92,7 @@ async def save(session, prompt: str, output: Path | None) -> Path:
     files = [file for file in listed if isinstance(file, dict) and "filename" in file]
     if not files:
         raise Failed("the workflow saved nothing: it needs a node like Save Video")
-    target = output or Path(files[0]["filename"])
+    target = output or Path(Path(files[0]["filename"]).name)
     async with session.get("/view", params={key: files[0][key] for key in ("filename", "subfolder", "type")}) as answer:
         answer.raise_for_status()
         target.write_bytes(await answer.read())

@@ -1,5 +1,6 @@
 """What ComfyUI offers a node: progress, previews, cancelling, and word that memory is needed. All of it optional."""
 import functools
+import logging
 
 from wan_torchax.events import Advanced, Began, Compiled, Previewed
 
@@ -9,6 +10,7 @@ try:
 except ImportError:  # a test or a script: nobody watches and nobody cancels
     management = ProgressBar = None
 
+log = logging.getLogger("wan")
 PREVIEW_PIXELS = 512  # ComfyUI shrinks a preview to this many a side
 
 
@@ -19,7 +21,8 @@ class Listener:
         self.steps, self.bar = steps, None
 
     def __call__(self, event) -> None:
-        if isinstance(event, Compiled):  # told in the compiler's thread
+        if isinstance(event, Compiled):  # told in the compiler's thread, where nothing is shown or cancelled
+            log.info("compiled %s in %.1f s", event.program, event.seconds)
             return
         raise_if_cancelled()
         if isinstance(event, Began):

@@ -11,36 +11,28 @@ from omegaconf import OmegaConf
 
 from wan_torchax.config import commandline, inputs
 from wan_torchax.config.geometry import Geometry, guided
-from wan_torchax.config.validation import validate
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.validation import SEEDS
 
-from . import host
+from . import host, settings
+from .settings import ANY_SIZE, choose, compose, from_prompts, from_widgets, in_words_of_nodes
 
 # JAX would take most of a GPU's memory at once, and ComfyUI's other models need some.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# What suits a server better than a command; a Config node can say otherwise.
-SERVER_DEFAULTS = ("keep_resident=true", "preview_every=5")
-
-LARGEST_SEED = 2**53 - 1  # exact in JavaScript
-UNCHANGED = "default"  # a choice of the Config node: as the preset or conf/config.yaml says
-
-
-def compose(overrides):
-    """The config that `python run.py <overrides>` would run with, checked."""
-    config = commandline.compose(commandline.rewrite(list(overrides)))
-    validate(config)
-    return config
-
-
-DEMO = compose(())  # what the widgets start with
-GEOMETRY = Geometry.of(DEMO.model.architecture)
+try:
+    START = compose()  # what the widgets start with
+except (ConfigError, ValueError) as error:  # no workflow is open yet
+    raise ImportError(f"{settings.OWNER}: {error}") from error
+GEOMETRY = Geometry.of(START.model.architecture)
+MODEL_ID = settings.model_paths()[START.model.name]
 
 
 # ---------------------------------------------------------------- work
 
 
-def run_stages(names, overrides, values=None, helpers=()):
-    """Compose the config and run some stages of the pipeline on values at hand; returns all values (numpy).
+def run_stages(names, config, values=None, helpers=()):
+    """Run some stages of the pipeline on values at hand; returns all values (numpy).
 
     `helpers` are stages whose weights may be used on the way: the decoder, for previews. Torch is what it was before
     and after, whatever happens: torchax is on only while a program is traced, in the session's own thread.
@@ -52,7 +44,7 @@ def run_stages(names, overrides, values=None, helpers=()):
     # ComfyUI runs nodes in inference mode, which is a thread's own, and the session builds and traces modules in two
     # threads: in both, torch is here as it is under run.py.
     with torch.inference_mode(False):
-        config = inputs.with_texts(compose([*SERVER_DEFAULTS, *overrides]))
+        config = inputs.with_texts(config)
         check_values(config.model, values or {})
         resolved = session.resolve(config, [*names, *helpers])
         return session.run(resolved, names, resolved.inputs() | (values or {}), host.Listener(config.steps))
@@ -63,11 +55,11 @@ def check_values(model, values) -> None:
     tokens = (model.text_tokens, model.architecture.transformer.text_dim)
     if "embeddings" in values and values["embeddings"].shape[1:] != tokens:
         shape = values["embeddings"].shape[1:]
-        remedy = "use one config or model_id for all nodes"
+        remedy = "connect one Config node to all nodes, or give all the same model_id"
         raise ValueError(f"embeddings of (tokens, width) {shape}: {model.name} takes {tokens}; {remedy}")
     channels = Geometry.of(model.architecture).channels
     if "latents" in values and values["latents"].shape[1] != channels:
-        remedy = "use this pack's sampler with the same config"
+        remedy = "connect Wan 2.1 TPU Sampler, and the same Config node to both"
         raise ValueError(f"latents of {values['latents'].shape[1]} channels: {model.name} takes {channels}; {remedy}")
 
 
@@ -81,36 +73,6 @@ def release() -> None:
 host.on_memory_request(release)
 
 
-def choose_config(config, model_id) -> list[str]:
-    """The Config node's overrides, or without one those that choose a model by its path or Hub id."""
-    if config is not None:
-        return list(config)
-    models = commandline.options("model")
-    paths = {OmegaConf.load(commandline.CONF / "model" / f"{name}.yaml").path: name for name in models}
-    if model_id not in paths:
-        remedy = "connect a Config node to use another checkpoint"
-        raise ValueError(f"model_id={model_id}: not a path in conf/model ({', '.join(paths)}); {remedy}")
-    return [f"model={paths[model_id]}"]
-
-
-def prompt_overrides(prompt, negative_prompt) -> list[str]:
-    texts = [f"prompt.text={prompt}", f"prompt.negative={negative_prompt}"]
-    return [*texts, "prompt.file=null", "prompt.negative_file=null"]
-
-
-# Widgets, by their names in the earlier TPU nodes -> keys of the config.
-SAMPLING = {
-    "height": "resolution.height", "width": "resolution.width", "num_frames": "resolution.frames",
-    "flow_shift": "resolution.flow_shift", "num_inference_steps": "steps", "guidance_scale": "guidance_scale",
-    "seed": "seed",
-}
-
-
-def sampling_overrides(**widgets) -> list[str]:
-    """What the widgets say, as overrides."""
-    return [f"{SAMPLING[name]}={value}" for name, value in widgets.items()]
-
-
 def image(frames):
     """uint8 frames (frames, height, width, 3) as ComfyUI's IMAGE: float32 from 0 to 1."""
     import torch
@@ -122,53 +84,83 @@ def image(frames):
 
 
 def text_widgets() -> dict:
+    texts = {"prompt": START.prompt.text, "negative_prompt": START.prompt.negative}
+    tooltips = {
+        "prompt": "What the video shows",
+        "negative_prompt": "What it should not show; not looked at where guidance_scale is 1 or less",
+    }
     return {
-        "prompt": ("STRING", {"multiline": True, "default": DEMO.prompt.text}),
-        "negative_prompt": ("STRING", {"multiline": True, "default": DEMO.prompt.negative}),
+        name: ("STRING", {"multiline": True, "default": text or "", "tooltip": tooltips[name]})
+        for name, text in texts.items()
     }
 
 
 def sampling_widgets() -> dict:
     """Ranges for every model; the config's own checks say which part of them a model takes."""
-    size, scale = {"min": 64, "max": 1280}, GEOMETRY.frame_scale
-    frames = {"min": 1, "max": 121, "step": scale, "tooltip": f"{scale}n+1"}
-    guidance = {"min": 0.0, "max": 20.0, "step": 0.1, "tooltip": "1 turns guidance off: half the work"}
+    scale, multiples, size = GEOMETRY.frame_scale, GEOMETRY.multiples, START.resolution
+    sides, model_sizes = {"min": 64, "max": 1280}, "the demo model takes 64 to 256, the others 256 to 1280"
     return {
-        "height": ("INT", {"default": DEMO.resolution.height, **size, "step": GEOMETRY.multiples["height"]}),
-        "width": ("INT", {"default": DEMO.resolution.width, **size, "step": GEOMETRY.multiples["width"]}),
-        "num_frames": ("INT", {"default": DEMO.resolution.frames, **frames}),
-        "num_inference_steps": ("INT", {"default": DEMO.steps, "min": 1, "max": 100}),
-        "guidance_scale": ("FLOAT", {"default": DEMO.guidance_scale, **guidance}),
-        "seed": ("INT", {"default": DEMO.seed, "min": 0, "max": LARGEST_SEED, "control_after_generate": True}),
+        "height": number(size.height, f"Pixels; {model_sizes}", **sides, step=multiples["height"]),
+        "width": number(size.width, f"Pixels; {model_sizes}", **sides, step=multiples["width"]),
+        "num_frames": number(size.frames, f"Frames: 1 and a multiple of {scale}", min=1, max=121, step=scale),
+        "num_inference_steps": number(START.steps, "Denoising steps: more take longer and look better", min=1, max=100),
+        "guidance_scale": number(
+            START.guidance_scale, "How closely the video follows the prompt; 1 turns guidance off: half the work",
+            min=0.0, max=20.0, step=0.1,
+        ),
+        "seed": number(
+            START.seed, "The noise to start from: the same seed and settings give the same video",
+            min=0, max=SEEDS - 1, control_after_generate=True,
+        ),
     }
 
 
+def number(default, tooltip, **limits) -> tuple:
+    return "FLOAT" if isinstance(default, float) else "INT", {"default": default, "tooltip": tooltip, **limits}
+
+
 def model_widget() -> dict:
-    tooltip = "A path or Hub id in conf/model. Not looked at when a config is connected"
-    return {"model_id": ("STRING", {"default": DEMO.model.path, "tooltip": tooltip})}
+    tooltip = f"Where no Config node is connected: {', '.join(settings.model_paths().values())}"
+    return {"model_id": ("STRING", {"default": MODEL_ID, "tooltip": tooltip})}
 
 
 def flow_shift_widget() -> dict:
-    shift = {"min": 1.0, "max": 10.0, "step": 0.5, "tooltip": "480p: 3, 720p: 5"}
-    return {"flow_shift": ("FLOAT", {"default": DEMO.resolution.flow_shift, **shift})}
+    tooltip = "How much of the steps goes to the coarse shapes: 3 for 480p, 5 for 720p"
+    return {"flow_shift": number(START.resolution.flow_shift, tooltip, min=1.0, max=10.0, step=0.5)}
 
 
 def fps_widget() -> dict:
-    return {"fps": ("INT", {"default": DEMO.resolution.fps, "min": 1, "max": 120})}
+    return {"fps": number(START.resolution.fps, "Frames a second, for the node that writes the video", min=1, max=120)}
 
 
-CONFIG_TOOLTIP = "From a Wan 2.1 Config node; without one, model_id chooses the model"
+CONFIG_TOOLTIP = "From a Wan 2.1 Config node: connect the same one to all nodes. Without it, model_id chooses the model"
 CONFIG_INPUT = {"config": ("WAN_CONFIG", {"tooltip": CONFIG_TOOLTIP})}
+
+
+def check_seed(node, seed) -> bool | str:
+    """ComfyUI asks before it queues; earlier nodes saved seeds of up to 53 bits, of which torch takes the last 32."""
+    if seed is None or 0 <= seed < SEEDS:  # None: it comes over a link, and the config's own check will see it
+        return True
+    return f"{seed} is not from 0 to {SEEDS - 1}; {seed % SEEDS} (it modulo 2**32) gives the same video"
 
 
 # ---------------------------------------------------------------- nodes
 
 
-class Wan21Config:
-    """A preset, choices from conf/ and any overrides, for the other nodes; its numbers link to their widgets."""
+CHOICES = {  # groups of conf/ -> tooltips
+    "preset": "A whole configuration; leave the three below at default, or change parts of it with them",
+    "model": "default: the preset's, or the embedded demo model",
+    "resolution": "Size, frames, fps and flow shift; default: the preset's, or the demo model's",
+    "mesh": "The chips to use; default: the preset's, or what this machine has",
+}
 
+
+class Wan21Config:
     CATEGORY = "TPU/Wan2.1"
-    DESCRIPTION = "Everything run.py's command line can say: a preset, a model, a mesh, and one Hydra override a line."
+    DESCRIPTION = (
+        "Settings for the other Wan 2.1 nodes: a preset, or a model, a resolution and a mesh, and further settings one "
+        "a line. Connect config to all of them; the numbers can be connected to their widgets."
+    )
     FUNCTION = "configure"
     RETURN_TYPES = ("WAN_CONFIG", "INT", "INT", "INT", "INT", "FLOAT", "FLOAT", "INT")
     RETURN_NAMES = (
@@ -177,110 +169,110 @@ class Wan21Config:
 
     @classmethod
     def INPUT_TYPES(cls):
-        groups = ("preset", "model", "resolution", "mesh")
-        choices = {group: ([UNCHANGED, *commandline.options(group)],) for group in groups}
-        tooltip = "One a line, as on run.py's command line: sharding.transformer.weights.attention_out.spec=[null]"
+        choices = {
+            group: ([settings.UNCHANGED, *commandline.options(group)], {"tooltip": tooltip})
+            for group, tooltip in CHOICES.items()
+        }
+        tooltip = "Further settings, one a line, like steps=40 or scheduler=euler. A line after # is left out"
         text = {"multiline": True, "default": "", "placeholder": "key=value", "tooltip": tooltip}
         return {"required": choices | {"overrides": ("STRING", text)}}
 
     @classmethod
+    @in_words_of_nodes(widgets={})  # its lines name keys of the config
     def IS_CHANGED(cls, **choices):
         """The config itself: files in conf/ may have been edited since the last run."""
-        return OmegaConf.to_yaml(compose(config_overrides(**choices)), resolve=True)
+        return OmegaConf.to_yaml(compose(settings.from_config_node(**choices)), resolve=True)
 
+    @in_words_of_nodes(widgets={})
     def configure(self, **choices):
-        overrides = config_overrides(**choices)
-        config = compose(overrides)
+        chosen = settings.from_config_node(**choices)
+        config = compose(chosen)
         size, sampling = config.resolution, (config.steps, config.guidance_scale)
-        return overrides, size.height, size.width, size.frames, *sampling, size.flow_shift, size.fps
-
-
-def config_overrides(overrides="", **choices) -> tuple[str, ...]:
-    chosen = [f"{group}={name}" for group, name in choices.items() if name != UNCHANGED]
-    lines = [line.strip() for line in overrides.splitlines()]
-    return (*chosen, *(line for line in lines if line and not line.startswith("#")))
+        return chosen, size.height, size.width, size.frames, *sampling, size.flow_shift, size.fps
 
 
 class Wan21TextEncoder:
-    """Prompt and negative prompt to embeddings, (1, tokens, width) each."""
-
     CATEGORY = "TPU/Wan2.1"
+    DESCRIPTION = "Prompt and negative prompt to embeddings, for the Wan 2.1 TPU Sampler."
     FUNCTION = "encode"
-    RETURN_TYPES = ("TENSOR", "TENSOR")
+    RETURN_TYPES = ("TENSOR", "TENSOR")  # (1, tokens, width) each
     RETURN_NAMES = ("prompt_embeds", "negative_prompt_embeds")
 
     @classmethod
     def INPUT_TYPES(cls):
         return {"required": text_widgets(), "optional": model_widget() | CONFIG_INPUT}
 
-    def encode(self, prompt, negative_prompt, model_id=DEMO.model.path, config=None):
+    @in_words_of_nodes()
+    def encode(self, prompt, negative_prompt, model_id=MODEL_ID, config=None):
         import torch
 
-        # The sampler chooses guidance later, so the negative prompt is encoded whatever the config says; sizes do not
-        # matter here, and any that the model takes will pass.
-        anything = ["guidance_scale=2", "resolution.height=${model.min_size}", "resolution.width=${model.min_size}"]
-        overrides = [*choose_config(config, model_id), *prompt_overrides(prompt, negative_prompt), *anything]
-        embeddings = torch.tensor(run_stages(["text"], overrides)["embeddings"])
+        texts = from_prompts(prompt, negative_prompt)
+        # The sampler chooses guidance later, so the negative prompt is encoded whatever the config says.
+        composed = compose([*choose(config, model_id), *texts, "guidance_scale=2", *ANY_SIZE])
+        embeddings = torch.tensor(run_stages(["text"], composed)["embeddings"])
         return embeddings[:1].clone(), embeddings[1:].clone()
 
 
 class Wan21TPUSampler:
-    """Embeddings to latents (1, channels, frames, height, width), normalised as the model has them."""
-
     CATEGORY = "TPU/Wan2.1"
+    DESCRIPTION = "Embeddings to the latents of a video, for the Wan 2.1 TPU VAE Decoder. Shows how it comes along."
     FUNCTION = "sample"
-    RETURN_TYPES = ("LATENT", "INT")
+    RETURN_TYPES = ("LATENT", "INT")  # (1, channels, frames, height, width), normalised as the model has them
     RETURN_NAMES = ("latents", "num_frames")
 
     @classmethod
     def INPUT_TYPES(cls):
-        embeddings = {"prompt_embeds": ("TENSOR",), "negative_prompt_embeds": ("TENSOR",)}
+        tooltip = {"tooltip": "From a Wan 2.1 Text Encoder"}
+        embeddings = {"prompt_embeds": ("TENSOR", tooltip), "negative_prompt_embeds": ("TENSOR", tooltip)}
         optional = model_widget() | flow_shift_widget() | CONFIG_INPUT
         return {"required": embeddings | sampling_widgets(), "optional": optional}
 
+    VALIDATE_INPUTS = classmethod(check_seed)
+
+    @in_words_of_nodes()
     def sample(self, prompt_embeds, negative_prompt_embeds, height, width, num_frames, num_inference_steps,
-               guidance_scale, seed, model_id=DEMO.model.path, flow_shift=DEMO.resolution.flow_shift, config=None):
+               guidance_scale, seed, model_id=MODEL_ID, flow_shift=START.resolution.flow_shift, config=None):
         import torch
 
-        sampling = sampling_overrides(
+        sampling = from_widgets(
             height=height, width=width, num_frames=num_frames, num_inference_steps=num_inference_steps,
             guidance_scale=guidance_scale, seed=seed, flow_shift=flow_shift,
         )
-        overrides = [*choose_config(config, model_id), *sampling]
-        prompts = [prompt_embeds, negative_prompt_embeds] if guided(compose(overrides)) else [prompt_embeds]
+        composed = compose([*choose(config, model_id), *sampling])
+        prompts = [prompt_embeds, negative_prompt_embeds] if guided(composed) else [prompt_embeds]
         embeddings = torch.cat(prompts).float().numpy()
-        values = run_stages(["denoise"], overrides, {"embeddings": embeddings}, helpers=["decode"])
+        values = run_stages(["denoise"], composed, {"embeddings": embeddings}, helpers=["decode"])
         return {"samples": torch.tensor(values["latents"]), "num_frames": num_frames}, num_frames
 
 
 class Wan21TPUVAEDecoder:
-    """Latents of the sampler to frames."""
-
     CATEGORY = "TPU/Wan2.1"
+    DESCRIPTION = "Latents of the Wan 2.1 TPU Sampler to frames, for Create Video."
     FUNCTION = "decode"
     RETURN_TYPES = ("IMAGE", "FLOAT")
     RETURN_NAMES = ("frames", "fps")
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {"latents": ("LATENT",)}, "optional": model_widget() | fps_widget() | CONFIG_INPUT}
+        latents = {"latents": ("LATENT", {"tooltip": "From a Wan 2.1 TPU Sampler"})}
+        return {"required": latents, "optional": model_widget() | fps_widget() | CONFIG_INPUT}
 
-    def decode(self, latents, model_id=DEMO.model.path, fps=DEMO.resolution.fps, config=None):
+    @in_words_of_nodes()
+    def decode(self, latents, model_id=MODEL_ID, fps=START.resolution.fps, config=None):
         samples = latents["samples"]
         if samples.ndim != 5 or samples.shape[0] != 1:
             shape = tuple(samples.shape)
             raise ValueError(f"latents of shape {shape}: it takes one video, (1, channels, frames, height, width)")
-        chosen = choose_config(config, model_id)
-        pixels = Geometry.of(compose(chosen).model.architecture).pixels(samples.shape)
-        size = [f"resolution.{key}={value}" for key, value in (pixels | {"fps": fps}).items()]
-        values = run_stages(["decode"], [*chosen, *size], {"latents": samples.float().cpu().numpy()})
+        chosen = choose(config, model_id)
+        pixels = Geometry.of(compose([*chosen, *ANY_SIZE]).model.architecture).pixels(samples.shape)
+        size = from_widgets(height=pixels["height"], width=pixels["width"], num_frames=pixels["frames"], fps=fps)
+        values = run_stages(["decode"], compose([*chosen, *size]), {"latents": samples.float().cpu().numpy()})
         return image(values["frames"]), float(fps)
 
 
 class Wan21TPUPipeline:
-    """Prompt to frames in one node."""
-
     CATEGORY = "TPU/Wan2.1"
+    DESCRIPTION = "Prompt to frames: Wan 2.1 Text Encoder, TPU Sampler and TPU VAE Decoder in one node."
     FUNCTION = "generate"
     RETURN_TYPES = ("IMAGE", "FLOAT")
     RETURN_NAMES = ("frames", "fps")
@@ -290,12 +282,14 @@ class Wan21TPUPipeline:
         optional = model_widget() | fps_widget() | flow_shift_widget() | CONFIG_INPUT
         return {"required": text_widgets() | sampling_widgets(), "optional": optional}
 
+    VALIDATE_INPUTS = classmethod(check_seed)
+
+    @in_words_of_nodes()
     def generate(self, prompt, negative_prompt, height, width, num_frames, num_inference_steps, guidance_scale, seed,
-                 model_id=DEMO.model.path, fps=DEMO.resolution.fps, flow_shift=DEMO.resolution.flow_shift, config=None):
-        sampling = sampling_overrides(
+                 model_id=MODEL_ID, fps=START.resolution.fps, flow_shift=START.resolution.flow_shift, config=None):
+        sampling = from_widgets(
             height=height, width=width, num_frames=num_frames, num_inference_steps=num_inference_steps,
-            guidance_scale=guidance_scale, seed=seed, flow_shift=flow_shift,
+            guidance_scale=guidance_scale, seed=seed, flow_shift=flow_shift, fps=fps,
         )
-        texts = prompt_overrides(prompt, negative_prompt)
-        overrides = [*choose_config(config, model_id), *texts, *sampling, f"resolution.fps={fps}"]
-        return image(run_stages(["text", "denoise", "decode"], overrides)["frames"]), float(fps)
+        overrides = [*choose(config, model_id), *from_prompts(prompt, negative_prompt), *sampling]
+        return image(run_stages(["text", "denoise", "decode"], compose(overrides))["frames"]), float(fps)

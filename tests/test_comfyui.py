@@ -3,9 +3,12 @@
 With COMFYUI_HOME set to a ComfyUI checkout, and COMFYUI_PYTHON to a Python that has its requirements and this project's
 (by default the one that runs the tests), a real server runs the example workflow too.
 """
+import importlib.util
 import inspect
 import json
 import os
+import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -24,25 +27,44 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-import comfyui
-from comfyui import host, nodes
 from tests.conftest import ROOT
 from wan_torchax import patches
+from wan_torchax.config.commandline import options
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.runtime import programs, weights
 from wan_torchax.session import session
 from wan_torchax.stages import denoise
 
+
+def load(folder: Path, name: str):
+    """A folder of nodes, imported as ComfyUI does: by its path, under a name of no package."""
+    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+comfyui = load(ROOT / "comfyui", "custom_nodes/wan")
+host, nodes, settings = comfyui.host, comfyui.nodes, comfyui.settings
 NODES = comfyui.NODE_CLASS_MAPPINGS
-WORKFLOWS = ROOT / "comfyui" / "workflows"
+WORKFLOWS, API = ROOT / "comfyui" / "workflows", ROOT / "comfyui" / "api"
 EXAMPLES = ("demo", "t2v_14b_720p_v6e8")
 STOCK = {  # ComfyUI's own nodes in the examples: inputs in the order of their widgets, and outputs
     "CreateVideo": ({"images": "IMAGE", "audio": "AUDIO", "fps": "FLOAT"}, ("VIDEO",)),
     "SaveVideo": ({"video": "VIDEO", "filename_prefix": "STRING", "format": "COMBO", "codec": "COMBO"}, ()),
 }
-PROMPT = json.loads((WORKFLOWS / "demo_api.json").read_text())["2"]["inputs"]["prompt"]
+PROMPT = json.loads((API / "demo.json").read_text())["2"]["inputs"]["prompt"]
 FAST_PATH = torch.backends.mha.get_fastpath_enabled()
 SMALL_INPUTS = {"height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 3}
+PATIENCE = 120  # seconds a server may take
+
+
+@pytest.fixture(scope="module", autouse=True)
+def owner(cache):
+    """What whoever starts ComfyUI says: where compiled programs are kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(settings.OWNER, shlex.quote(cache))
+        yield
 
 
 def inputs_of(kind: str) -> dict:
@@ -73,10 +95,19 @@ def test_a_node_keeps_its_contract(name):
         assert list(parameters)[1:] == list(inputs_of(name))
         optionals = listed.get("optional", {})
         assert all(parameters[optional].default is not inspect.Parameter.empty for optional in optionals)
-    for kind, settings in (spec for group in listed.values() for spec in group.values() if spec[0] in ("INT", "FLOAT")):
-        assert settings["min"] <= settings["default"] <= settings["max"]
-        assert type(settings["default"]) is {"INT": int, "FLOAT": float}[kind]
+    for kind, limits in (spec for group in listed.values() for spec in group.values() if spec[0] in ("INT", "FLOAT")):
+        assert limits["min"] <= limits["default"] <= limits["max"]
+        assert type(limits["default"]) is {"INT": int, "FLOAT": float}[kind]
     json.dumps(listed)  # /object_info sends it
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_a_node_explains_itself_in_the_words_of_nodes(name):
+    listed = NODES[name].INPUT_TYPES()
+    inputs = {key: spec for group in listed.values() for key, spec in group.items()}
+    assert all(len(spec) == 2 and spec[1].get("tooltip") for spec in inputs.values()), "an input without a tooltip"
+    texts = NODES[name].DESCRIPTION, *(spec[1]["tooltip"] for spec in inputs.values())
+    assert not [text for text in texts if re.search(r"hydra|run\.py|command|override|argument|conf/", text, re.I)]
 
 
 def test_saved_workflows_of_the_earlier_nodes_still_fit():
@@ -91,17 +122,29 @@ def test_saved_workflows_of_the_earlier_nodes_still_fit():
     assert NODES["Wan21TPUSampler"].RETURN_NAMES == ("latents", "num_frames")
     for name in ("Wan21TPUVAEDecoder", "Wan21TPUPipeline"):
         assert NODES[name].RETURN_TYPES[0] == "IMAGE" and NODES[name].RETURN_NAMES == ("frames", "fps")
-    assert nodes.choose_config(None, "Wan-AI/Wan2.1-T2V-14B-Diffusers") == ["model=wan21_t2v_14b"]
-    with pytest.raises(ValueError, match="model_id=no/such: not a path in conf/model .*connect a Config node"):
-        nodes.choose_config(None, "no/such")
+    assert settings.choose(None, "Wan-AI/Wan2.1-T2V-14B-Diffusers") == ["model=wan21_t2v_14b"]
+    with pytest.raises(ConfigError, match="model_id=no/such: no model that this project has .*connect a .*Config node"):
+        settings.choose(None, "no/such")
+
+
+@pytest.mark.parametrize("name", ["Wan21TPUSampler", "Wan21TPUPipeline"])
+def test_a_seed_of_an_earlier_workflow_is_told_which_it_was(name):
+    check = NODES[name].VALIDATE_INPUTS
+    assert list(inspect.signature(check).parameters) == ["seed"], "ComfyUI finds inputs by their names"
+    assert NODES[name].INPUT_TYPES()["required"]["seed"][1]["max"] == 2**32 - 1
+    assert [check(seed) for seed in (0, 2**32 - 1, None)] == [True] * 3
+    assert check(2**32 + 7) == "4294967303 is not from 0 to 4294967295; 7 (it modulo 2**32) gives the same video"
+
+
+def unchanged() -> dict:
+    return {"preset": "default", "model": "default", "resolution": "default", "mesh": "default", "overrides": ""}
 
 
 def configure(**choices):
-    everything = {"preset": "default", "model": "default", "resolution": "default", "mesh": "default", "overrides": ""}
-    return nodes.Wan21Config().configure(**everything | choices)
+    return nodes.Wan21Config().configure(**unchanged() | choices)
 
 
-def test_the_config_node_says_what_the_command_line_can():
+def test_the_config_node_chooses_options_and_settings():
     overrides = "\n# slower\n  steps=40 \nguidance_scale=6\n"
     config, *numbers = configure(model="wan21_t2v_14b", resolution="720p", mesh="v6e_8", overrides=overrides)
     assert config == ("model=wan21_t2v_14b", "resolution=720p", "mesh=v6e_8", "steps=40", "guidance_scale=6")
@@ -111,8 +154,8 @@ def test_the_config_node_says_what_the_command_line_can():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("stepz=3", "stepz: no such key or group; nearest: steps"), ("steps=0", "steps=0: must be from 1 to 1000"),
-        ("model=wan", "model=wan: no such option"),
+        ("stepz=3", "stepz: no such key; nearest: steps"), ("steps=0", "steps=0: must be from 1 to 1000"),
+        ("model=wan", "model=wan: no such option"), ("steps", "steps: not a setting of the form key=value"),
     ],
 )
 def test_the_config_node_refuses_clearly(overrides, message):
@@ -121,21 +164,119 @@ def test_the_config_node_refuses_clearly(overrides, message):
 
 
 def test_the_config_node_is_changed_when_its_config_is():
-    before = nodes.Wan21Config.IS_CHANGED(overrides="")
-    assert nodes.Wan21Config.IS_CHANGED(overrides="# nothing") == before
+    before = nodes.Wan21Config.IS_CHANGED(overrides="# nothing")
     assert nodes.Wan21Config.IS_CHANGED(overrides="model.scan_blocks=false") != before
+
+
+# ---------------------------------------------------------------- a stranger's workflow
+
+
+FORGED = {  # lines of a Config node -> the key that is named
+    "+ops.mine={op: aten.add, implementation: forged.add, why: mine}": "ops.mine",
+    "ops={mine: {implementation: forged.add}}": "ops.mine.implementation",
+    "ops.mine.implementation=forged.add": "ops.mine.implementation",
+    "allow_external_ops=true": "allow_external_ops",
+    "plan.compiler=/bin/sh": "plan.compiler",
+    "compile.xla_flags=[--xla_dump_to=/forged]": "compile.xla_flags",
+    "compile.cache_dir=/forged": "compile.cache_dir",
+    "mesh.xla_flags=[--xla_dump_to=/forged]": "mesh.xla_flags",
+    "mesh={xla_flags: ['--xla_dump_to=/forged']}": "mesh.xla_flags",
+    "model.path=/forged": "model.path",
+    "model={path: /forged}": "model.path",
+    "prompt.file=/etc/hostname": "prompt.file",
+    "distributed=auto": "distributed",
+    "scheduler.target=forged.Scheduler": "scheduler.target",
+    "hydra.run.dir=/forged": "hydra.run.dir",
+    "hydra/launcher=slurm": "hydra/launcher",
+    "preset@hydra=forged": "preset@hydra",
+    "steps=${oc.env:HOME}": "steps",
+    "model=../../forged": "model",
+}
+
+
+@pytest.mark.parametrize("line", FORGED)
+def test_a_forged_line_is_refused(line, monkeypatch):
+    def refuse(*arguments):
+        raise AssertionError("something was composed of it")
+
+    monkeypatch.setattr(settings.commandline, "compose", refuse)
+    for say in (nodes.Wan21Config.IS_CHANGED, nodes.Wan21Config().configure):
+        with pytest.raises(ConfigError) as error:
+            say(preset="default", overrides=f"steps=40\n{line}")
+        assert re.match(rf"{re.escape(FORGED[line])}[:=]", str(error.value))
+        assert not re.search(r"command line|run\.py", str(error.value))
+
+
+def test_a_forged_line_imports_and_reads_nothing(monkeypatch, tmp_path):
+    """Whatever says it: a line, a choice, or an input that only links reach."""
+    (tmp_path / "forged.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(Path, "read_text", lambda *_: pytest.fail("a file was read"))
+    for line in FORGED:
+        with pytest.raises(ConfigError):
+            configure(overrides=line)
+    for choice in ({"model": "../../forged"}, {"hydra/launcher": "slurm"}, {"ops.mine.implementation": "forged.add"}):
+        with pytest.raises(ConfigError, match=f"^{next(iter(choice))}[:=]"):
+            configure(**choice)
+    assert "forged" not in sys.modules
+
+
+@pytest.mark.parametrize("texts", [("${oc.env:HOME}", "???"), ("a 'cat', \"dog\" \\", "null"), ("\\${x}", "{a: 1}")])
+def test_prompts_are_texts(texts):
+    prompt = settings.compose(settings.from_prompts(*texts)).prompt
+    assert (prompt.text, prompt.negative) == texts
+
+
+def test_a_text_in_a_line_is_a_text():
+    config = settings.compose(configure(overrides="prompt.text='${oc.env:HOME}'")[0])
+    assert config.prompt.text == "${oc.env:HOME}"
+
+
+FORGED_CONFIG = ["compile.xla_flags=[--xla_dump_to=/forged]"]
+CALLS = {  # nodes -> what they need beside a config
+    "Wan21TextEncoder": {"prompt": "a cat", "negative_prompt": ""},
+    "Wan21TPUSampler": dict.fromkeys(("prompt_embeds", "negative_prompt_embeds"), torch.zeros(1, 512, 128))
+    | SMALL_INPUTS | {"guidance_scale": 5.0, "seed": 1},
+    "Wan21TPUVAEDecoder": {"latents": {"samples": torch.zeros(1, 16, 2, 8, 8)}},
+    "Wan21TPUPipeline": {"prompt": "a cat", "negative_prompt": ""} | SMALL_INPUTS | {"guidance_scale": 5.0, "seed": 1},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_config_that_no_config_node_made_is_refused(name):
+    """ComfyUI hands an input {"__value__": …} of a workflow to the node as it is."""
+    with pytest.raises(ConfigError, match="^config: not from a Wan 2.1 Config node"):
+        getattr(NODES[name](), NODES[name].FUNCTION)(**CALLS[name], config=FORGED_CONFIG)
+
+
+def test_the_owner_says_what_a_workflow_may_not(monkeypatch):
+    """In Hydra's grammar, as a shell splits it; what a workflow may say too, it says last."""
+    monkeypatch.setenv(settings.OWNER, "model.path='/data/my models' compile.xla_flags=[--xla_flag] steps=7 seed=5")
+    config = settings.compose(configure(overrides="seed=6")[0])
+    assert (config.model.path, config.compile.xla_flags) == ("/data/my models", ["--xla_flag"])
+    assert (config.steps, config.seed) == (7, 6)
+    assert config.keep_resident is True, "what suits a server stays"
 
 
 # ---------------------------------------------------------------- workflows
 
 
-def read(name):
-    return json.loads((WORKFLOWS / f"{name}.json").read_text())
+def read(name, folder=API):
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def test_the_template_browser_lists_only_what_opens():
+    """It shows every JSON file of such a folder; one in API format would give an empty canvas."""
+    shown = ("example_workflows", "example", "examples", "workflow", "workflows")
+    listed = [path for name in shown for path in (ROOT / "comfyui" / name).glob("*.json")]
+    assert sorted(path.stem for path in listed) == sorted(EXAMPLES)
+    assert all({"nodes", "links", "version"} <= json.loads(path.read_text()).keys() for path in listed)
+    assert sorted(path.stem for path in API.glob("*.json")) == sorted(EXAMPLES)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_api_workflow_fits_the_nodes(name):
-    graph = read(f"{name}_api")
+    graph = read(name)
     for node in graph.values():
         kinds = inputs_of(node["class_type"])
         for key, value in node["inputs"].items():
@@ -144,16 +285,49 @@ def test_an_api_workflow_fits_the_nodes(name):
                 assert outputs_of(graph[source]["class_type"])[number] == kinds[key]
             elif node["class_type"] in NODES and kinds[key] == "COMBO":
                 assert value in NODES[node["class_type"]].INPUT_TYPES()["required"][key][0]
-    config = next(node for node in graph.values() if node["class_type"] == "Wan21Config")
-    sampler = next(node for node in graph.values() if node["class_type"] == "Wan21TPUSampler")
-    chosen = dict(zip(nodes.Wan21Config.RETURN_NAMES, configure(**config["inputs"])))
-    assert all(sampler["inputs"][key] == value for key, value in chosen.items() if key not in ("config", "fps"))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_workflow_follows_its_config_node(name):
+    """Every number that the Config node gives is linked, so that another preset needs no other change."""
+    graph = read(name)
+    for number, output in enumerate(nodes.Wan21Config.RETURN_NAMES[1:], 1):
+        target = "Wan21TPUVAEDecoder" if output == "fps" else "Wan21TPUSampler"
+        node = next(node for node in graph.values() if node["class_type"] == target)
+        assert node["inputs"][output] == ["1", number]
+    assert [node["inputs"]["config"] for node in graph.values() if "config" in node["inputs"]] == [["1", 0]] * 3
+
+
+def test_the_14b_workflow_uses_its_preset():
+    chosen = read("t2v_14b_720p_v6e8")["1"]["inputs"]
+    assert chosen == unchanged() | {"preset": "t2v_14b_720p_v6e8_v1"}
+
+
+@pytest.mark.parametrize("preset", options("preset"))
+def test_any_preset_can_be_chosen_in_the_demo_workflow(preset):
+    chosen = read("demo")["1"]["inputs"]
+    assert chosen == unchanged()
+    config, height, width, *_ = configure(**chosen | {"preset": preset})
+    assert config == (f"preset={preset}",) and min(height, width) == int(re.search("_(480|720|128)p?_", preset)[1])
+
+
+def test_a_presets_numbers_reach_the_sampler(monkeypatch):
+    def run_stages(names, config, values=None, helpers=()):
+        seen.update(config.resolution)
+        return {"latents": numpy.zeros((1, 16, 1, 1, 1), numpy.float32)}
+
+    seen, graph = {}, read("demo")
+    monkeypatch.setattr(nodes, "run_stages", run_stages)
+    graph["1"]["inputs"]["preset"] = "t2v_14b_720p_v6e8_v1"
+    graph["3"]["inputs"] |= dict.fromkeys(("prompt_embeds", "negative_prompt_embeds"), torch.zeros(1))
+    execute({key: graph[key] for key in ("1", "3")})
+    assert (seen["height"], seen["width"], seen["frames"], seen["flow_shift"]) == (720, 1280, 81, 5.0)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_both_formats_of_a_workflow_are_the_same_graph(name):
-    graph = {key: (node["class_type"], node["inputs"]) for key, node in read(f"{name}_api").items()}
-    assert graph == to_api(read(name))
+    graph = {key: (node["class_type"], node["inputs"]) for key, node in read(name).items()}
+    assert graph == to_api(read(name, WORKFLOWS))
 
 
 def to_api(workflow) -> dict:
@@ -179,15 +353,8 @@ def to_api(workflow) -> dict:
 
 def in_new_process(code, folder, **environment) -> str:
     """Run code that finds `load()`, which imports a node folder as ComfyUI does, by its path."""
-    prelude = """
-        import importlib.util, sys
-        def load(folder):
-            spec = importlib.util.spec_from_file_location(folder.replace(".", "_x_"), folder + "/__init__.py")
-            module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            return module
-    """
-    program = [sys.executable, "-c", textwrap.dedent(prelude) + textwrap.dedent(code)]
+    prelude = "import importlib.util, sys\nfrom pathlib import Path\n" + inspect.getsource(load)
+    program = [sys.executable, "-c", prelude + textwrap.dedent(code)]
     answer = subprocess.run(
         program, cwd=folder, env=os.environ | environment, capture_output=True, text=True, check=False
     )
@@ -207,7 +374,7 @@ def test_linked_beside_others(tmp_path):
         from hydra.core.global_hydra import GlobalHydra
         initialize_config_dir({str(tmp_path)!r}, version_base="1.2")
         theirs, path = GlobalHydra.instance().hydra, list(sys.path)
-        wan = load({str(tmp_path / "wan.nodes")!r})
+        wan = load(Path("wan.nodes"), "wan_x_nodes")
         heavy = {{"jax", "torch", "torchax", "diffusers"}} & set(sys.modules)
         assert not heavy, heavy
         node = wan.NODE_CLASS_MAPPINGS["Wan21Config"]()
@@ -227,9 +394,28 @@ def test_linked_beside_others(tmp_path):
 
 def test_copied_it_needs_to_know_the_project(tmp_path):
     shutil.copytree(ROOT / "comfyui", tmp_path / "custom_nodes" / "wan", ignore=shutil.ignore_patterns("__pycache__"))
-    code = f"print(len(load({str(tmp_path / 'custom_nodes' / 'wan')!r}).NODE_CLASS_MAPPINGS))"
+    code = "print(len(load(Path('custom_nodes/wan'), 'custom_nodes/wan').NODE_CLASS_MAPPINGS))"
     assert "set WAN_TORCHAX_HOME to the project's folder" in in_new_process(code, tmp_path, WAN_TORCHAX_HOME="")
     assert in_new_process(code, tmp_path, WAN_TORCHAX_HOME=str(ROOT)).splitlines()[-1] == "5"
+    broken = in_new_process(code, tmp_path, WAN_TORCHAX_HOME=str(ROOT), **{settings.OWNER: "stepz=3"})
+    assert f"ImportError: {settings.OWNER}: stepz: no such key" in broken
+
+
+def test_the_whole_project_cloned(tmp_path):
+    """As ComfyUI finds it in custom_nodes: the nodes of that clone, and their workflows in the template browser."""
+    clone = tmp_path / "custom_nodes" / "wan-torchax"
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "outputs", "models", "benchmarks", "docs", "tests", "tools")
+    shutil.copytree(ROOT, clone, symlinks=True, ignore=left_out)
+    code = f"""
+        wan = load(Path({str(clone)!r}), {str(clone)!r})
+        import wan_torchax
+        assert wan_torchax.ROOT == Path({str(clone)!r}).resolve()
+        print(*wan.NODE_CLASS_MAPPINGS, wan.NODE_CLASS_MAPPINGS["Wan21Config"]().configure(preset="default")[1])
+    """
+    answer = in_new_process(code, tmp_path)
+    assert answer.splitlines()[-1] == " ".join([*NODES, "128"]), answer
+    assert set(comfyui.NODE_DISPLAY_NAME_MAPPINGS) == set(NODES)
+    assert sorted(path.stem for path in clone.glob("example_workflows/*.json")) == sorted(EXAMPLES)
 
 
 # ---------------------------------------------------------------- execution
@@ -274,12 +460,11 @@ def comfy(monkeypatch):
     return seen
 
 
-def small(graph, cache, **inputs):
-    """A graph of the demo model at the size of the other tests, with what they share compiled."""
+def small_demo(**inputs):
+    """The demo workflow at the size of the other tests, with what they share compiled."""
+    graph = read("demo")
     for node in graph.values():
         node["inputs"] |= {key: value for key, value in (SMALL_INPUTS | inputs).items() if key in node["inputs"]}
-        if node["class_type"] == "Wan21Config":
-            node["inputs"]["overrides"] += f"\n{cache}"
     return graph
 
 
@@ -316,16 +501,16 @@ def assert_torch_is_plain():
 
 
 @pytest.fixture(scope="module")
-def made(cache):
+def made(owner):
     """The demo workflow, run once; its frames and what was compiled for it stay for the other tests."""
     assert_torch_is_plain()
-    return execute(small(read("demo_api"), cache, seed=7))
+    return execute(small_demo(seed=7))
 
 
-def pipeline(cache, **inputs):
+def pipeline(**inputs):
     with torch.inference_mode():
         everything = SMALL_INPUTS | {"prompt": PROMPT, "negative_prompt": "", "guidance_scale": 4.0, "seed": 7} | inputs
-        return nodes.Wan21TPUPipeline().generate(**everything, config=(cache,))[0]
+        return nodes.Wan21TPUPipeline().generate(**everything)[0]
 
 
 def test_the_demo_workflow_gives_an_image_batch(made):
@@ -341,64 +526,60 @@ def test_the_same_frames_as_run_py(made, generate):
     assert numpy.array_equal((made["images"] * 255).round().to(torch.uint8).numpy(), expected)
 
 
-def test_the_full_pipeline_gives_the_same_frames_as_the_three_nodes(made, cache):
-    assert torch.equal(pipeline(cache), made["images"])
+def test_the_full_pipeline_gives_the_same_frames_as_the_three_nodes(made):
+    assert torch.equal(pipeline(), made["images"])
 
 
-def test_another_seed_compiles_and_loads_nothing(made, cache, monkeypatch):
+def test_another_seed_compiles_and_loads_nothing(made, monkeypatch):
     def refuse(*arguments):
         raise AssertionError("something was made again")
 
-    pipeline(cache)
+    pipeline()
     monkeypatch.setattr(programs, "compile_all", refuse)
     monkeypatch.setattr(weights, "load", refuse)
-    other = execute(small(read("demo_api"), cache, seed=8))["images"]
+    other = execute(small_demo(seed=8))["images"]
     assert not torch.equal(other, made["images"])
 
 
-def test_progress_and_previews(made, cache, comfy):
-    graph = small(read("demo_api"), f"{cache}\npreview_every=1")
-    execute(graph)
+def test_progress_and_previews(made, comfy):
+    execute(small_demo(overrides="preview_every=1"))
     assert (3, [0, 1, 2, 3]) in comfy.bars and (5, [0, 1, 5]) in comfy.bars
     assert [preview[:2] for preview in comfy.previews] == [(1, 3), (2, 3)]
     assert comfy.previews[0][2][0] == "JPEG" and comfy.previews[0][2][1].size == (64, 64)
 
 
-def test_cancelled_between_steps_then_run_again(made, cache, comfy):
-    pipeline(cache)
+def test_cancelled_between_steps_then_run_again(made, comfy):
+    pipeline()
     needed, comfy.questions = comfy.questions, 0
     for comfy.cancel_at in (needed // 2, needed - 1):
         comfy.questions = 0
         with pytest.raises(Cancelled):
-            pipeline(cache)
+            pipeline()
         assert_torch_is_plain()
     comfy.cancel_at = None
-    assert torch.equal(pipeline(cache), made["images"])
+    assert torch.equal(pipeline(), made["images"])
 
 
-def test_cancelled_while_compiling_then_run_again(made, cache, comfy):
-    """What the compiler had not finished must not be waited for by the next run."""
-    session.clear()
-    comfy.cancel_at = 2
-    with pytest.raises(Cancelled):
-        pipeline(cache)
-    assert_torch_is_plain()
-    assert torch.equal(pipeline(cache), made["images"])
+def test_failed_then_cancelled_while_compiling_then_run_again(made, comfy, monkeypatch):
+    """Torch stays plain, and what the compiler had not finished is not waited for by the next run."""
 
-
-def test_an_error_in_the_middle_leaves_torch_plain(made, cache, monkeypatch):
     def fail(*arguments):
         raise RuntimeError("out of memory")
 
+    session.clear()
     with monkeypatch.context() as broken:
         broken.setattr(denoise, "advance", fail)  # while the step is traced, with torchax on
         with pytest.raises(RuntimeError, match="out of memory"):
-            pipeline(cache, height=80)
+            pipeline()
     assert_torch_is_plain()
-    assert torch.equal(pipeline(cache), made["images"])
+    comfy.questions, comfy.cancel_at = 0, 2
+    with pytest.raises(Cancelled):
+        pipeline()
+    assert_torch_is_plain()
+    assert torch.equal(pipeline(), made["images"])
 
 
-def test_what_does_not_fit_the_model_is_told(cache):
+def test_what_does_not_fit_the_model_is_told():
     sampler, decoder = nodes.Wan21TPUSampler(), nodes.Wan21TPUVAEDecoder()
     sizes = SMALL_INPUTS | {"guidance_scale": 5.0, "seed": 1}
     with pytest.raises(ValueError, match=r"embeddings of \(tokens, width\) \(512, 4096\): demo takes \(512, 128\)"):
@@ -407,14 +588,20 @@ def test_what_does_not_fit_the_model_is_told(cache):
         decoder.decode({"samples": torch.zeros(1, 4, 2, 8, 8)})
     with pytest.raises(ValueError, match="one video"):
         decoder.decode({"samples": torch.zeros(1, 4, 8, 8)})
-    with pytest.raises(ConfigError, match="resolution.height=720: demo takes 64 to 256; nearest 256"):
+    with pytest.raises(ConfigError, match=" height=720: demo takes 64 to 256; nearest 256"):
         sampler.sample(torch.zeros(1, 512, 128), torch.zeros(1, 512, 128), **sizes | {"height": 720})
+
+
+def test_a_mesh_that_needs_other_flags_needs_a_restart(made):
+    """JAX reads its flags once a process, and ComfyUI is one process."""
+    with pytest.raises(ConfigError, match="xla_gpu_enable_triton_gemm=false.*; restart ComfyUI"):
+        pipeline(config=configure(mesh="gpu_1")[0])
 
 
 @pytest.mark.parametrize(("scale", "count"), [(5.0, 2), (1.0, 1)])
 def test_without_guidance_the_negative_prompt_is_left_out(monkeypatch, scale, count):
-    def run_stages(names, overrides, values, helpers):
-        assert values["embeddings"].shape == (count, 512, 128) and f"guidance_scale={scale}" in overrides
+    def run_stages(names, config, values, helpers):
+        assert values["embeddings"].shape == (count, 512, 128) and config.guidance_scale == scale
         return {"latents": numpy.zeros((1, 16, 2, 8, 8), numpy.float32)}
 
     monkeypatch.setattr(nodes, "run_stages", run_stages)
@@ -422,8 +609,8 @@ def test_without_guidance_the_negative_prompt_is_left_out(monkeypatch, scale, co
     nodes.Wan21TPUSampler().sample(*embeddings, **SMALL_INPUTS, guidance_scale=scale, seed=1)
 
 
-def test_memory_is_given_back_when_comfyui_lacks_it(made, cache, comfy):
-    pipeline(cache)
+def test_memory_is_given_back_when_comfyui_lacks_it(made, comfy):
+    pipeline()
     host.on_memory_request(nodes.release)
     comfy.free = 1e9
     host.management.free_memory(1e6, "cpu", keep_loaded=[])
@@ -437,14 +624,18 @@ def test_memory_is_given_back_when_comfyui_lacks_it(made, cache, comfy):
 # ---------------------------------------------------------------- a real server
 
 
+INSTALLED = {"wan_torchax": ROOT / "comfyui", "wan-torchax": ROOT}
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """A ComfyUI server with this folder linked into its custom nodes, everything it writes in a folder of its own."""
+    """A ComfyUI server with both ways to install, everything it writes in a folder of its own."""
     if "COMFYUI_HOME" not in os.environ:
         pytest.skip("COMFYUI_HOME is not set")
     base, home = tmp_path_factory.mktemp("comfyui"), Path(os.environ["COMFYUI_HOME"])
     (base / "custom_nodes").mkdir()
-    (base / "custom_nodes" / "wan_torchax").symlink_to(ROOT / "comfyui")
+    for name, folder in INSTALLED.items():
+        (base / "custom_nodes" / name).symlink_to(folder)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -458,15 +649,15 @@ def server(tmp_path_factory):
         yield types.SimpleNamespace(address=f"127.0.0.1:{port}", log=base / "log.txt")
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(PATIENCE)
 
 
 def comfyui_python() -> str:
     return os.environ.get("COMFYUI_PYTHON", sys.executable)
 
 
-def wait_for(address, process, seconds=180):
-    deadline = time.monotonic() + seconds
+def wait_for(address, process):
+    deadline = time.monotonic() + PATIENCE
     while process.poll() is None and time.monotonic() < deadline:
         try:
             return get(address)
@@ -476,14 +667,14 @@ def wait_for(address, process, seconds=180):
 
 
 def get(address):
-    return json.load(urllib.request.urlopen(address))
+    return json.load(urllib.request.urlopen(address, timeout=PATIENCE))
 
 
 def client(server, output, *changes):
     """The example client; gives the time and what it printed."""
     sizes = [f"3.{key}={value}" for key, value in SMALL_INPUTS.items()]
     place = ["--server", server.address, "--output", output]
-    script = [comfyui_python(), ROOT / "comfyui" / "client.py", WORKFLOWS / "demo_api.json"]
+    script = [comfyui_python(), ROOT / "comfyui" / "client.py", API / "demo.json"]
     command = [*script, *sizes, *changes, *place]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -493,6 +684,14 @@ def test_a_real_server_lists_the_nodes(server):
     for name in NODES:
         assert listed[name]["display_name"] == comfyui.NODE_DISPLAY_NAME_MAPPINGS[name]
         assert listed[name]["category"] == "TPU/Wan2.1"
+    assert "Cannot import" not in server.log.read_text()
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_a_real_server_offers_the_workflows(server, name):
+    assert sorted(get(f"http://{server.address}/workflow_templates")[name]) == sorted(EXAMPLES)
+    for example in EXAMPLES:
+        assert get(f"http://{server.address}/api/workflow_templates/{name}/{example}.json") == read(example, WORKFLOWS)
 
 
 def test_a_real_server_makes_the_video_and_compiles_once(server, tmp_path):
@@ -508,19 +707,28 @@ def test_a_real_server_makes_the_video_and_compiles_once(server, tmp_path):
 
 def test_a_real_server_tells_what_is_wrong(server, tmp_path):
     answer = client(server, tmp_path / "no.mp4", "3.height=512")
-    assert answer.returncode == 1 and "resolution.height=512: demo takes 64 to 256; nearest 256" in answer.stderr
-    assert "the workflow has no input 3.sed; it has " in client(server, tmp_path / "no.mp4", "3.sed=1").stderr
+    assert answer.returncode == 1 and " height=512: demo takes 64 to 256; nearest 256" in answer.stderr
+    for change, message in {
+        "3.sed=1": "the workflow has no input 3.sed; it has ",
+        f"3.seed={2**32 + 7}": "7 (it modulo 2**32) gives the same video",
+        "1.overrides=model.path=/forged": "model.path: may only be given by whoever starts ComfyUI",
+        "2.config=" + json.dumps({"__value__": FORGED_CONFIG}): "config: not from a Wan 2.1 Config node",
+    }.items():
+        answer = client(server, tmp_path / "no.mp4", change)
+        assert answer.returncode == 1 and message in answer.stderr
 
 
 def test_a_real_server_goes_on_after_cancelling_and_freeing(server, tmp_path):
-    script = [comfyui_python(), ROOT / "comfyui" / "client.py", WORKFLOWS / "demo_api.json"]
+    script = [comfyui_python(), ROOT / "comfyui" / "client.py", API / "demo.json"]
     command = [*script, "3.num_inference_steps=100", "--server", server.address]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    while not get(f"http://{server.address}/queue")["queue_running"] and process.poll() is None:
-        time.sleep(0.2)
-    time.sleep(2)
+    progress = ""
+    while "node 3: " not in progress:  # the sampler; at the end of the stream nothing more comes
+        read_on = process.stderr.read(1)
+        assert read_on, progress
+        progress += read_on
     post(server, "/interrupt")
-    assert "cancelled on the server" in process.communicate(timeout=120)[1]
+    assert "cancelled on the server" in process.communicate(timeout=PATIENCE)[1]
     loads = server.log.read_text().count("transformer: ")
     post(server, "/free", {"unload_models": True, "free_memory": True})
     answer = client(server, tmp_path / "after.mp4", "3.seed=3")
@@ -530,4 +738,5 @@ def test_a_real_server_goes_on_after_cancelling_and_freeing(server, tmp_path):
 
 def post(server, path, body=None):
     content, kind = json.dumps(body or {}).encode(), {"Content-Type": "application/json"}
-    urllib.request.urlopen(urllib.request.Request(f"http://{server.address}{path}", content, kind)).read()
+    request = urllib.request.Request(f"http://{server.address}{path}", content, kind)
+    urllib.request.urlopen(request, timeout=PATIENCE).read()

@@ -1,0 +1,99 @@
+"""What a workflow says, as overrides that a config is composed with.
+
+A workflow may be a stranger's, so it chooses among what the project offers and nothing else: all it says goes through
+wan_torchax/config/trust.py. Paths, flags and code come from whoever starts ComfyUI, in WAN_TORCHAX_OVERRIDES.
+"""
+import contextlib
+import os
+import re
+import shlex
+
+from omegaconf import OmegaConf
+
+from wan_torchax.config import commandline, trust
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.validation import validate
+
+OWNER = "WAN_TORCHAX_OVERRIDES"
+SERVER_DEFAULTS = ("keep_resident=true", "preview_every=5")  # what suits a server better than a command
+# Where the size does not matter, or is not known yet: one that the model takes.
+ANY_SIZE = ("resolution.height=${model.min_size}", "resolution.width=${model.min_size}")
+UNCHANGED = "default"  # a choice of the Config node: as the preset says, else the owner, else conf/config.yaml
+
+# Widgets, by their names in the earlier TPU nodes -> keys of the config.
+WIDGETS = {
+    "prompt": "prompt.text", "negative_prompt": "prompt.negative", "height": "resolution.height",
+    "width": "resolution.width", "num_frames": "resolution.frames", "fps": "resolution.fps",
+    "flow_shift": "resolution.flow_shift", "num_inference_steps": "steps", "guidance_scale": "guidance_scale",
+    "seed": "seed",
+}
+
+# What the runner tells people at a command line -> what it means to those who look at a graph.
+WORDS = {
+    "on the command line": f"by whoever starts ComfyUI, in {OWNER}",
+    "not an override": "not a setting of the form key=value",
+    "give each set of flags a process of its own": "restart ComfyUI to change them",
+    " (python run.py --cfg job shows them all)": "",
+}
+
+
+class Chosen(tuple):
+    """What a Config node has checked. ComfyUI lets a workflow write any list into an input, but not one of these."""
+
+
+def compose(overrides=()):
+    """The config of this server with what a workflow says on top, checked."""
+    owner = commandline.rewrite(shlex.split(os.environ.get(OWNER, "")))
+    config = commandline.compose([*SERVER_DEFAULTS, *owner, *overrides])
+    validate(config)
+    return config
+
+
+def from_config_node(overrides="", **choices) -> Chosen:
+    """What the widgets of a Config node say: options of groups, and a setting a line."""
+    chosen = [trust.override(group, name) for group, name in choices.items() if name != UNCHANGED]
+    lines = [line.strip() for line in overrides.splitlines()]
+    settings = [trust.repeated(line) for line in lines if line and not line.startswith("#")]
+    return Chosen([*chosen, *(safe for listed in settings for safe in listed)])
+
+
+def from_widgets(**values) -> list[str]:
+    return [trust.override(WIDGETS[name], value) for name, value in values.items()]
+
+
+def from_prompts(prompt, negative_prompt) -> list[str]:
+    texts = from_widgets(prompt=prompt, negative_prompt=negative_prompt)
+    return [*texts, "prompt.file=null", "prompt.negative_file=null"]
+
+
+def choose(config, model_id) -> list[str]:
+    """What the Config node says, or without one what chooses a model by its path or Hub id."""
+    if isinstance(config, Chosen):
+        return list(config)
+    if config is not None:
+        raise ConfigError("config: not from a Wan 2.1 Config node; connect one")
+    paths = model_paths()
+    if model_id not in paths.values():
+        known, remedy = ", ".join(paths.values()), "connect a Wan 2.1 Config node to choose among all"
+        raise ConfigError(f"model_id={model_id}: no model that this project has ({known}); {remedy}")
+    return [f"model={name}" for name, path in paths.items() if path == model_id]
+
+
+def model_paths() -> dict[str, str]:
+    """Names of models -> their paths in conf/model."""
+    folder = commandline.CONF / "model"
+    return {name: OmegaConf.load(folder / f"{name}.yaml").path for name in commandline.options("model")}
+
+
+@contextlib.contextmanager
+def in_words_of_nodes(widgets=WIDGETS):
+    """Errors that name widgets, and what can be done about them in ComfyUI."""
+    try:
+        yield
+    except ConfigError as error:
+        message = str(error)
+        for theirs, ours in WORDS.items():
+            message = message.replace(theirs, ours)
+        for widget, key in widgets.items():
+            message = re.sub(rf"(?<![\w.]){re.escape(key)}=", f"{widget}=", message)
+        raise ConfigError(message) from error
