@@ -127,6 +127,17 @@ def test_saved_workflows_of_the_earlier_nodes_still_fit():
         settings.choose(None, "no/such")
 
 
+def test_without_a_config_node_the_decoder_takes_any_models_latents(monkeypatch):
+    def run_stages(names, config, values):
+        size = config.resolution
+        assert (config.model.name, size.frames, size.height, size.width) == ("wan21_t2v_14b", 81, 720, 1280)
+        return {"frames": numpy.zeros((1, 1, 1, 3), numpy.uint8)}
+
+    monkeypatch.setattr(nodes, "run_stages", run_stages)
+    latents = {"samples": torch.zeros(1, 16, 21, 90, 160)}
+    assert nodes.Wan21TPUVAEDecoder().decode(latents, "Wan-AI/Wan2.1-T2V-14B-Diffusers", fps=16)[1] == 16.0
+
+
 @pytest.mark.parametrize("name", ["Wan21TPUSampler", "Wan21TPUPipeline"])
 def test_a_seed_of_an_earlier_workflow_is_told_which_it_was(name):
     check = NODES[name].VALIDATE_INPUTS
