@@ -10,8 +10,13 @@ prompt from there, each word a place in wan_torchax/ (docs/architecture.md has t
     compose → validate → resolve (checkpoints, devices) → build → compile beside loading → run the stages → write
     config/   config/    session.py                       stages/  runtime/               stages/          records/
 """
-import contextlib
 import os
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until `main` knows better: nothing has been done yet
+
+import contextlib
 import sys
 import threading
 import traceback
@@ -27,13 +32,24 @@ from wan_torchax.devices import distributed
 from wan_torchax.tasks.attempt import attempt, explain, failures, report
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: a scheduler wants this process to end."""
+
+
+def terminate(*_) -> None:
+    raise Terminated
+
+
 def main() -> None:
-    """Compose the config, run the task, leave with 0, 1 (an error) or 130 (Ctrl-C)."""
+    """Compose the config, run the task, leave with 0, 1 (an error), 130 (Ctrl-C) or 143 (SIGTERM)."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, terminate)
     # ffmpeg and git are started with fork and exec at once, which is safe beside JAX's threads.
     warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and `explain` says it better
     if {"--help", "-h"} & set(sys.argv):
-        sys.exit(print(commandline.help_text()))
+        print(commandline.help_text())
+        return
     status = 0
     try:
         sys.argv[1:] = commandline.rewrite(sys.argv[1:])
@@ -46,16 +62,21 @@ def main() -> None:
         distributed.leave(f"failed: {explain(error)}")
         if type(error).__module__.startswith("submitit"):
             wait_for_workers()
-    except KeyboardInterrupt:
-        print("interrupted: finished stages are in the run folder; go on with resume=<run folder>", file=sys.stderr)
-        status = 130
-        distributed.leave("was interrupted", status)
+    except KeyboardInterrupt as reason:
+        word, status = ("terminated", 143) if isinstance(reason, Terminated) else ("interrupted", 130)
+        print(f"{word}: finished stages are in the run folder; go on with resume=<run folder>", file=sys.stderr)
+        distributed.leave(f"was {word}", status)
     write_reports()
     distributed.finish()
-    for thread in threading.enumerate():
-        if thread.name == "imports":  # which would fail loudly in an interpreter that is shutting down
-            thread.join()
-    sys.exit(status or (1 if failures or failed_elsewhere() else 0))
+    leave(status or (1 if failures or failed_elsewhere() else 0))
+
+
+def leave(status: int) -> None:
+    """End, also where a thread is still importing what is not needed any more: Python would wait for it."""
+    if any(thread.name == "imports" for thread in threading.enumerate()):
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 @hydra.main(version_base=commandline.HYDRA_VERSION, config_path="conf", config_name="config")

@@ -55,7 +55,7 @@ def main() -> None:
     reference = None
     for name, variant in variants.items():
         with tempfile.TemporaryDirectory() as folder:
-            config = compose(rewrite([*variant, *overrides]))
+            config = compose(rewrite([*variant, "output.keep_frames=true", *overrides]))
             validate(config)
             generate(config, Path(folder))
             frames = load_file(Path(folder) / "decode.safetensors")["frames"].astype(float)

@@ -1,5 +1,7 @@
 """Eight fake CPU devices, one compilation cache for the whole session, and configs composed as run.py composes them."""
+import json
 import os
+import sys
 
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -18,7 +20,7 @@ from wan_torchax.config.validation import validate  # noqa: E402
 from wan_torchax.runtime.checkpoint import find_all  # noqa: E402
 
 # The demo model as small and short as it goes.
-SMALL = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "steps=3"]
+SMALL = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "steps=3", "output.keep_frames=true"]
 
 # The environment of a process that compiles for one small video: quickly, not well.
 FAST = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
@@ -27,6 +29,11 @@ FAST = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 def make_config(*overrides):
     """The config that `python run.py <overrides>` would run with."""
     return compose(rewrite(list(overrides)))
+
+
+def listed(folder):
+    """The folders of a list's videos, in the order of the list."""
+    return [folder / name for name in json.loads((folder / "list.json").read_text())]
 
 
 def resolve_here(*overrides):
@@ -52,6 +59,13 @@ def build(resolved, name):
     from wan_torchax.session import Session
 
     return Session().build(resolved, [name])[name]
+
+
+@pytest.fixture(autouse=True)
+def strict(monkeypatch):
+    """A program that is compiled while a stage runs is an error here."""
+    if programs := sys.modules.get("wan_torchax.runtime.programs"):
+        monkeypatch.setattr(programs, "raise_unexpected", True)
 
 
 @pytest.fixture(scope="session")

@@ -50,9 +50,9 @@ UNKNOWN = {
     "resolutoin=480p": "resolutoin: no such key or group; nearest: resolution",
     "resolution=481p": "resolution=481p: no such option; nearest: 480p",
     "mesh=v6e8": "mesh=v6e8: no such option; nearest: v6e_8",
-    "steps=many": "steps: Value 'many' of type 'str' could not be converted to Integer",
-    "keep_resident=perhaps": "keep_resident: Value 'perhaps' is not a valid bool",
-    "resolution.frames=8.5": "resolution.frames: Value '8.5' of type 'float' could not be converted to Integer",
+    "steps=many": "steps=many: must be a whole number",
+    "keep_resident=perhaps": "keep_resident=perhaps: must be true or false",
+    "resolution.frames=8.5": "resolution.frames=8.5: must be a whole number",
     "attention.self.blok_q=3": "attention.self.blok_q: no such key or group; nearest: attention.self.block_q",
     "steps=[1,": "steps=[1,",
 }
@@ -85,14 +85,6 @@ def test_help_loads_neither_jax_nor_torch():
     program += "; sys.argv = ['run.py', '--help']; runpy.run_path('run.py', run_name='__main__')"
     answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert answer.stdout.splitlines()[-1] == "[]"
-
-
-def test_a_bad_command_line_ends_with_one_line_and_status_1():
-    for arguments in (["stesp=3"], ["steps=0"], ["prompts=x"], ["replay=x"], ["preset=demo_v9"], ["mesh=v6e_8"]):
-        answer = command(*arguments)
-        assert answer.returncode == 1
-        assert "error: " in answer.stderr
-        assert "Traceback" not in answer.stderr
 
 
 @pytest.mark.parametrize(

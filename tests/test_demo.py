@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from tests.conftest import listed
+
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "models/demo"
 sys.path.insert(0, str(ROOT / "tools"))
@@ -136,9 +138,9 @@ def drawn(tmp_path_factory, cache):
     rows += [{"prompt": BALL, "negative_prompt": negative, "guidance_scale": guidance, "steps": 8}
              for negative, guidance in pairs]
     (folder / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    subprocess.run([sys.executable, "run.py", f"prompts={folder}/prompts.jsonl", f"hydra.run.dir={folder}/run", cache],
-                   cwd=ROOT, check=True, capture_output=True)
-    runs = sorted((folder / "run").glob("0*"))
+    places = [f"prompts={folder}/prompts.jsonl", f"hydra.run.dir={folder}/run", cache, "output.keep_frames=true"]
+    subprocess.run([sys.executable, "run.py", *places], cwd=ROOT, check=True, capture_output=True)
+    runs = listed(folder / "run")
     return {tuple(row.values())[:3]: load_file(path / "decode.safetensors")["frames"] for row, path in zip(rows, runs)}
 
 

@@ -13,7 +13,7 @@ import numpy
 import pytest
 
 from tests import tiny
-from tests.conftest import FAST, ROOT, make_config, resolve_here
+from tests.conftest import FAST, ROOT, listed, make_config, resolve_here
 from tests.test_parity import SIZE_OVERRIDES, psnr, relative_error, results
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
@@ -96,6 +96,11 @@ LAYOUTS = {  # each axis crosses from one process to the other in one of them, w
 LAST, KILLED = len(LAYOUTS), len(LAYOUTS) + 2  # line numbers
 
 
+def video(folder, line):
+    """What process 0 wrote for a line of the list."""
+    return listed(folder / "0")[line - 1]
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return tiny.overrides(tiny.make_checkpoint(tmp_path_factory.mktemp("tiny") / "model"))
@@ -109,11 +114,11 @@ def two(tmp_path_factory, cache, model):
     lines = [*LAYOUTS.values(), {"mesh.axes.dp": 3}, {"steps": 900, "preview_every": 2}]
     (folder / "jobs.jsonl").write_text("".join(json.dumps({"prompt": PROMPT, **line}) + "\n" for line in lines))
     command = ["run.py", *model, *SIZE_OVERRIDES, cache, "mesh=cpu_8"]
-    command += ["distributed=auto", "distributed.lost_seconds=10"]
+    command += ["distributed=auto", "distributed.lost_seconds=10", "output.keep_frames=true"]
     command += [f"prompts={folder / 'jobs.jsonl'}", f"hydra.run.dir={folder}/{{number}}"]
     pair = Pair(folder, command, [FAST | each for each in by_environment(free_port())])
     deadline = time.monotonic() + 400
-    while not (folder / "0" / f"{KILLED:04d}" / "preview.png").exists():
+    while not (folder / "0" / "list.json").exists() or not (video(folder, KILLED) / "preview.png").exists():
         running = pair.processes[0].poll() is None and time.monotonic() < deadline
         assert running, pair.text(0)[-2000:] + pair.text(1)[-2000:]
         time.sleep(0.1)
@@ -123,9 +128,9 @@ def two(tmp_path_factory, cache, model):
 
 
 def test_two_processes_give_what_one_gives(two, generate, model):
-    alone = results(generate(*model, *SIZE_OVERRIDES, "mesh=cpu_8", f"prompt={PROMPT}"))
+    alone = results(generate(*model, *SIZE_OVERRIDES, f"prompt={PROMPT}"))
     for number, layout in enumerate(LAYOUTS, start=1):
-        values = results(two[0] / "0" / f"{number:04d}")
+        values = results(video(two[0], number))
         assert relative_error(values["latents"], alone["latents"]) < 1e-4, layout
         if "stages" not in LAYOUTS[layout]:
             assert psnr(values["frames"], alone["frames"]) > 55, layout
@@ -134,7 +139,7 @@ def test_two_processes_give_what_one_gives(two, generate, model):
 
 def test_process_0_writes_and_all_are_tagged(two):
     folder, pair = two
-    written = {path.name for path in (folder / "0" / f"{LAST:04d}").iterdir()}
+    written = {path.name for path in video(folder, LAST).iterdir()}
     assert {"video.mp4", "metrics.json", "config.yaml", "text.safetensors"} <= written
     left = {path.name for path in (folder / "1").rglob("*") if path.is_file() and ".hydra" not in path.parts}
     assert left == {"log.txt"}, "the other process leaves its log"
@@ -146,7 +151,7 @@ def test_process_0_writes_and_all_are_tagged(two):
 
 
 def test_each_process_holds_its_part_of_the_mesh(two):
-    metrics = json.loads((two[0] / "0" / f"{LAST:04d}" / "metrics.json").read_text())
+    metrics = json.loads((video(two[0], LAST) / "metrics.json").read_text())
     assert metrics["devices"] == 8 and metrics["processes"] == 2 and metrics["mesh"] == {"dp": 2, "sp": 1, "tp": 4}
 
 
@@ -198,6 +203,20 @@ def test_a_process_killed_while_denoising_ends_the_other_by_name(two):
     _, pair = two
     assert pair.statuses == [1, -signal.SIGKILL]
     assert f"error: process 1 of 2 ({socket.gethostname()}) was lost" in pair.text(0)
+
+
+def test_messages_of_those_who_do_not_know_the_secret_are_refused(monkeypatch):
+    names = ["process 0 of 2 (here)", "process 1 of 2 (there)"]
+    monkeypatch.setattr(distributed, "group", SimpleNamespace(names=names))
+    monkeypatch.setenv(distributed.SECRET, "right")
+    signed = distributed.sign("1/host/1", {"a": 1}).encode()
+    assert distributed.verify("1/host/1", signed) == {"a": 1}
+    for key, message in (("2/host/1", signed), ("1/host/1", signed[:-1] + b"2"), ("1/host/1", b"{}")):
+        with pytest.raises(ConfigError, match=r"process 1 of 2 \(there\) does not know the secret; set WAN_"):
+            distributed.verify(key, message)
+    monkeypatch.setenv(distributed.SECRET, "wrong")
+    with pytest.raises(ConfigError, match="does not know the secret"):
+        distributed.verify("1/host/1", signed)
 
 
 def test_mismatched_configurations_end_both_at_once(tmp_path):

@@ -1,4 +1,6 @@
 """Lists of prompts: every format, per-line settings, seeds, shards, and lines that are broken."""
+import re
+
 import pytest
 
 from tests.conftest import make_config
@@ -8,16 +10,25 @@ from wan_torchax.config.schema import ConfigError
 
 
 def read(*overrides):
-    return jobs.read(make_config(*overrides))
+    config = make_config(*overrides)
+    return jobs.share(jobs.read(config), config.shard)
 
 
 def test_a_text_file_is_a_prompt_a_line(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("a cat, running\n\n  it's = a dog  \n")
-    assert [(job.name, job.overrides) for job in read(f"prompts={file}")] == [
-        ("0001", ["prompt.text='a cat, running'"]),
-        ("0003", [r"prompt.text='it\'s = a dog'"]),
-    ]
+    first, second = read(f"prompts={file}")
+    assert first.overrides == ["prompt.text='a cat, running'"] and second.overrides == [r"prompt.text='it\'s = a dog'"]
+    assert re.fullmatch(r"a-cat-running-\w{8}", first.name) and re.fullmatch(r"it-s-a-dog-\w{8}", second.name)
+
+
+def test_a_line_more_leaves_the_others_where_they_are(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("a cat\na dog\na cat\n")
+    cat, dog, again = (job.name for job in read(f"prompts={file}"))
+    assert again == f"{cat}-2"
+    file.write_text("a bird\na cat\na dog\n")
+    assert [job.name for job in read(f"prompts={file}")][1:] == [cat, dog]
 
 
 def test_csv_and_jsonl_carry_settings_of_their_own(tmp_path):
@@ -46,15 +57,22 @@ def test_a_list_on_the_command_line():
 
 
 def test_seeds_multiply_the_prompts():
-    names = [job.name for job in read('prompts=["a", "b"]', "seeds=[5,9]")]
-    assert names == ["0001-seed5", "0001-seed9", "0002-seed5", "0002-seed9"]
-    assert [job.overrides for job in read("seeds=3", "seed=7")] == [["seed=7"], ["seed=8"], ["seed=9"]]
+    names = [re.sub("-[0-9a-f]{8}-", "-", job.name) for job in read('prompts=["a", "b"]', "seeds=[5,9]")]
+    assert names == ["a-seed5", "a-seed9", "b-seed5", "b-seed9"]
+    jobs = read("seeds=3", "seed=7")
+    assert [(job.name, job.overrides) for job in jobs] == [(f"seed{seed}", [f"seed={seed}"]) for seed in (7, 8, 9)]
+
+
+def test_a_lines_own_seed_gives_way_and_that_is_told(caplog):
+    job, = read('prompts=[{"prompt": "a", "seed": 3}]', "seeds=[5]")
+    assert job.overrides == ["prompt.text='a'", "seed=5"]
+    assert "line 1: its own seed=3 gives way to seeds=5" in caplog.text
 
 
 def test_shards_split_the_list_once_and_whole():
     prompts = 'prompts=["a", "b", "c", "d", "e"]'
-    parts = [[job.name for job in read(prompts, f"shard={part}/3")] for part in (1, 2, 3)]
-    assert parts == [["0001", "0004"], ["0002", "0005"], ["0003"]]
+    parts = [[job.name[0] for job in read(prompts, f"shard={part}/3")] for part in (1, 2, 3)]
+    assert parts == [["a", "d"], ["b", "e"], ["c"]]
 
 
 def test_broken_lines_are_told_with_their_number_and_the_others_kept(tmp_path):
@@ -68,6 +86,21 @@ def test_broken_lines_are_told_with_their_number_and_the_others_kept(tmp_path):
     assert [job.error and "more fields" in job.error for job in read(f"prompts={table}")] == [True, None]
 
 
+def test_odd_but_sound_lines_are_taken(tmp_path):
+    table, lines = tmp_path / "jobs.csv", tmp_path / "jobs.jsonl"
+    table.write_text(f"prompt,seed\n{'a' * 200_000},1\nstar_spin,2\n")
+    lines.write_text(
+        '{"prompt": "one\u2028line\x85still", "negative_prompt": null}\n'
+        '{"prompt": "", "resolution": {"height": 64, "width": 80}, "mesh.axes": {"tp": 1}}\n'
+    )
+    long, name = read(f"prompts={table}")
+    assert len(long.overrides[0]) > 200_000 and name.overrides[0] == "prompt.text='star_spin'", "no option of a group"
+    assert [job.error for job in (long, name)] == [None, None] and len(long.name) < 64
+    one, two = (compose(job.overrides) for job in read(f"prompts={lines}"))
+    assert one.prompt.text == "one\u2028line\x85still" and one.prompt.negative == make_config().prompt.negative
+    assert two.prompt.text == "" and (two.resolution.height, two.resolution.width, two.mesh.axes.tp) == (64, 80, 1)
+
+
 @pytest.mark.parametrize(
     "overrides, message",
     [
@@ -75,8 +108,8 @@ def test_broken_lines_are_told_with_their_number_and_the_others_kept(tmp_path):
         (["prompts=/no/file.doc"], "unknown kind of file; use .txt"),
         (["prompts=[oops"], "not a JSON list"),
         (["prompts=[]"], "holds no prompt"),
-        (["seeds=few"], "seeds=few: how many, or a list"),
-        (["seeds=0"], "seeds=0: how many, or a list"),
+        (["seeds=few"], "seeds=few: how many .*, or a list"),
+        (["seeds=0"], "seeds=0: how many .*, or a list"),
         (["seeds=2", "shard=3"], "write part/parts"),
         (["seeds=2", "shard=4/3"], "the part must be from 1 to 3"),
     ],

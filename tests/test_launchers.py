@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from hydra import compose, initialize_config_dir
 
-from tests.conftest import FAST, ROOT, SMALL
+from tests.conftest import FAST, ROOT, SMALL, listed
 from wan_torchax.config import jobs
 from wan_torchax.config.schema import ConfigError
 
@@ -44,7 +44,7 @@ def workers(folder) -> list[int]:
 
 def test_a_lost_worker_loses_its_running_job_and_a_restart_makes_it(tmp_path, cache):
     """Two workers of submitit's local launcher, one of them killed while it makes a video."""
-    sweep = ["shard=1/2,2/2", "steps=12", "sweep.resume=true", f"hydra.sweep.dir={tmp_path}"]
+    sweep = ["shard=1/2,2/2", "steps=8", "sweep.resume=true", f"hydra.sweep.dir={tmp_path}"]
     command = ["-m", "hydra/launcher=workers", *sweep]
     process = start(cache, *command)
     while not done(tmp_path):
@@ -75,9 +75,9 @@ def test_shards_in_one_folder_are_one_list_and_one_report(tmp_path, cache):
     processes = [start(cache, f"shard={part}/2", f"hydra.run.dir={tmp_path}") for part in (1, 2)]
     outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
-    assert sorted(done(tmp_path)) == [f"{number:04d}" for number in range(1, 5)]
+    assert set(done(tmp_path)) == {folder.name for folder in listed(tmp_path)}
     assert rows(tmp_path) == {"done": 4}, "whoever ends last reports on all"
-    made = [line for output in outputs for line in output.splitlines() if line.startswith(str(tmp_path / "0"))]
+    made = [line for output in outputs for line in output.splitlines() if line in map(str, listed(tmp_path))]
     assert len(made) == len(set(made)) == 4, "each video once"
 
 

@@ -11,12 +11,16 @@ import imageio_ffmpeg
 import numpy
 import pytest
 from PIL import Image
-from safetensors.numpy import load_file, save_file
+from safetensors import safe_open
+from safetensors.numpy import load_file, save, save_file
 
 from tests.conftest import ROOT, SMALL, make_config, resolve_here
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.devices import start
 from wan_torchax.records import media
+from wan_torchax.records.files import claimed
+from wan_torchax.session import session
+from wan_torchax.tasks import attempt
 from wan_torchax.tasks.generate import generate as generate_into
 
 
@@ -58,7 +62,7 @@ def test_the_video_plays_and_knows_where_it_came_from(finished):
     metadata = media.read_metadata(folder / "video.mp4")
     assert metadata["prompt"] == "a red circle, moving = right" and metadata["seed"] == 7
     assert metadata["config_hash"] == json.loads((folder / "metrics.json").read_text())["config_hash"]
-    assert metadata["config"]["resolution"]["frames"] == 5
+    assert metadata["config"]["resolution.frames"] == 5
 
 
 def test_pictures_config_log_and_metrics(finished):
@@ -83,7 +87,10 @@ def test_metadata_of_another_file_is_none(tmp_path):
     assert media.read_metadata(tmp_path / "nothing.mp4") is None
 
 
-@pytest.mark.parametrize("text", ["a; b # c = d \\ e", "line\nbreak", "你好 \"quoted\" 'too' %d"])
+TEXTS = ["a; b # c = d \\ e", "line\nbreak", "你好 \"quoted\" 'too' %d", "at the end\\", "a" * 45_000, "你好" * 10_000]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 def test_any_text_survives_in_the_metadata(tmp_path, text):
     frames = numpy.zeros((2, 32, 32, 3), numpy.uint8)
     media.write_video(tmp_path / "v.mp4", frames, media.Encoding(8, 18), text, {"prompt": text})
@@ -97,7 +104,8 @@ def test_resume_goes_on_from_any_stage_bit_for_bit(finished, tmp_path, cache):
     part.mkdir()
     for name in ("config.yaml", "text.safetensors"):
         (part / name).write_bytes((folder / name).read_bytes())
-    again = [sys.executable, "run.py", cache, f"resume={part}", f"hydra.run.dir={tmp_path / 'again'}"]
+    places = [cache, f"resume={part}", f"hydra.run.dir={tmp_path / 'again'}", "output.keep_frames=true"]
+    again = [sys.executable, "run.py", *places]
     answer = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
     assert "text: taken from" in answer.stderr and "loading text" not in answer.stderr
@@ -132,9 +140,18 @@ def test_resume_refuses_what_is_not_there_or_damaged(finished, tmp_path):
     message = r"decode takes latents, and denoise.safetensors is not there; add denoise to stages"
     with pytest.raises(ConfigError, match=message):
         generate_into(config, tmp_path)
-    (tmp_path / "denoise.safetensors").write_bytes(b"half a file")
-    with pytest.raises(ConfigError, match="not a stage result of this program"):
-        generate_into(config, tmp_path)
+    good = (finished[0] / "run" / "denoise.safetensors").read_bytes()
+    with safe_open(finished[0] / "run" / "denoise.safetensors", "numpy") as handle:
+        about = {"settings": handle.metadata()["settings"]}
+    damaged = {
+        "Error while deserializing": good[: len(good) // 2],
+        "its bytes are not those that were written": good[:-400] + bytes(400),
+        "latents has the shape": save({"latents": numpy.zeros((1, 16, 2, 8, 9), "float32")}, about),
+    }
+    for message, content in damaged.items():
+        (tmp_path / "denoise.safetensors").write_bytes(content)
+        with pytest.raises(ConfigError, match=f"not a stage result of this program .*{message}"):
+            generate_into(config, tmp_path)
 
 
 def test_an_error_is_one_paragraph_and_status_1(tmp_path):
@@ -180,18 +197,69 @@ def test_flags_of_an_earlier_job_are_never_silently_in_force(unstarted, monkeypa
         start.set_flags(make_config("compile.xla_flags=[--first]"))
 
 
-def test_ctrl_c_leaves_finished_stages_and_status_130(finished, tmp_path, cache):
+def test_a_schedulers_stop_leaves_finished_stages_and_status_143(finished, tmp_path, cache):
     process = subprocess.Popen(arguments(tmp_path, "steps=900", cache), cwd=ROOT, stderr=subprocess.PIPE, text=True)
     text = tmp_path / "run" / "text.safetensors"
     deadline = time.monotonic() + 120
     while not text.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
-    time.sleep(2)
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, signal.SIGTERM)
     _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130
+    assert process.returncode == 143
     assert text.exists() and not (tmp_path / "run" / "video.mp4").exists()
-    assert "go on with resume=" in errors and "Traceback" not in errors
+    assert "terminated: finished stages are in the run folder; go on with resume=" in errors
+    assert "Traceback" not in errors
+
+
+def test_ctrl_c_at_any_moment_of_the_start_says_nothing_ugly(tmp_path):
+    for seconds in (0.1, 0.3, 0.6, 1.0, 2.0):
+        process = subprocess.Popen(arguments(tmp_path), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        time.sleep(seconds)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode in (130, -signal.SIGINT) and "Traceback" not in errors, errors
+
+
+def test_nobody_reading_the_output_is_no_failure(finished, tmp_path, cache):
+    reader, writer = os.pipe()
+    os.close(reader)
+    ran = arguments(tmp_path, cache, "stages=[text]")
+    answer = subprocess.run(ran, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert answer.returncode == 0, answer.stderr
+    assert (tmp_path / "run" / "metrics.json").exists() and not (tmp_path / "run" / "failure.json").exists()
+
+
+def test_a_folder_belongs_to_one_run_at_a_time(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(attempt, "failures", [])
+    with claimed(tmp_path):
+        assert attempt.attempt(make_config(*SMALL), tmp_path, []) is None
+    assert "another run is writing into this folder; wait for it, or name another" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"], "the other's files are left alone"
+
+
+def test_a_folder_used_again_does_not_look_finished(generate, monkeypatch):
+    folder = generate("stages=[text]")
+    assert (folder / "metrics.json").exists()
+    monkeypatch.setattr(session, "run", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        generate_into(make_config(*SMALL), folder)
+    assert not (folder / "metrics.json").exists()
+
+
+def test_frames_are_kept_until_the_video_is_written(generate, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("no encoder")
+
+    written = media.write_video
+    monkeypatch.setattr(media, "write_video", fail)
+    with pytest.raises(OSError, match="no encoder"):
+        generate("output.keep_frames=false")
+    folder = tmp_path / "run"
+    assert (folder / "decode.safetensors").exists()
+    monkeypatch.setattr(media, "write_video", written)
+    generate_into(make_config(*SMALL, "output.keep_frames=false", f"resume={folder}"), folder)
+    assert (folder / "video.mp4").exists() and not (folder / "decode.safetensors").exists()
 
 
 def test_a_profile_is_a_trace_in_the_run_folder(generate):

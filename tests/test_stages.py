@@ -1,15 +1,18 @@
 """Schedulers as tables, guidance, prompts, dtypes and what stops a run."""
+import shutil
+
 import diffusers
 import jax
 import numpy
 import pytest
 import torch
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from tests.conftest import ROOT, build, make_config, resolve_here
+from wan_torchax.config.geometry import guided
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.events import silence
-from wan_torchax.runtime.programs import NotFinite, compiling, no_compilation
+from wan_torchax.runtime.programs import NotFinite, Unexpected, compiling, no_compilation
 from wan_torchax.stages import denoise, sampling
 from wan_torchax.stages.text import tokenize
 
@@ -117,7 +120,7 @@ def test_numbers_that_overflow_stop_the_run_and_write_nothing(generate, tmp_path
 
 
 def test_a_compilation_during_a_stage_is_an_error():
-    with pytest.raises(RuntimeError, match="compiled during a stage"), no_compilation():
+    with pytest.raises(Unexpected, match="1 programs were compiled while text ran"), no_compilation("text"):
         jax.jit(lambda x: x * 3.25 + 1)(numpy.ones(7)).block_until_ready()
 
 
@@ -126,6 +129,40 @@ def test_a_program_that_cannot_be_compiled_fails_where_it_is_needed():
     programs = build(resolved, "denoise").programs
     with compiling({"denoise": programs}, silence), pytest.raises(ConfigError, match="shorten the spec"):
         programs.compiled["step"].result()
+
+
+def test_a_stage_that_cannot_be_traced_stops_the_run_while_another_runs(generate, tmp_path):
+    with pytest.raises(ConfigError, match="sharding.vae.activations.decoder.spec: an activation of shape"):
+        generate("sharding.vae.activations.decoder.spec=[null,null,null,null,null,null]", "steps=900")
+    assert not (tmp_path / "run" / "denoise.safetensors").exists()
+
+
+def test_weights_of_the_last_stage_are_checked_before_the_first(generate, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "models" / "demo", model)
+    file = model / "vae" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"decoder.conv_in.bias": numpy.zeros((3, 5), "float32")}, file)
+    with pytest.raises(ConfigError, match=r"decoder.conv_in.bias: shape \(3, 5\) in the checkpoint"):
+        generate(f"model.path={model}")
+    assert not (tmp_path / "run" / "text.safetensors").exists()
+
+
+def test_embeddings_that_are_not_finite_are_no_result(generate, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "models" / "demo", model)
+    file = model / "text_encoder" / "model.safetensors"
+    save_file({name: numpy.full_like(tensor, numpy.nan) for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(NotFinite, match="the embeddings are not finite"):
+        generate(f"model.path={model}", "stages=[text]")
+    assert not (tmp_path / "run" / "text.safetensors").exists()
+
+
+def test_an_empty_prompt_is_a_prompt_and_guidance_up_to_one_is_none(generate):
+    assert [guided(make_config(f"guidance_scale={scale}")) for scale in (0, 0.5, 1, 1.01)] == [False] * 3 + [True]
+    folder = generate("prompt=", "guidance_scale=0.5", "stages=[text]")
+    embeddings = load_file(folder / "text.safetensors")["embeddings"]
+    assert embeddings.shape[0] == 1 and numpy.abs(embeddings).max() > 0
 
 
 def test_an_activation_rule_that_matches_nothing_is_told():

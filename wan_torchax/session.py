@@ -25,7 +25,7 @@ from wan_torchax.devices.start import start, warm_up
 from wan_torchax.events import Advanced, Began, Ended, Finished, Listener, Previewed, Stepped, silence
 from wan_torchax.runtime.checkpoint import find_all, find_present, fingerprints
 from wan_torchax.runtime.components import Component
-from wan_torchax.runtime.programs import compiling, no_compilation
+from wan_torchax.runtime.programs import Programs, compiling, no_compilation
 from wan_torchax.stages.stage import Stage, find, result_settings
 
 log = logging.getLogger("wan")
@@ -102,10 +102,12 @@ class Session:
             stages = self.build(resolved, [*names, *self.helpers(resolved, names)])
             for name in {component for stage in stages.values() for component in stage.components}:
                 self.components[name].check()
+            for name in names:
+                stages[name].check(resolved)
         fresh = {name: stage.programs for name, stage in stages.items() if not stage.programs.ready()}
         with compiling(fresh, tell):
             for name in names:
-                result = self.run_stage(name, stages, resolved, values, tell)
+                result = self.run_stage(name, stages, resolved, values, stopped_by_errors(fresh, tell))
                 if not is_resident(resolved.config):
                     self.free_unused([stages[other] for other in names[names.index(name) + 1 :]])
                 values |= result
@@ -122,7 +124,7 @@ class Session:
         wait_for_programs(stage, tell)
         taken = {value: values[value] for value in resolved.graph.stages[name].takes}
         listener = tell if previewer is None else with_previews(previewer, resolved.config.preview_every, tell)
-        with phase(name, tell, *stage.amount(resolved)), no_compilation():
+        with phase(name, tell, *stage.amount(resolved)), no_compilation(name):
             return stage.run(resolved, taken, listener)
 
     # ------------------------------------------------------------ previews
@@ -203,6 +205,17 @@ def wait_for_programs(stage: Stage, tell: Listener) -> None:
         with phase(name, tell):
             while wait(waiting, timeout=0.2).not_done:
                 tell(Advanced(name, 0))
+
+
+def stopped_by_errors(compiled: dict[str, Programs], tell: Listener) -> Listener:
+    """A listener that raises what the compiler stumbled over, also in a stage whose turn comes later."""
+
+    def listener(event):
+        for programs in compiled.values():
+            programs.raise_error()
+        tell(event)
+
+    return listener
 
 
 def with_previews(previewer: Stage, every: int, tell: Listener) -> Listener:

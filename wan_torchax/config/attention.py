@@ -74,6 +74,8 @@ def attention_problems(attention, heads: int, head_dim: int, axes: dict[str, int
 def kernel_problems(kernel: Kernel, head_dim: int) -> Iterator[str]:
     """Messages that start with the key, for one Kernel."""
     yield from one_of("kernel", kernel.kernel, KERNELS)
+    if kernel.window is not None and kernel.window < 0:
+        yield f"window={kernel.window}: how many tokens away a key may be; null for all"
     sizes = ("block_q", "block_kv", "tile_kv", "sub_q", "chunk_kv", "vmem_mib")
     if kernel.kernel == "auto":
         plain = Kernel()
@@ -88,8 +90,6 @@ def kernel_problems(kernel: Kernel, head_dim: int) -> Iterator[str]:
         if getattr(kernel, name) < 1:
             yield f"{name}={getattr(kernel, name)}: must be positive"
             return
-    if kernel.window is not None and kernel.window < 0:
-        yield f"window={kernel.window}: how many tokens away a key may be; null for all"
     yield from unserved(kernel, head_dim)
     if kernel.kernel == "splash":
         yield from splash_problems(kernel, head_dim)
@@ -161,5 +161,5 @@ def spread_problems(heads: int, axes: dict[str, int], parallel: Parallel) -> Ite
         best = math.gcd(heads, ways)
         yield (
             f"sharding.attention.{named}: {heads} heads do not divide over {ways} devices; sizes that work: {works}; "
-            f"or ring, which takes any size, e.g. axes of {best} for {' and '.join(split)} and {ways // best} for ring"
+            f"or ring, which splits no heads, e.g. axes of {best} for {' and '.join(split)} and {ways // best} for ring"
         )

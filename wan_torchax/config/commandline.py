@@ -1,5 +1,6 @@
 """What happens to the command line before and after Hydra: free text in, clear errors out. No JAX, no torch."""
 import contextlib
+import functools
 import os
 import re
 import threading
@@ -32,6 +33,15 @@ TEXT_KEYS = {
     "prompt.text": "prompt.text",
     "negative_prompt": "prompt.negative",
     "prompt.negative": "prompt.negative",
+}
+# What OmegaConf says of a value of the wrong type, in our words.
+WRONG_TYPES = {
+    r"Value '(?P<value>.*)' of type '\w+' could not be converted to Integer": "a whole number",
+    r"Value '(?P<value>.*)' of type '\w+' could not be converted to Float": "a number",
+    r"Value '(?P<value>.*)' is not a valid bool": "true or false",
+    r"is not Optional": "something; null is not allowed here",
+    r"is not a ListConfig, list or tuple": "a list, e.g. [one,two]",
+    r"Cannot assign \w+ to Dict": "a mapping, e.g. {name: value}",
 }
 USER_ERRORS = (HydraException, OmegaConfBaseException)
 composing = threading.RLock()
@@ -96,7 +106,8 @@ Hydra's own flags: python run.py --hydra-help
 
 def help_text() -> str:
     """What --help prints. Hydra's own way there takes seconds: it copies the whole schema for every group."""
-    groups = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "hydra")
+    inner = ("hydra", "chip")  # of Hydra itself, and what meshes are made from
+    groups = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name not in inner)
     return HELP.format(groups="\n".join(f"  {group}: {', '.join(options(group))}" for group in groups))
 
 
@@ -110,6 +121,10 @@ def rewrite(arguments: list[str]) -> list[str]:
     rewritten = []
     for argument in arguments:
         key, separator, value = argument.partition("=")
+        if separator and not key:
+            raise schema.ConfigError(f"{argument}: no key before the =; write key=value")
+        if key in ("hydra.run.dir", "hydra.sweep.dir") and Path(value).resolve() in (ROOT, Path.cwd()):
+            raise schema.ConfigError(f"{argument}: a run needs a folder of its own, e.g. {key}=outputs/first")
         by_name = key == "prompt" and set(value.split(",")) <= set(options("prompt"))
         if separator and key in TEXT_KEYS and not by_name:
             argument = f"{TEXT_KEYS[key]}={quote(value)}"
@@ -138,7 +153,16 @@ def quote(text: str) -> str:
 
 def literal(text: str) -> str:
     """A value for OmegaConf that reads as exactly this text: `${…}` in it is no interpolation."""
+    if text == "???":  # OmegaConf's word for what is missing, which no escape helps
+        return '${text:"???"}'
     return re.sub(r"(\\*)\$\{", lambda match: match.group(1) * 2 + r"\${", text)
+
+
+def plain_text(value: str) -> str:
+    """The text that `literal` made a value of; what looks like an interpolation is text too."""
+    if value == literal("???"):
+        return "???"
+    return re.sub(r"(\\*)\$\{", lambda match: match.group(1)[: len(match.group(1)) // 2] + "${", value)
 
 
 # ---------------------------------------------------------------- sweeps
@@ -170,18 +194,28 @@ def explain(error: Exception) -> str:
         return f"{group}={name}: no such option; {nearest(name, options(group))}"
     if isinstance(error, OverrideParseException):
         return f"{error.override}: {str(error).splitlines()[0]}; put quotes around the value: 'key=\"value\"'"
+    absent = re.search(r"Could not delete from config. '([\w.@/]+)' does not exist", str(error))
+    if absent:
+        return f"~{absent.group(1)}: there is no such key to remove; {nearest(absent.group(1), known_keys())}"
     named = re.search(r"Could not (?:override|append to config\.? .*?) '?([\w.@/]+)'?", str(error))
     key = getattr(cause, "full_key", None) or (named.group(1) if named else None)
     unknown = r"(?:Key '[^']+' (?:not in|is not in struct)|No match in the defaults list|not in struct)"
+    if key in known_keys() and "delete" in str(error):
+        return f"~{key}: a setting of the program, which cannot be removed; set it instead"
     if key and re.search(unknown, f"{error} {cause}"):
         close = nearest(key, known_keys())
         return f"{key}: no such key or group; {close} (python run.py --cfg job shows them all)"
+    for pattern, rule in WRONG_TYPES.items():
+        if key and (match := re.search(pattern, str(cause))):
+            value = f"={match['value']}" if "value" in match.groupdict() else ""
+            return f"{key}{value}: must be {rule}"
     details = ("full_key", "object_type", "reference_type")
     lines = [line.strip() for line in str(cause).splitlines()]
     reason = " ".join([line for line in lines if line and not line.startswith(details)][:2])
     return f"{key}: {reason}" if key and key not in reason else reason
 
 
+@functools.cache
 def known_keys() -> list[str]:
     """Every key that can be overridden, dotted, and every group."""
 

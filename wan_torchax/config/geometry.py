@@ -45,8 +45,9 @@ class Geometry:
 
 
 def guided(config) -> bool:
-    """Whether there is classifier-free guidance, which needs the negative prompt and twice the work."""
-    return config.guidance_scale != 1
+    """Whether there is classifier-free guidance, which needs the negative prompt and twice the work. As in diffusers,
+    a scale of 1 or less is none."""
+    return config.guidance_scale > 1
 
 
 def prompt_count(config) -> int:

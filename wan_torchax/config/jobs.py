@@ -1,25 +1,38 @@
 """Many prompts in one run: a list or a file becomes a list of jobs, each the overrides of one video. No JAX, no torch.
 
     python run.py prompts=prompts.txt                     # one prompt a line
-    python run.py prompts=jobs.csv seeds=4                # columns: prompt, negative_prompt, seed, or any other key
+    python run.py prompts=jobs.csv seeds=4                # columns: prompt, negative_prompt, seed, or another key
     python run.py prompts=jobs.jsonl shard=3/12           # every twelfth job, from the third: one machine's of twelve
+
+A list may be a stranger's: what a line may say is what trust.py lets an artefact say.
 """
 import csv
+import hashlib
 import io
 import json
+import logging
 import os
+import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from wan_torchax.config.commandline import rewrite
+from omegaconf import OmegaConf
+
+from wan_torchax.config import trust
+from wan_torchax.config.commandline import TEXT_KEYS
 from wan_torchax.config.schema import ConfigError
+
+log = logging.getLogger("wan")
+MOST_JOBS = 100_000
+NAME_LETTERS = 40  # of the prompt in a folder's name
 
 
 @dataclass
 class Job:
-    """One video: where it was written in the list, its overrides, or why it cannot be made."""
+    """One video: its overrides, or why it cannot be made."""
 
-    name: str  # its folder
+    name: str  # its folder, by what it is made from: a line more in the list leaves the others where they are
     overrides: list[str]
     error: str | None = None
 
@@ -70,21 +83,47 @@ def are_listed(config) -> bool:
 
 
 def read(config) -> list[Job]:
-    """Every job the config asks for: prompts × seeds, in order; those of this shard."""
+    """Every job the config asks for: prompts × seeds, in order."""
     rows = read_prompts(config.prompts) if config.prompts is not None else [(1, {}, None)]
     seeds = read_seeds(config)
-    jobs = []
+    if len(rows) * len(seeds) > MOST_JOBS:
+        raise ConfigError(f"prompts and seeds: {len(rows)} x {len(seeds)} videos; at most {MOST_JOBS} in one list")
+    jobs, names = [], Counter()
     for number, row, error in rows:
         for seed in seeds:
-            name = f"{number:04d}" + (f"-seed{seed}" if seed is not None else "")
-            values = row | ({} if seed is None else {"seed": seed})
-            jobs.append(Job(name, rewrite([f"{key}={text(value)}" for key, value in values.items()]), error))
-    part, parts = read_shard(config.shard)
-    return jobs[part - 1 :: parts]
+            job = make_job(number, row, seed, error)
+            names[job.name] += 1
+            if names[job.name] > 1:  # the same line again
+                job.name += f"-{names[job.name]}"
+            jobs.append(job)
+    return jobs
 
 
-def text(value) -> str:
-    return json.dumps(value) if isinstance(value, (bool, list, dict)) or value is None else str(value)
+def make_job(number: int, row: dict, seed: int | None, error: str | None) -> Job:
+    """One line of the list with one of the seeds."""
+    if seed is not None and row.get("seed") is not None:
+        log.warning("line %d: its own seed=%s gives way to seeds=%s", number, row["seed"], seed)
+    values = {TEXT_KEYS.get(key, key): value for key, value in row.items() if value is not None}
+    values |= {} if seed is None else {"seed": seed}
+    try:
+        overrides = trust.overrides(values)
+    except ConfigError as problem:
+        overrides, error = [], error or f"line {number}: {problem}"
+    if error is not None:
+        return Job(f"line{number:04d}", overrides, error)
+    return Job(name_of(values), overrides)
+
+
+def name_of(values: dict) -> str:
+    """A folder's name: words of the prompt, a hash of the line, the seed."""
+    text, seed = values.get("prompt.text"), values.get("seed")
+    end = "" if seed is None else f"seed{seed}"
+    if text is None:
+        return end
+    start = re.sub(r"[^a-z0-9]+", "-", text.lower())[:NAME_LETTERS].strip("-") or "prompt"
+    line = {key: value for key, value in values.items() if key != "seed"}
+    digest = hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()[:8]
+    return "-".join(filter(None, (start, digest, end)))
 
 
 def read_prompts(source: str):
@@ -92,15 +131,15 @@ def read_prompts(source: str):
     if source.lstrip().startswith("["):
         try:
             prompts = json.loads(source)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             remedy = """write prompts='["first", "second"]'"""
-            raise ConfigError(f"prompts={source}: not a JSON list ({error}); {remedy}") from error
+            raise ConfigError(f"prompts={trust.shown(source)}: not a JSON list ({error}); {remedy}") from error
         entries = [prompt if isinstance(prompt, dict) else {"prompt": prompt} for prompt in prompts]
         rows = [(number, *checked(entry, number)) for number, entry in enumerate(entries, start=1)]
     else:
         rows = list(read_file(Path(source)))
     if not rows:
-        raise ConfigError(f"prompts={source}: holds no prompt")
+        raise ConfigError(f"prompts={trust.shown(source)}: holds no prompt; write one a line")
     return rows
 
 
@@ -109,33 +148,34 @@ def read_file(path: Path):
         raise ConfigError(f"prompts={path}: unknown kind of file; use .txt (a prompt a line), .csv or .jsonl")
     try:
         content = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"prompts={path}: cannot be read ({error})") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"prompts={trust.shown(path)}: cannot be read as UTF-8 text ({error})") from error
     for number, row, error in READERS[path.suffix](content):
         yield (number, *checked(row, number)) if error is None else (number, {}, error)
 
 
 def read_lines(content):
-    for number, line in enumerate(content.splitlines(), start=1):
+    for number, line in enumerate(content.split("\n"), start=1):  # not at the line ends that Unicode has inside texts
         if line.strip():
             yield number, {"prompt": line.strip()}, None
 
 
 def read_csv(content):
-    reader = csv.DictReader(io.StringIO(content), restkey="", restval=None)
+    csv.field_size_limit(2**31 - 1)
+    reader = csv.DictReader(io.StringIO(content))
     for row in reader:
-        extra = row.pop("", None)
+        extra = row.pop(None, None)
         error = f"line {reader.line_num}: more fields than the header has ({extra})" if extra else None
         yield reader.line_num, {key.strip(): value for key, value in row.items() if value not in (None, "")}, error
 
 
 def read_jsonl(content):
-    for number, line in enumerate(content.splitlines(), start=1):
+    for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue
         try:
             yield number, json.loads(line), None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             yield number, {}, f"line {number}: not JSON ({error})"
 
 
@@ -146,7 +186,7 @@ def checked(row, number):
     """The row, and what is wrong with it."""
     if not isinstance(row, dict):
         return {}, f"line {number}: not a mapping of keys to values"
-    if not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
+    if not isinstance(row.get("prompt"), str):
         return {}, f"line {number}: no prompt"
     return row, None
 
@@ -155,12 +195,18 @@ def read_seeds(config) -> list:
     """`seeds=8`: eight from `seed` on; `seeds=[3,5]`: those; unset: whatever each job says."""
     if config.seeds is None:
         return [None]
-    if isinstance(config.seeds, int) and config.seeds > 0:
+    if isinstance(config.seeds, int) and 0 < config.seeds <= MOST_JOBS:
         return list(range(config.seed, config.seed + config.seeds))
-    try:
-        return list(dict.fromkeys(int(seed) for seed in config.seeds))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"seeds={config.seeds}: how many, or a list such as seeds=[1,2,3]") from error
+    if OmegaConf.is_list(config.seeds) and config.seeds and all(type(seed) is int for seed in config.seeds):
+        return list(dict.fromkeys(config.seeds))
+    most = f"how many (from 1 to {MOST_JOBS}), or a list such as seeds=[1,2,3]"
+    raise ConfigError(f"seeds={trust.shown(config.seeds)}: {most}")
+
+
+def share(jobs: list[Job], shard: str | None) -> list[Job]:
+    """The jobs of this machine: with `3/12` every twelfth, from the third."""
+    part, parts = read_shard(shard)
+    return jobs[part - 1 :: parts]
 
 
 def read_shard(shard: str | None) -> tuple[int, int]:

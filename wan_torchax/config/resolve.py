@@ -146,6 +146,6 @@ def size_axes(mesh, devices: Devices) -> dict[str, int]:
         owner = "this machine has" if devices.hosts == 1 else f"{devices.hosts} hosts have"
         raise ConfigError(
             f"mesh={mesh.name}: axes {sizes} over {needed} devices, and {owner} {devices.count} ({devices.kind}); "
-            "change mesh.axes or use mesh=auto"
+            "change mesh.axes and mesh.devices, or use mesh=auto as it is"
         )
     return {axis: rest if size == -1 else size for axis, size in mesh.axes.items()}

@@ -5,10 +5,12 @@ heavy loads. What types cannot say, validation.py checks.
 """
 from __future__ import annotations
 
+import os
+import tempfile
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
 from wan_torchax.kernels.settings import Kernel, Parallel
 
@@ -17,16 +19,47 @@ GUIDANCE = ("batched", "sequential")
 PLATFORMS = ("cpu", "gpu", "tpu")
 
 
-def longer_side(height: int, width: int, axes: list) -> list:
+def longer_side(height: int, width: int, axes: list) -> ListConfig:
     """The spec of a video (batch, channels, frames, height, width) whose longer side is spread: ${longer_side:…}."""
-    return [None, None, None, list(axes), None] if height > width else [None, None, None, None, list(axes)]
+    sides = [list(axes), None] if height > width else [None, list(axes)]
+    return OmegaConf.create([None, None, None, *sides])
+
+
+def home() -> str:
+    """The user's folder. Where HOME is not set, as in containers and cron, the user's entry in the system has it."""
+    folder = os.path.expanduser("~")
+    return folder if folder != "~" else tempfile.gettempdir()
 
 
 OmegaConf.register_new_resolver("longer_side", longer_side, replace=True)
 
 
+OmegaConf.register_new_resolver("home", home, replace=True)
+OmegaConf.register_new_resolver("text", lambda text: text, replace=True)  # "???" is no text to OmegaConf
+
+
 class ConfigError(Exception):
     """What the user can fix: shown as one paragraph, without a traceback."""
+
+
+class FolderError(ConfigError):
+    """A folder that this run must not write anything into."""
+
+
+# What a stranger's video, folder, list, workflow or request may choose; all else is the owner's (trust.py).
+OFFERED, GROUP = "offered", "group"
+
+
+def offered(default: Any = MISSING) -> Any:
+    """A key whose value an artefact may say."""
+    if isinstance(default, type):
+        return field(default_factory=default, metadata={OFFERED: True})
+    return field(default=default, metadata={OFFERED: True})
+
+
+def group(kind: type) -> Any:
+    """A part of the config of which an artefact may choose one of conf/'s files by name."""
+    return field(default_factory=kind, metadata={GROUP: True})
 
 
 # ---------------------------------------------------------------- groups
@@ -55,9 +88,9 @@ class Model:
     name: str = MISSING
     path: str = MISSING  # a folder in diffusers layout, or a Hub id
     revision: Optional[str] = None
-    scan_blocks: bool = True
-    text_tokens: int = 512
-    dtype: dict[str, str] = field(default_factory=dict)  # by component
+    scan_blocks: bool = offered(True)
+    text_tokens: int = offered(512)
+    dtype: dict[str, str] = offered(dict)  # by component
     steps: int = 50
     guidance_scale: float = 5.0
     min_size: int = 256
@@ -84,9 +117,9 @@ class Chip:
 class Mesh:
     name: str = MISSING
     platform: Optional[str] = None  # cpu | gpu | tpu; null: whatever JAX finds
-    devices: Optional[int] = None  # null: all there are
+    devices: Optional[int] = offered(None)  # null: all there are
     hosts: Optional[int] = None  # null: as many as there are processes
-    axes: dict[str, int] = field(default_factory=dict)
+    axes: dict[str, int] = offered(dict)
     chip: Chip = field(default_factory=Chip)
     xla_flags: list[str] = field(default_factory=list)  # that this hardware wants; compile.xla_flags come after them
 
@@ -103,16 +136,16 @@ class Distributed:
 
 @dataclass
 class Rule:
-    pattern: str = MISSING
-    spec: list[Any] = field(default_factory=list)
+    pattern: str
+    spec: list[Any]
 
 
 @dataclass
 class Table:
     """Sharding of one component: weights by parameter name, activations by module name."""
 
-    weights: dict[str, Rule] = field(default_factory=dict)
-    activations: dict[str, Rule] = field(default_factory=dict)
+    weights: dict[str, Any] = field(default_factory=dict)  # rows of Rule; Any, so that a command line can add one
+    activations: dict[str, Any] = field(default_factory=dict)
     carry: list[Any] = field(default_factory=list)  # spec of what a stage hands from call to call (the VAE's caches)
     gather: bool = False  # bring each block's weights together before use (transformer, under the scan)
     unmatched: str = "error"  # replicate | error
@@ -124,16 +157,16 @@ class Sharding:
     text_encoder: Table = field(default_factory=Table)
     transformer: Table = field(default_factory=Table)
     vae: Table = field(default_factory=Table)
-    attention: Parallel = field(default_factory=Parallel)
+    attention: Parallel = offered(Parallel)
 
 
 @dataclass
 class Resolution:
-    height: int = MISSING
-    width: int = MISSING
-    frames: int = MISSING
-    fps: int = 16
-    flow_shift: float = 3.0
+    height: int = offered()
+    width: int = offered()
+    frames: int = offered()
+    fps: int = offered(16)
+    flow_shift: float = offered(3.0)
 
 
 @dataclass
@@ -155,8 +188,8 @@ class Scheduler:
 
 @dataclass
 class Prompt:
-    text: Optional[str] = None
-    negative: Optional[str] = ""
+    text: Optional[str] = offered(None)
+    negative: Optional[str] = offered("")
     file: Optional[str] = None
     negative_file: Optional[str] = None
 
@@ -166,7 +199,7 @@ class Compile:
     cache_dir: Optional[str] = None
     xla_flags: list[str] = field(default_factory=list)
     libtpu_flags: list[str] = field(default_factory=list)
-    matmul_precision: Optional[str] = None
+    matmul_precision: Optional[str] = offered(None)
 
 
 @dataclass
@@ -192,8 +225,9 @@ class Tune:
 
 @dataclass
 class Output:
-    quality: int = MISSING
+    quality: int = offered()
     save_stages: bool = True
+    keep_frames: bool = False
 
 
 # ---------------------------------------------------------------- attention
@@ -201,8 +235,8 @@ class Output:
 
 @dataclass(frozen=True)
 class Attention:
-    self: Kernel = field(default_factory=Kernel)
-    cross: Kernel = field(default_factory=Kernel)
+    self: Kernel = offered(Kernel)
+    cross: Kernel = offered(Kernel)
     # Device kind or platform -> the file that `kernel: auto` takes its values from.
     devices: dict[str, str] = field(default_factory=dict)
 
@@ -215,13 +249,13 @@ class Config:
     """The root of the config; conf/config.yaml says what each key means."""
 
     task: str = "generate"
-    stages: list[str] = MISSING
-    seed: int = MISSING
-    steps: int = MISSING
-    guidance_scale: float = MISSING
-    guidance: str = "batched"
+    stages: list[str] = offered()
+    seed: int = offered()
+    steps: int = offered()
+    guidance_scale: float = offered()
+    guidance: str = offered("batched")
     keep_resident: Optional[bool] = None
-    preview_every: int = 0
+    preview_every: int = offered(0)
     profile: bool = False
     resume: Optional[str] = None
     replay: Optional[str] = None
@@ -230,16 +264,16 @@ class Config:
     shard: Optional[str] = None
     allow_external_ops: bool = False
     traceback: bool = False
-    pipeline: Pipeline = field(default_factory=Pipeline)
-    model: Model = field(default_factory=Model)
-    mesh: Mesh = field(default_factory=Mesh)
+    pipeline: Pipeline = group(Pipeline)
+    model: Model = group(Model)
+    mesh: Mesh = group(Mesh)
     distributed: Distributed = field(default_factory=Distributed)
-    sharding: Sharding = field(default_factory=Sharding)
-    resolution: Resolution = field(default_factory=Resolution)
-    attention: Attention = field(default_factory=Attention)
-    ops: dict[str, Any] = field(default_factory=dict)  # rows of Op; Any, so that a command line can add one
-    scheduler: Scheduler = field(default_factory=Scheduler)
-    prompt: Prompt = field(default_factory=Prompt)
+    sharding: Sharding = group(Sharding)
+    resolution: Resolution = group(Resolution)
+    attention: Attention = group(Attention)
+    ops: dict[str, Any] = group(dict)  # rows of Op; Any, so that a command line can add one
+    scheduler: Scheduler = group(Scheduler)
+    prompt: Prompt = group(Prompt)
     compile: Compile = field(default_factory=Compile)
     output: Output = field(default_factory=Output)
     sweep: Sweep = field(default_factory=Sweep)

@@ -4,10 +4,14 @@ Pure, like schema.py: no JAX, no torch.
 """
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
+import shlex
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import yaml
 from omegaconf import OmegaConf
@@ -19,6 +23,15 @@ from wan_torchax.config.registry import COMPONENTS, STAGES, TASKS, described_by
 from wan_torchax.config.schema import DTYPES, GUIDANCE, PLATFORMS, Config, ConfigError, Op, PipelineStage, Rule
 from wan_torchax.config.wording import listed, nearest, nearest_multiple, one_of
 
+SEEDS = 2**32
+MOST_LETTERS = 1_000_000  # of a prompt
+MOST_TOKENS = 8192
+SCHEDULERS = (  # of diffusers', those that are linear and draw no noise: stages/sampling.py writes them as a table
+    "UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler",
+    "DPMSolverSinglestepScheduler", "DEISMultistepScheduler",
+)
+PROBLEMS_SHOWN = 30
+
 
 def validate(config: Config) -> None:
     """Raises one ConfigError that lists everything wrong with a composed config; returns if nothing is."""
@@ -27,10 +40,13 @@ def validate(config: Config) -> None:
         problems = [problem for check in LATER_CHECKS for problem in check(config)]
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError(f"{count} in the configuration:\n{listed(problems)}")
+        raise ConfigError(f"{count} in the configuration:\n{listed(problems, PROBLEMS_SHOWN)}")
 
 
 def choice_problems(config: Config) -> Iterator[str]:
+    if not 1 <= config.model.text_tokens <= MOST_TOKENS:
+        yield f"model.text_tokens={config.model.text_tokens}: must be from 1 to {MOST_TOKENS}; usual 512"
+    yield from one_of("scheduler.target", config.scheduler.target, SCHEDULERS)
     yield from one_of("task", config.task, TASKS)
     yield from one_of("guidance", config.guidance, GUIDANCE)
     for component, dtype in config.model.dtype.items():
@@ -110,37 +126,80 @@ def resolution_problems(config: Config) -> Iterator[str]:
         yield f"resolution.flow_shift={shift}: must be above 0 and at most 20; usual 3.0 (480p) or 5.0 (720p)"
 
 
+def unknown_problems(config: Config) -> Iterator[str]:
+    """Keys that `+key=value` added where the schema has none."""
+
+    def walk(node, prefix):
+        kind = OmegaConf.get_type(node)
+        names = kind.__dataclass_fields__ if dataclasses.is_dataclass(kind) else node
+        for name in node:
+            if name not in names:
+                yield f"{prefix}{name}: no such key; {nearest(name, names)}"
+            elif OmegaConf.is_dict(child := node._get_node(name)) and not child._is_interpolation():
+                yield from walk(child, f"{prefix}{name}.")
+
+    yield from walk(config, "")
+
+
 def sampling_problems(config: Config) -> Iterator[str]:
     if not 1 <= config.steps <= 1000:
         yield f"steps={config.steps}: must be from 1 to 1000; nearest {min(max(config.steps, 1), 1000)}"
     if not 0 <= config.guidance_scale <= 20 or math.isnan(config.guidance_scale):
         usual = config.model.guidance_scale
-        yield f"guidance_scale={config.guidance_scale}: must be from 0 to 20; usual {usual} (1 turns guidance off)"
+        yield f"guidance_scale={config.guidance_scale}: must be from 0 to 20; usual {usual} (up to 1 there is none)"
     if config.preview_every < 0:
         yield f"preview_every={config.preview_every}: a number of steps; 0 for no previews"
     if config.preview_every > 0 and not {"denoise", "decode"} <= set(config.stages):
         remedy = "add denoise and decode to stages, or set 0"
         yield f"preview_every={config.preview_every}: previews need the decoder; {remedy}"
-    if not 0 <= config.seed < 2**63:
-        yield f"seed={config.seed}: must be from 0 to 2**63 - 1; nearest {min(max(config.seed, 0), 2**63 - 1)}"
+    if not 0 <= config.seed < SEEDS:  # torch's generator takes 32 bits: larger ones would give the same noise again
+        yield f"seed={config.seed}: must be from 0 to {SEEDS - 1}; {config.seed % SEEDS} gives the same noise"
 
 
 def prompt_problems(config: Config) -> Iterator[str]:
     prompt = config.prompt
-    for key in ("file", "negative_file"):
-        if prompt[key] is not None and not os.path.isfile(prompt[key]):
-            yield f"prompt.{key}={prompt[key]}: no such file"
+    for name, key, file in (("prompt", "text", "file"), ("negative_prompt", "negative", "negative_file")):
+        yield from file_problems(f"prompt.{file}", prompt[file])
+        yield from text_problems(name, prompt[key] or "")
     taken = {value for name in config.stages for value in config.pipeline.stages.get(name, PipelineStage()).takes}
-    if "prompt" in taken and prompt.file is None and not (prompt.text or "").strip():
+    if "prompt" in taken and prompt.file is None and prompt.text is None:
         yield 'prompt: missing; give prompt="a red ball bouncing" or prompt.file=prompt.txt'
     if config.resume is not None and not os.path.isdir(config.resume):
         yield f"resume={config.resume}: no such run folder; runs are under outputs/<date>/<time>"
+    if config.shard is not None and config.prompts is None and config.seeds is None:
+        yield f"shard={config.shard}: there is no list to take a share of; give prompts=<file> or seeds=<how many>"
+
+
+def file_problems(key: str, path: str | None) -> Iterator[str]:
+    """A text file that is not there, not text, or too long to be a prompt."""
+    if path is None:
+        return
+    try:
+        if os.path.getsize(path) > MOST_LETTERS:
+            yield f"{key}={path}: has more than {MOST_LETTERS} bytes; is it a prompt?"
+        else:
+            yield from text_problems(f"{key}={path}", Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = "not UTF-8 text; convert it" if isinstance(error, UnicodeDecodeError) else "no such file"
+        yield f"{key}={path}: {reason}"
+
+
+def text_problems(key: str, text: str) -> Iterator[str]:
+    """What no video's metadata can hold."""
+    if "\0" in text:
+        yield f"{key}: has a NUL character in it; leave it out"
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        yield f"{key}: has half a character in it (a lone surrogate); leave it out"
+    if len(text) > MOST_LETTERS:
+        yield f"{key}: has {len(text)} characters; at most {MOST_LETTERS}"
 
 
 def mesh_problems(config: Config) -> Iterator[str]:
     mesh = config.mesh
     if mesh.platform is not None:
         yield from one_of("mesh.platform", mesh.platform, PLATFORMS)
+    if mesh.devices is not None and mesh.devices < 1:
+        yield f"mesh.devices={mesh.devices}: must be at least 1, or null for all there are"
     if not mesh.axes:
         yield "mesh.axes={}: name at least one axis, e.g. mesh.axes.tp=1"
     free = [axis for axis, size in mesh.axes.items() if size == -1]
@@ -181,6 +240,8 @@ def plan_problems(config: Config) -> Iterator[str]:
     if config.task != "plan":
         return
     mesh, chip, plan = config.mesh, config.mesh.chip, config.plan
+    if plan.compiler not in (None, "none") and shutil.which((shlex.split(plan.compiler) or [""])[0]) is None:
+        yield f"plan.compiler={plan.compiler}: no such program; a Python that has JAX and libtpu, or none"
     if mesh.platform is None or chip.kind is None or chip.peak_tflops is None:
         yield f"mesh={mesh.name}: a plan needs a mesh that names its chip; e.g. mesh=v6e_8 or mesh=gpu_1"
     elif mesh.platform == "tpu" and None in (chip.clock_ghz, chip.hbm_gbs, chip.link_gbs):
@@ -250,7 +311,14 @@ def kernel_problems(config: Config) -> Iterator[str]:
             )
 
 
-def rule_problems(key: str, rule: Rule, axes) -> Iterator[str]:
+def rule_problems(key: str, row, axes) -> Iterator[str]:
+    try:
+        rule = Rule(**row)
+        if not (isinstance(rule.pattern, str) and OmegaConf.is_list(rule.spec)):
+            raise TypeError
+    except TypeError:
+        yield f"{key}={row}: needs a pattern and a spec, e.g. {{pattern: 'blocks.*', spec: [null, tp]}}"
+        return
     try:
         re.compile(rule.pattern)
     except re.error as error:
@@ -306,7 +374,7 @@ def op_problems(config: Config) -> Iterator[str]:
 
 
 CHECKS = (
-    choice_problems, pipeline_problems, stage_problems, resolution_problems, sampling_problems, prompt_problems,
-    mesh_problems, host_problems, table_problems, op_problems, tune_problems, plan_problems,
+    unknown_problems, choice_problems, pipeline_problems, stage_problems, resolution_problems, sampling_problems,
+    prompt_problems, mesh_problems, host_problems, table_problems, op_problems, tune_problems, plan_problems,
 )
 LATER_CHECKS = (missing_problems, picture_problems, kernel_problems)

@@ -2,12 +2,17 @@
 import difflib
 from collections.abc import Iterable, Iterator
 
+CHOICES_SHOWN = 12
+
 
 def nearest(value, choices: Iterable[str]) -> str:
     """The choice most like a misspelt value."""
     choices = list(choices)
     close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
-    return f"nearest: {close[0]}" if close else "one of: " + ", ".join(choices)
+    if close:
+        return f"nearest: {close[0]}"
+    rest = f" and {len(choices) - CHOICES_SHOWN} more" if len(choices) > CHOICES_SHOWN else ""
+    return "one of: " + ", ".join(choices[:CHOICES_SHOWN]) + rest
 
 
 def nearest_multiple(value: int, base: int, offset: int = 0) -> str:
@@ -35,4 +40,4 @@ def flatten(node: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
         if isinstance(value, dict) and value:
             yield from flatten(value, f"{prefix}{key}.")
         else:
-            yield prefix + key, value
+            yield f"{prefix}{key}", value

@@ -6,23 +6,26 @@ JAX's multi-controller runtime (`jax.distributed`) joins the devices: every proc
 order on the shards it holds. What that runtime does not say, who is missing and who fell out, goes through a store that
 process 0 keeps one port below JAX's coordinator (torch's TCPStore): each process signs in there, compares its
 configuration with the others', and beats once a second from a thread. A process that leaves says why, one that falls
-silent is given up after `lost_seconds`, and either ends all the others with its name.
+silent is given up after `lost_seconds`, and either ends all the others with its name. Messages are signed with the
+secret in WAN_TORCHAX_SECRET, for networks that are shared with others.
 
 Without `distributed=auto` there is one process, and every function here returns at once.
 """
 import contextlib
-import ctypes
+import hashlib
+import hmac
 import json
 import logging
 import math
 import os
-import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -32,6 +35,8 @@ from wan_torchax.records import provenance
 
 log = logging.getLogger("wan")
 BEAT_SECONDS = 1.0
+SECRET = "WAN_TORCHAX_SECRET"  # environment variable: what the processes sign their messages with
+MARK_LETTERS = 64
 PATIENCE = 24 * 3600  # seconds to wait for a process that is alive: it may be fetching weights, or writing
 SHOWN = 10  # differences between two configurations that are listed
 
@@ -49,7 +54,7 @@ class Group:
     job: int = 0  # jobs begun: part of every key, so that nothing of an earlier job is taken for this one's
     farewell: str | None = None  # why this process leaves, for the others
     over: threading.Event = field(default_factory=threading.Event)
-    abort_handler: object = None  # kept, or C would call what is no longer there
+    speaker: subprocess.Popen | None = None  # says why, should this process be aborted
     watcher: threading.Thread = field(default_factory=lambda: threading.Thread(target=watch, name="watch", daemon=True))
 
     @property
@@ -85,7 +90,6 @@ def join(config) -> None:
     import jax
 
     coordinator, processes, process = find(settings)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a scheduler's stop says farewell as Ctrl-C does
     stores = sign_in(coordinator, processes, process, settings)
     names = [f"process {number} of {processes}" for number in range(processes)]
     group = Group(coordinator, process, processes, settings.lost_seconds, stores, names)
@@ -179,22 +183,46 @@ def tag_logs(tag: str) -> None:
 def meet(what: str, value, seconds: float = PATIENCE) -> list:
     """Every process's value, by number, as soon as all have called this. `watch` ends a wait for one that died."""
     keys = [f"{group.job}/{what}/{number}" for number in range(group.processes)]
-    group.store.set(keys[group.process], json.dumps(value))
+    group.store.set(keys[group.process], sign(keys[group.process], value))
     deadline = time.monotonic() + seconds
     while missing := [name for name, key in zip(group.names, keys) if not group.store.check([key])]:
         if time.monotonic() > deadline:
             late = ", ".join(missing)
             raise ConfigError(f"{late} did not arrive within {seconds:g} s; the same command must run on every host")
         time.sleep(0.05)  # not the store's own wait, which would not hear Ctrl-C
-    return [json.loads(answer) for answer in group.store.multi_get(keys)]
+    return [verify(key, answer) for key, answer in zip(keys, group.store.multi_get(keys))]
 
 
-def begin(config) -> None:
-    """A new job: its configuration and everybody's packages must be the same; an error on all processes where they
-    are not."""
+def sign(key: str, value) -> str:
+    """A value for the store, with a mark that only those can make who know the secret."""
+    text = json.dumps(value)
+    return mark(key, text) + text
+
+
+def verify(key: str, signed: bytes) -> Any:
+    """The value behind a mark; an error where somebody else made it."""
+    text = signed.decode(errors="replace")
+    if not hmac.compare_digest(text[:MARK_LETTERS], mark(key, text[MARK_LETTERS:])):
+        number = int(key.rpartition("/")[2])
+        raise ConfigError(f"{group.names[number]} does not know the secret; set {SECRET} to the same on every host")
+    return json.loads(text[MARK_LETTERS:])
+
+
+def mark(key: str, text: str) -> str:
+    return hmac.new(os.environ.get(SECRET, "").encode(), f"{key}\0{text}".encode(), hashlib.sha256).hexdigest()
+
+
+def begin() -> None:
+    """A new job."""
+    if group is not None:
+        group.job += 1
+
+
+def compare(config) -> None:
+    """A job's configuration and everybody's packages must be the same; an error on all processes where they are
+    not."""
     if group is None:
         return
-    group.job += 1
     settings = OmegaConf.to_container(config, resolve=True)
     settings.pop("distributed")
     settings["compile"].pop("cache_dir")  # a place on each machine
@@ -227,16 +255,18 @@ def watch() -> None:
     while not group.over.wait(BEAT_SECONDS):
         beat += 1
         try:
-            store.set(f"beat/{group.process}", json.dumps([beat, group.farewell]))
+            store.set(f"beat/{group.process}", sign(f"beat/{group.process}", [beat, group.farewell]))
             if group.farewell is not None:
                 return
             states = [last_beat(store, other) for other in group.others]
+        except ConfigError as error:
+            end(str(error))
         except RuntimeError:  # the store went with its process
             end(f"{group.names[0]}, which coordinates, is gone")
         for other, state in zip(group.others, states):
             if state is None:  # still to arrive
                 continue
-            if (farewell := json.loads(state)[1]) is not None:
+            if (farewell := state[1]) is not None:
                 end(f"{group.names[other]} {farewell}")
             last, since = changed.get(other, (None, time.monotonic()))
             changed[other] = state, since if state == last else time.monotonic()
@@ -244,9 +274,9 @@ def watch() -> None:
                 end(f"{group.names[other]} was lost: nothing heard of it for {group.lost_seconds} s")
 
 
-def last_beat(store, process: int) -> bytes | None:
+def last_beat(store, process: int) -> list | None:
     key = f"beat/{process}"
-    return store.get(key) if store.check([key]) else None
+    return verify(key, store.get(key)) if store.check([key]) else None
 
 
 def regroup(message: str) -> None:
@@ -279,23 +309,36 @@ def end(message: str | None, status: int = 1) -> None:
         log.error("error: %s; this process ends too", message)
     logging.shutdown()
     sys.stdout.flush()
+    hush()
     os._exit(status)
 
 
+SPEAKER = """
+import socket, sys
+message, host, port = sys.argv[1:]
+if not sys.stdin.read():            # ended by a signal: one that leaves in order says so
+    try:
+        socket.create_connection((host, int(port)), timeout=2)
+    except OSError:
+        print(message, file=sys.stderr, flush=True)
+"""
+
+
 def speak_on_abort() -> None:
-    """JAX abort()s a process that has lost its coordinator, from a C++ thread, before `watch` can see it: name it then.
-
-    Python's own signal handlers would run too late, after the handler has returned to abort().
-    """
+    """JAX abort()s a process that has lost its coordinator, from a C++ thread, before `watch` can see it. A process of
+    its own sees that, and names the coordinator: Python code in the aborted one might wait for ever."""
     host, _, port = group.coordinator.rpartition(":")
+    tag = f"[{group.process}/{group.processes}]"
+    message = f"{tag} error: {group.names[0]}, which coordinates, is gone; this process ends too"
+    command = [sys.executable, "-S", "-E", "-c", SPEAKER, message, host, port]
+    group.speaker = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
-    def aborted(_):
-        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=2):
-            return  # it answers, so this process has a trouble of its own: abort() goes on
-        end(f"{group.names[0]}, which coordinates, is gone")
 
-    group.abort_handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(aborted)
-    ctypes.CDLL(None).signal(signal.SIGABRT, group.abort_handler)
+def hush() -> None:
+    """This process ends in order."""
+    if group.speaker is not None:
+        with contextlib.suppress(OSError):
+            group.speaker.communicate(b"in order", timeout=5)
 
 
 def finish() -> None:
@@ -309,6 +352,7 @@ def finish() -> None:
     group.over.set()
     group.watcher.join()
     jax.distributed.shutdown()
+    hush()
 
 
 # ---------------------------------------------------------------- devices

@@ -1,9 +1,9 @@
 """What people look at: the video, its poster, its contact sheet. Frames are uint8 arrays (frames, height, width, 3)."""
 import json
 import math
-import os
 import re
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,10 @@ import imageio_ffmpeg
 import numpy
 from PIL import Image
 
+from wan_torchax.records.files import whole
+
 SHEET_FRAMES = 9
+READ_SECONDS = 60  # that ffmpeg may take over a file's metadata
 
 
 @dataclass(frozen=True)
@@ -23,35 +26,45 @@ class Encoding:
 
 
 def write_video(path: Path, frames: numpy.ndarray, encoding: Encoding, title: str, comment: dict) -> None:
-    """H.264 in yuv420p, the settings in its metadata. The file appears whole or not at all."""
-    partial = path.with_name(f".partial-{path.name}")
+    """H.264 in yuv420p, the settings in its metadata."""
     _, height, width, _ = frames.shape
     source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(encoding.fps), "-i", "-"]
-    # A metadata value goes on to the end of its argument: no escaping is needed on a command line.
-    metadata = ["-metadata", f"title={title}", "-metadata", f"comment={json.dumps(comment, ensure_ascii=False)}"]
     encoder = ["-c:v", "libx264", "-crf", str(encoding.quality), "-pix_fmt", "yuv420p", "-movflags", "+faststart"]
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *source, *encoder, *metadata, str(partial)]
-    ran = subprocess.run(command, input=numpy.ascontiguousarray(frames).data, capture_output=True, check=False)
-    if ran.returncode:
-        partial.unlink(missing_ok=True)
-        raise OSError(f"{path}: ffmpeg failed: {ran.stderr.decode(errors='replace').strip()}")
-    os.replace(partial, path)
+    # Through a file: no command line is as long as some prompts.
+    with whole(path) as partial, tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt") as metadata:
+        # ffmpeg takes a backslash at the end of a line for an escape, even one that is escaped itself.
+        entries = {"title": title.rstrip("\\"), "comment": json.dumps(comment, ensure_ascii=False)}
+        metadata.write(";FFMETADATA1\n" + "".join(f"{key}={escape(text)}\n" for key, text in entries.items()))
+        metadata.flush()
+        inputs = [*source, "-f", "ffmetadata", "-i", metadata.name, "-map_metadata", "1"]
+        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *inputs, *encoder, str(partial)]
+        ran = subprocess.run(command, input=numpy.ascontiguousarray(frames).data, capture_output=True, check=False)
+        if ran.returncode:
+            raise OSError(f"{path}: ffmpeg failed: {ran.stderr.decode(errors='replace').strip()}")
+
+
+def escape(text: str) -> str:
+    """A value of ffmpeg's metadata files."""
+    return re.sub(r"([=;#\\\n])", r"\\\1", text)
 
 
 def read_metadata(path: Path) -> dict | None:
     """The settings a video of ours carries; None for any other file."""
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", str(path), "-f", "ffmetadata", "-"]
-    text = subprocess.run(command, capture_output=True, check=False).stdout.decode()
-    comment = re.search(r"^comment=((?:[^\\\n]|\\.|\\\n)*)", text, re.MULTILINE)
+    # As MP4 and nothing else: a playlist under a video's name would have ffmpeg open what it lists.
+    source = ["-f", "mp4", "-protocol_whitelist", "file", "-i", f"file:{path}"]
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", *source, "-f", "ffmetadata", "-"]
     try:
-        return json.loads(re.sub(r"\\(.|\n)", r"\1", comment.group(1))) if comment else None
-    except ValueError:
+        text = subprocess.run(command, capture_output=True, check=False, timeout=READ_SECONDS).stdout
+        comment = re.search(r"^comment=((?:[^\\\n]|\\.|\\\n)*+)", text.decode(errors="replace"), re.MULTILINE)
+        content = json.loads(re.sub(r"\\(.|\n)", r"\1", comment.group(1))) if comment else None
+    except (ValueError, RecursionError, subprocess.TimeoutExpired):
         return None
+    return content if isinstance(content, dict) else None
 
 
 def write_pictures(folder: Path, frames: numpy.ndarray) -> None:
     """poster.png, the frame in the middle, and contact_sheet.png, frames spread over the whole length."""
-    Image.fromarray(frames[len(frames) // 2]).save(folder / "poster.png")
+    write_picture(folder / "poster.png", frames[len(frames) // 2])
     chosen = frames[numpy.unique(numpy.linspace(0, len(frames) - 1, SHEET_FRAMES).round().astype(int))]
     columns = math.ceil(math.sqrt(len(chosen)))
     rows = math.ceil(len(chosen) / columns)
@@ -60,4 +73,9 @@ def write_pictures(folder: Path, frames: numpy.ndarray) -> None:
     for index, frame in enumerate(chosen):
         row, column = divmod(index, columns)
         sheet[row * height : (row + 1) * height, column * width : (column + 1) * width] = frame
-    Image.fromarray(sheet).save(folder / "contact_sheet.png")
+    write_picture(folder / "contact_sheet.png", sheet)
+
+
+def write_picture(path: Path, pixels: numpy.ndarray) -> None:
+    with whole(path) as partial:
+        Image.fromarray(pixels).save(partial)

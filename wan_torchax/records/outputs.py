@@ -3,17 +3,17 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 from pathlib import Path
 
 import numpy
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from PIL import Image
 
-from wan_torchax.config import schema
+from wan_torchax.config import schema, trust
+from wan_torchax.config.commandline import key_of
 from wan_torchax.config.wording import flatten
 from wan_torchax.records import media, provenance
+from wan_torchax.records.files import write_text
 
 log = logging.getLogger("wan")
 GIB = 2**30
@@ -59,9 +59,28 @@ def is_under(key: str, names) -> bool:
 
 def write_config(folder: Path, settled: dict, overrides: list[str]) -> None:
     """config.yaml, all of it; command.json, the overrides it was composed from: what resume and replay start from."""
-    (folder / "config.yaml").write_text(yaml.safe_dump(settled, sort_keys=False, allow_unicode=True))
+    for name in ("metrics.json", "failure.json"):  # of an earlier run in this folder, which is over now
+        (folder / name).unlink(missing_ok=True)
+    write_text(folder / "config.yaml", yaml.dump(settled, Dumper=PlainDumper, sort_keys=False, allow_unicode=True))
     command = {"overrides": list(overrides), "versions": provenance.versions(), "git": provenance.git_revision()}
-    (folder / "command.json").write_text(json.dumps(command, indent=2) + "\n")
+    write_text(folder / "command.json", json.dumps(command, indent=2) + "\n")
+
+
+class PlainDumper(yaml.SafeDumper):
+    """Without aliases for what is there twice."""
+
+    def ignore_aliases(self, data) -> bool:
+        return True
+
+
+def carried(settled: dict, overrides: list[str]) -> dict:
+    """What a video says of its settings: all that a replay would take over, so nothing of this machine."""
+    config = {key: value for key, value in flatten(settled) if trust.is_offered(key) and not is_under(key, CALL)}
+    safe = []
+    for text in overrides:
+        with contextlib.suppress(schema.ConfigError):
+            safe += [] if is_under(key_of(text), CALL) else trust.repeated(text)
+    return {"overrides": safe, "config": config}
 
 
 def finished_before(settled: dict, fingerprints: dict[str, str], folder: Path) -> float | None:
@@ -84,7 +103,7 @@ def write_outputs(folder: Path, settled: dict, values: dict, metrics: dict) -> P
         return folder
     prompt, video = settled["prompt"], folder / "video.mp4"
     comment = {"prompt": prompt["text"], "negative_prompt": prompt["negative"], "seed": settled["seed"]}
-    comment |= {**metrics, "config": settled}
+    comment |= metrics | carried(settled, metrics["overrides"])
     encoding = media.Encoding(settled["resolution"]["fps"], settled["output"]["quality"])
     media.write_video(video, values["frames"], encoding, prompt["text"], comment)
     media.write_pictures(folder, values["frames"])
@@ -93,15 +112,19 @@ def write_outputs(folder: Path, settled: dict, values: dict, metrics: dict) -> P
 
 def write_preview(folder: Path, frame: numpy.ndarray) -> None:
     """A frame as it looks so far, always under the same name."""
-    partial = folder / ".partial-preview.png"
-    Image.fromarray(frame).save(partial)
-    os.replace(partial, folder / "preview.png")
+    media.write_picture(folder / "preview.png", frame)
 
 
 def write_failure(folder: Path, overrides: list[str], message: str) -> None:
     """Why a job failed, for the sweep's report."""
     with contextlib.suppress(OSError):  # the disk may be what failed
-        (folder / "failure.json").write_text(json.dumps({"error": message, "overrides": overrides}, indent=2) + "\n")
+        write_text(folder / "failure.json", json.dumps({"error": message, "overrides": overrides}, indent=2) + "\n")
+
+
+def write_order(folder: Path, names: list[str]) -> None:
+    """list.json: the folders of a list's videos in the order of the list, for its report."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "list.json", json.dumps(names, indent=0) + "\n")
 
 
 # ---------------------------------------------------------------- metrics
@@ -135,6 +158,4 @@ def metrics(settled: dict, fingerprints: dict[str, str], mesh, overrides: list[s
 def write_metrics(folder: Path, metrics: dict) -> None:
     """metrics.json, written last: a folder that has it holds a finished run."""
     (folder / "failure.json").unlink(missing_ok=True)
-    partial = folder / ".partial-metrics.json"
-    partial.write_text(json.dumps(metrics, indent=2) + "\n")
-    os.replace(partial, folder / "metrics.json")
+    write_text(folder / "metrics.json", json.dumps(metrics, indent=2) + "\n")

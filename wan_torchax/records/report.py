@@ -10,10 +10,18 @@ import html
 import io
 import itertools
 import json
+import re
 from pathlib import Path
 
 from PIL import Image
 
+from wan_torchax import ROOT
+from wan_torchax.config.commandline import key_of
+from wan_torchax.records.files import write_text
+from wan_torchax.records.outputs import is_under
+
+# Settings that say where things are on this machine, or belong to all jobs alike: not on a page.
+MACHINE = ("compile.cache_dir", "model.path", "hydra", "plan.compiler", "prompt.file", "prompt.negative_file", "sweep")
 EMBEDDED_BYTES = 40e6  # videos beyond this much in all are linked, not embedded: a browser must still open the page
 STAGE_COLOURS = ("#7aa6c2", "#2f6690", "#f2a65a", "#8d6a9f", "#c9ae5d", "#4f9d8b")  # by a stage's place in its pipeline
 OTHER_COLOURS = {"load": "#b8b8b8", "compile": "#d1495b", "write": "#81b29a"}
@@ -25,9 +33,9 @@ def write(folder: Path) -> Path:
     rows = collect(folder)
     varying = varying_keys(rows)
     write_table(folder / "results.csv", rows, varying)
-    (folder / "results.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_text(folder / "results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     page = folder / "report.html"
-    page.write_text(render(folder, rows, varying))
+    write_text(page, render(folder, rows, varying))
     return page
 
 
@@ -38,24 +46,30 @@ def collect(folder: Path) -> list[dict]:
     """One row for each job: finished ones have metrics.json, failed ones failure.json, others did not get that far."""
     files = [path for name in ("metrics.json", "failure.json", "config.yaml") for path in folder.rglob(name)]
     jobs = {path.parent for path in files if ".hydra" not in path.parts} - {folder}
-    return [read_job(folder, job) for job in sorted(jobs, key=lambda path: natural(path.relative_to(folder)))]
+    order = read_json(folder / "list.json", list)
+    places = {name: place for place, name in enumerate(order) if isinstance(name, str)}
+
+    def place(job):
+        return places.get(str(job.relative_to(folder)), len(places)), natural(job.relative_to(folder))
+
+    return [read_job(folder, job) for job in sorted(jobs, key=place)]
 
 
 def natural(path: Path) -> list:
     """Job 10 after job 9."""
-    return [(int(part), "") if part.isdigit() else (0, part) for part in path.parts]
+    return [(int(part), "") if re.fullmatch("[0-9]+", part) else (0, part) for part in path.parts]
 
 
 def read_job(folder: Path, job: Path) -> dict:
     metrics, failure = (read_json(job / name) for name in ("metrics.json", "failure.json"))
     overrides = metrics.get("overrides") or failure.get("overrides") or []
-    pairs = (override.partition("=") for override in overrides)
+    pairs = (override.partition("=") for override in overrides if not is_under(key_of(override), MACHINE))
     seconds = metrics.get("seconds", {})
     return {
         "job": str(job.relative_to(folder)),
         "status": "failed" if failure else "done" if metrics else "unfinished",
-        "error": failure.get("error"),
-        "overrides": {key.lstrip("+"): value.strip("'\"") for key, _, value in pairs if key != "sweep.active"},
+        "error": failure.get("error") and without_places(failure["error"], folder),
+        "overrides": {key.lstrip("+"): value.strip("'\"") for key, _, value in pairs},
         "seconds_per_step": metrics.get("step_seconds_median"),
         "seconds_total": seconds.get("total"),
         "seconds": seconds_by_part(metrics),
@@ -65,12 +79,29 @@ def read_job(folder: Path, job: Path) -> dict:
         "mesh": metrics.get("mesh"),
         "floor_seconds_per_step": metrics.get("floor_seconds_per_step"),
         "video": str((job / "video.mp4").relative_to(folder)) if (job / "video.mp4").is_file() else None,
-        "replay": f"python run.py replay={job}" if metrics else None,
+        "replay": f"python run.py replay={from_here(job)}" if metrics else None,
     }
 
 
-def read_json(path: Path) -> dict:
-    return json.loads(path.read_text()) if path.is_file() else {}
+def read_json(path: Path, kind: type = dict):
+    """What a file of a job holds; nothing while another machine is writing it."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return kind()
+    return content if isinstance(content, kind) else kind()
+
+
+def from_here(job: Path) -> Path:
+    """A job's folder as the next command names it; elsewhere, without where that is on this machine."""
+    return job.relative_to(Path.cwd()) if Path.cwd() in job.parents else Path(*job.parts[-2:])
+
+
+def without_places(text: str, folder: Path) -> str:
+    """A message without where this machine keeps things: pages are passed on."""
+    for place, name in ((folder.parent, "…"), (ROOT, "…"), (Path.home(), "~")):
+        text = text.replace(f"{place}/", f"{name}/")
+    return text
 
 
 def seconds_by_part(metrics: dict) -> dict:
@@ -110,12 +141,13 @@ def shown(rows, varying) -> list[str]:
 
 
 def write_table(path: Path, rows, varying) -> None:
-    with path.open("w", newline="") as file:
-        if rows:
-            others = ("error", "video", "replay")
-            writer = csv.DictWriter(file, [*columns(rows[0], varying), *others])
-            writer.writeheader()
-            writer.writerows(columns(row, varying) | {key: row[key] for key in others} for row in rows)
+    table = io.StringIO(newline="")
+    if rows:
+        others = ("error", "video", "replay")
+        writer = csv.DictWriter(table, [*columns(rows[0], varying), *others], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(columns(row, varying) | {key: row[key] for key in others} for row in rows)
+    write_text(path, table.getvalue())
 
 
 # ---------------------------------------------------------------- the page
@@ -145,7 +177,7 @@ def render(folder: Path, rows, varying) -> str:
     devices = ", ".join(sorted({str(row["device"]) for row in rows if row["device"]}))
     parts = [
         f"<h1>{len(rows)} jobs: {summary or 'nothing yet'}</h1>",
-        f"<p>{html.escape(str(folder))} on {html.escape(devices or 'no device')}</p>",
+        f"<p>{html.escape(folder.name)} on {html.escape(devices or 'no device')}</p>",
         f"<h2>Results</h2><div class=scroll>{render_table(rows, varying)}</div>",
         f"<h2>Seconds a step</h2>{render_bars(rows, varying)}",
         f"<h2>Where the time went</h2>{render_stages(rows, varying)}",
@@ -222,15 +254,17 @@ def render_cards(folder: Path, rows, varying):
         video = folder / row["video"]
         sheet = small_picture(video.with_name("contact_sheet.png"))
         budget -= video.stat().st_size + len(sheet)
-        source = data_uri(video.read_bytes(), "video/mp4") if budget > 0 else html.escape(row["video"])
-        picture = f"<img src='{data_uri(sheet, 'image/jpeg')}' alt='contact sheet'>"
+        source = data_uri(video.read_bytes(), "video/mp4") if budget > 0 else html.escape(row["video"], quote=True)
+        picture = f"<img src='{data_uri(sheet, 'image/jpeg')}' alt='contact sheet'>" if sheet else ""
         command = f"<code>{html.escape(row['replay'] or '')}</code>"
         player = f"<video src='{source}' controls loop muted></video>"
         yield f"<div class=card>{picture}{player}{html.escape(label(row, varying))}<br>{command}</div>"
 
 
 def small_picture(path: Path) -> bytes:
-    """A contact sheet as a JPEG no wider than it is shown."""
+    """A contact sheet as a JPEG no wider than it is shown; empty between a video and its pictures."""
+    if not path.is_file():
+        return b""
     picture, buffer = Image.open(path).convert("RGB"), io.BytesIO()
     picture.thumbnail((640, 640))
     picture.save(buffer, "JPEG", quality=85)

@@ -1,6 +1,6 @@
 """Results of stages in a run's folder: written whole, with the settings that made them, and read again by `resume`."""
 import json
-import os
+import zlib
 from pathlib import Path
 
 import numpy
@@ -9,6 +9,7 @@ from safetensors.numpy import save_file
 
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import listed
+from wan_torchax.records.files import whole
 
 
 def path_of(folder: Path, stage: str) -> Path:
@@ -16,23 +17,33 @@ def path_of(folder: Path, stage: str) -> Path:
 
 
 def save(folder: Path, stage: str, values: dict[str, numpy.ndarray], settings: dict) -> None:
-    """A stage's values with the settings that made them. The file appears whole or not at all."""
-    path = path_of(folder, stage)
-    partial = path.with_name(f".partial-{path.name}")
+    """A stage's values with the settings that made them."""
     arrays = {name: numpy.ascontiguousarray(value) for name, value in values.items()}
-    save_file(arrays, partial, metadata={"settings": json.dumps(settings)})
-    os.replace(partial, path)
+    with whole(path_of(folder, stage)) as partial:
+        save_file(arrays, partial, metadata={"settings": json.dumps(settings), "checksum": checksum(arrays)})
 
 
-def read(folder: Path, stage: str, gives: list[str]) -> tuple[dict[str, numpy.ndarray], dict]:
-    """A stage's values and the settings that made them."""
+def checksum(arrays: dict[str, numpy.ndarray]) -> str:
+    """Of the bytes, by name: a disk or a copy that lost some is noticed."""
+    return " ".join(f"{name}:{zlib.crc32(arrays[name].tobytes()):08x}" for name in sorted(arrays))
+
+
+def read(folder: Path, stage: str, shapes: dict[str, tuple]) -> tuple[dict[str, numpy.ndarray], dict]:
+    """A stage's values, of the shapes they must have, and the settings that made them."""
     path = path_of(folder, stage)
     try:
         with safe_open(path, framework="numpy") as handle:
-            return {name: handle.get_tensor(name) for name in gives}, json.loads(handle.metadata()["settings"])
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            values, about = {name: handle.get_tensor(name) for name in shapes}, handle.metadata()
+        settings = dict(json.loads(about["settings"]))
+        if about.get("checksum", checksum(values)) != checksum(values):
+            raise ValueError("its bytes are not those that were written")
+        for name, value in values.items():
+            if value.shape != shapes[name]:
+                raise ValueError(f"{name} has the shape {value.shape}, not {shapes[name]}")
+    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         remedy = "remove it to make it again"
         raise ConfigError(f"{path}: not a stage result of this program ({error}); {remedy}") from error
+    return values, settings
 
 
 def compare(path: Path, made_with: dict, settings: dict) -> None:

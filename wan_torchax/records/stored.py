@@ -1,4 +1,7 @@
-"""`resume` and `replay`: a stored run's configuration composed again, with what this command line says on top."""
+"""`resume` and `replay`: a stored run's configuration composed again, with what this command line says on top.
+
+A folder or a video may be anybody's: only what trust.py lets an artefact say is taken over, and the rest is told.
+"""
 import json
 import logging
 from dataclasses import dataclass, field
@@ -6,9 +9,9 @@ from pathlib import Path
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from wan_torchax.config.commandline import compose, key_of, literal
+from wan_torchax.config import trust
+from wan_torchax.config.commandline import compose, key_of, literal, options
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import flatten
 from wan_torchax.records import media
@@ -16,6 +19,8 @@ from wan_torchax.records.outputs import CALL, UNCOUNTED, is_under
 
 log = logging.getLogger("wan")
 HERE = "runs are under outputs/<date>/<time>"
+SHOWN = 10  # keys that are named
+MOST_BYTES = 16e6  # of a file that settings are read from
 
 
 @dataclass
@@ -23,7 +28,7 @@ class Stored:
     """What a run folder or a video says of how it was made."""
 
     config: dict
-    overrides: list[str] | None  # None: not known
+    overrides: list[str]
     metrics: dict = field(default_factory=dict)  # device, mesh, versions …; empty if the run did not get that far
 
 
@@ -37,20 +42,46 @@ def take_over(config: DictConfig, overrides: list[str]) -> DictConfig:
     key = "replay" if config.replay is not None else "resume"
     if config[key] is None:
         return config
+    if None not in (config.replay, config.resume):
+        raise ConfigError(f"resume={config.resume} and replay={config.replay}: give one of the two")
     stored = read_stored(Path(config[key]), key)
     if "preset" in map(key_of, overrides):
         raise ConfigError(f"{key}={config[key]}: takes its whole configuration from there; leave preset out")
-    before = [override for override in stored.overrides or [] if not replaced(key_of(override), overrides)]
+    before, refused = repeat([text for text in stored.overrides if not replaced(key_of(text), overrides)])
     try:
         base = compose(before)
     except ConfigError as error:
         log.warning("%s=%s: %s; its values are taken one by one", key, config[key], error)
         before, base = [], compose([])
-    try:
-        return pin(compose([*before, *overrides]), base, stored.config, [key_of(override) for override in overrides])
-    except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"{key}={config[key]}: made by another version of this program ({reason})") from error
+    said = [key_of(override) for override in overrides]
+    now = pin(compose([*before, *overrides]), base, stored.config, said)
+    tell_refused(f"{key}={config[key]}", [*refused, *differing(now, stored.config, said)])
+    return now
+
+
+def repeat(stored: list[str]) -> tuple[list[str], list[str]]:
+    """The stored overrides that may be composed again, and the keys of those that may not."""
+    taken, refused = [], []
+    for text in stored:
+        try:
+            taken += trust.repeated(text)
+        except ConfigError:
+            refused += [] if is_under(key_of(text), UNCOUNTED) else [key_of(text)]
+    return taken, refused
+
+
+def differing(now: DictConfig, stored: dict, said: list[str]) -> list[str]:
+    """Keys that only a command line may set, and that the stored run had other values of."""
+    today = leaves(now)
+    keys = [key for key, value in flatten(stored) if key not in today or today[key] != value]
+    return [key for key in keys if not (trust.is_offered(key) or is_under(key, (*said, *UNCOUNTED)))]
+
+
+def tell_refused(source: str, keys: list[str]) -> None:
+    keys = list(dict.fromkeys(key[:80] for key in keys))
+    if keys:
+        names = ", ".join(keys[:SHOWN]) + (f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else "")
+        log.warning("%s: not taken over, since they may only be given on the command line: %s", source, names)
 
 
 def replaced(key: str, overrides: list[str]) -> bool:
@@ -65,15 +96,15 @@ def pin(now: DictConfig, base: DictConfig, stored: dict, said: list[str]) -> Dic
     interpolation (the scheduler's shift follows the resolution's) is looked at once all others are in place, and left
     alone where it then gives what was stored. Keys that the stored config does not have came with a later version.
     """
-    values = {key: value for key, value in flatten(stored) if not is_under(key, (*CALL, "compile.cache_dir"))}
+    values = {key: value for key, value in flatten(stored) if not is_under(key, CALL) and is_sound(key, value)}
     for interpolated in (False, True):
         today, new = leaves(base), leaves(now)
         for key, value in values.items():
             if is_interpolated(now, key) is not interpolated or today.get(key) == value:
                 continue
-            if key not in today and is_under(key, UNCOUNTED):
-                continue  # of another version, and nothing that videos are made from
-            follows = key in today and key in new and new[key] != today[key]
+            if key not in today or key not in new:
+                continue  # of another version, another mesh or another model
+            follows = new[key] != today[key]
             set_value(base, key, value)
             if not (follows or is_under(key, said)):
                 set_value(now, key, value)
@@ -81,8 +112,15 @@ def pin(now: DictConfig, base: DictConfig, stored: dict, said: list[str]) -> Dic
 
 
 def set_value(config: DictConfig, key: str, value) -> None:
-    value = literal(value) if isinstance(value, str) else value
-    OmegaConf.update(config, key, value, merge=False, force_add=is_open(config, key))
+    OmegaConf.update(config, key, literal(value) if isinstance(value, str) else value, merge=False)
+
+
+def is_sound(key: str, value) -> bool:
+    """Whether an artefact may say this of the key."""
+    try:
+        return trust.offered_value(key, value) == value
+    except ConfigError:
+        return False
 
 
 def leaves(config: DictConfig) -> dict:
@@ -101,18 +139,12 @@ def is_interpolated(config: DictConfig, key: str) -> bool:
     return False
 
 
-def is_open(config: DictConfig, key: str) -> bool:
-    """Whether a key may be added: into tables by name (rules, ops, architectures), not into classes of the schema."""
-    parent = OmegaConf.select(config, key.rpartition(".")[0]) if "." in key else config
-    return parent is None or OmegaConf.get_type(parent) is dict
-
-
 def read_stored(path: Path, key: str) -> Stored:
     """Read a run folder or, for `replay`, a video."""
     if (path / "config.yaml").is_file():
-        metrics, command = (read_json(path / name) for name in ("metrics.json", "command.json"))
-        overrides = command.get("overrides", metrics.get("overrides"))
-        return Stored(yaml.safe_load((path / "config.yaml").read_text()), overrides, metrics)
+        names = "config.yaml", "metrics.json", "command.json"
+        config, metrics, command = (read_mapping(path / name) for name in names)
+        return make_stored(config, command.get("overrides", metrics.get("overrides")), metrics)
     video = ", or a video made by this program" if key == "replay" else ""
     if path.is_dir():
         raise ConfigError(f"{key}={path}: not a run folder (it has no config.yaml); {HERE}")
@@ -121,11 +153,41 @@ def read_stored(path: Path, key: str) -> Stored:
     metadata = media.read_metadata(path)
     if key == "resume" or not metadata or "config" not in metadata:
         raise ConfigError(f"{key}={path}: carries no settings; give a run folder{video}")
-    return Stored(metadata["config"], metadata.get("overrides"), metadata)
+    return make_stored(metadata["config"], metadata.get("overrides"), metadata)
 
 
-def read_json(path: Path) -> dict:
-    return json.loads(path.read_text()) if path.is_file() else {}
+def make_stored(config, overrides, metrics: dict) -> Stored:
+    """Of whatever a file says: where the overrides are not known, the names of the options that were chosen."""
+    config = config if isinstance(config, dict) else {}
+    if not isinstance(overrides, list):
+        names = {group: config[group].get("name") for group in trust.groups() if isinstance(config.get(group), dict)}
+        overrides = [f"{group}={name}" for group, name in names.items() if name in options(group)]
+    return Stored(config, [text for text in overrides if isinstance(text, str)], metrics)
+
+
+class PlainLoader(yaml.SafeLoader):
+    """Without aliases, by which a small file can grow to fill the memory."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has aliases")
+        return super().compose_node(parent, index)
+
+
+def read_mapping(path: Path) -> dict:
+    """A YAML or JSON file of a run folder; empty where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES} bytes")
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else yaml.load(text, PlainLoader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read ({str(error).splitlines()[0]}); runs write it whole") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: not a mapping of keys to values")
+    return content
 
 
 def compare_replay(config: DictConfig, now: dict) -> None:

@@ -41,6 +41,9 @@ def find(model, component: str, local_only: bool = False) -> Checkpoint:
     architecture, not contradict it."""
     folder, *beside = (find_folder(model, name, local_only) for name in (component, *BESIDE.get(component, ())))
     architecture = read_architecture(folder, model.architecture[described_by(component)], described_by(component))
+    index(folder)
+    for file in (path for other in beside for path in sorted(other.glob("*.json"))):
+        check_ends(file)
     return Checkpoint(folder, architecture, fingerprint([folder, *beside]))
 
 
@@ -102,8 +105,10 @@ def read_architecture(folder: Path, expected, component: str) -> dict:
     """What config.json says of a component, refused where it contradicts conf/model."""
     try:
         stored = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}: no readable config.json ({error})") from error
+        if not isinstance(stored, dict):
+            raise ValueError("it is no mapping of names to values")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{folder}: no readable config.json ({error}); download it again") from error
     stored = {name: value for name, value in stored.items() if not name.startswith("_") and name not in ABOUT_FILES}
     differences = [
         f"{name}: {stored[name]} in the checkpoint, {value} in the config"
@@ -114,6 +119,15 @@ def read_architecture(folder: Path, expected, component: str) -> dict:
         described = f"model.architecture.{component}"
         raise ConfigError(f"{folder} is another model than {described} describes:\n{listed(differences)}")
     return stored | dict(expected)
+
+
+def check_ends(file: Path) -> None:
+    """Whether a JSON file has both its ends: half a download has not. Reading all of a tokenizer takes a while."""
+    with file.open("rb") as handle:
+        first = handle.read(64).lstrip()[:1]
+        handle.seek(max(file.stat().st_size - 64, 0))
+        if (first, handle.read().rstrip()[-1:]) not in ((b"{", b"}"), (b"[", b"]")):
+            raise ConfigError(f"{file}: not a whole JSON file; download it again")
 
 
 @dataclass

@@ -94,9 +94,10 @@ def plan(module, table, mesh, dtype: str, key: str) -> dict[str, Tensor]:
         tensors[name] = Tensor(shape, dtype_here, sharding, rule or REPLICATED, sources, stacked=stacked)
     for rule in table.weights.keys() - used:
         pattern = table.weights[rule].pattern
-        problems.append(f"{key}.weights.{rule}: pattern {pattern!r} matches nothing; {nearest(pattern, tensors)}")
+        sources = [tensor.sources[0] for tensor in tensors.values()]
+        problems.append(f"{key}.weights.{rule}: pattern {pattern!r} matches nothing; {nearest(pattern, sources)}")
     if problems:
-        raise ConfigError(f"the sharding table does not fit the model:\n{listed(problems)}")
+        raise ConfigError(f"the sharding table does not fit the model:\n{listed(problems, PROBLEMS_SHOWN)}")
     return tensors | tables(module, mesh)
 
 

@@ -23,6 +23,11 @@ class Decode(Stage):
     parts: ClassVar = {"vae": r"(decoder|post_quant_conv)\..*"}
 
     @classmethod
+    def result_shapes(cls, config):
+        size = config.resolution
+        return {"frames": (size.frames, size.height, size.width, 3)}
+
+    @classmethod
     def derived(cls, resolved):
         batch, channels, _, height, width = resolved.latent_shape
         return {"latent_shape": (batch, channels, 1, height, width)}

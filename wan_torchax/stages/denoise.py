@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy
 
-from wan_torchax.config.geometry import prompt_count
+from wan_torchax.config.geometry import Geometry, prompt_count
 from wan_torchax.devices.sharding import replicated, struct
 from wan_torchax.events import Advanced, Stepped
 from wan_torchax.kernels.settings import Kernel, Parallel
@@ -46,6 +46,10 @@ class Denoise(Stage):
             "slots": scheduler_table(resolved.config)[1].shape[1],
         }
 
+    @classmethod
+    def result_shapes(cls, config):
+        return {"latents": Geometry.of(config.model.architecture).latent_shape(config.resolution)}
+
     def build(self):
         from wan_torchax.patches import call_module
 
@@ -76,9 +80,8 @@ class Denoise(Stage):
         def step(arrays, state, schedule, conditions):
             slots = state["slots"]
             velocity = predict(arrays, slots[0], schedule, conditions)
-            middle = slice(slots.shape[3] // 2, slots.shape[3] // 2 + 1)
-            # Where the flow would end: what previews show.
-            estimate = (slots[0] - schedule["timestep"] / 1000 * velocity)[:, :, middle]
+            # Where the flow would end: what previews show, of the first frame, the only one that can be decoded alone.
+            estimate = (slots[0] - schedule["timestep"] / 1000 * velocity)[:, :, :1]
             slots = advance(slots, velocity, schedule["coefficients"])
             return {"slots": slots}, jnp.isfinite(slots[0]).all(), estimate
 

@@ -6,6 +6,8 @@
         parts = …               # which tensors of a component it uses
         def derived(…)          # numbers from other parts of the config that its programs are built from
         def build(…)            # its programs
+        def result_shapes(…)    # of the values it gives
+        def check(…)            # what can go wrong, before any stage runs
         def amount(…)           # what its progress counts
         def run(…)              # values in, values out
         def temporaries(…)      # bytes it needs beside its weights, for plans
@@ -74,6 +76,14 @@ class Stage:
         component = component or self.programs.entries[program].component
         arrays = self.components[component].arrays
         return self.programs(program, {name: arrays[name] for name in self.tensors[component]}, *arguments)
+
+    @classmethod
+    def result_shapes(cls, config) -> dict[str, tuple[int, ...]]:
+        """Of the values it gives."""
+        raise NotImplementedError
+
+    def check(self, resolved: Resolved) -> None:
+        """Raise now what `run` would stumble over: called before any stage runs."""
 
     @classmethod
     def derived(cls, resolved: Resolved) -> dict[str, Any]:

@@ -1,12 +1,15 @@
 """Text to embeddings."""
+import functools
 import logging
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy
 
 from wan_torchax.config.geometry import prompt_count
+from wan_torchax.config.schema import ConfigError
 from wan_torchax.devices.sharding import replicated, struct
-from wan_torchax.runtime.programs import Program
+from wan_torchax.runtime.programs import NotFinite, Program
 from wan_torchax.stages.stage import Stage
 
 log = logging.getLogger("wan")
@@ -38,12 +41,21 @@ class Text(Stage):
         ids = struct(self.mesh, (self.recipe.derived["prompts"], self.config.model.text_tokens), "int32")
         self.add("encode", Program(encode, "text_encoder", [ids, ids], replicated(self.mesh)))
 
+    @classmethod
+    def result_shapes(cls, config):
+        width = config.model.architecture.transformer.text_dim
+        return {"embeddings": (prompt_count(config), config.model.text_tokens, width)}
+
+    def check(self, resolved):
+        load_tokenizer(tokenizer_folder(resolved))
+
     def run(self, resolved, values, tell):
         prompts = [values["prompt"], values["negative_prompt"] or ""][: self.recipe.derived["prompts"]]
-        tokenizer = resolved.checkpoints["text_encoder"].folder.parent / "tokenizer"
-        tokens = tokenize(tokenizer, prompts, resolved.config.model.text_tokens)
-        embeddings = self("encode", *self.programs.put("encode", tokens))
-        return {"embeddings": numpy.asarray(embeddings).astype(numpy.float32)}
+        tokens = tokenize(tokenizer_folder(resolved), prompts, resolved.config.model.text_tokens)
+        embeddings = numpy.asarray(self("encode", *self.programs.put("encode", tokens))).astype(numpy.float32)
+        if not numpy.isfinite(embeddings).all():
+            raise NotFinite("the embeddings are not finite", resolved.config, "text_encoder")
+        return {"embeddings": embeddings}
 
     @classmethod
     def temporaries(cls, resolved):
@@ -52,12 +64,25 @@ class Text(Stage):
         return 4 * heads * resolved.config.model.text_tokens**2 * 4
 
 
-def tokenize(folder, prompts, limit: int):
-    """Token ids and mask as int32 arrays; a prompt that is too long is cut, and a warning says where."""
+def tokenizer_folder(resolved) -> Path:
+    return resolved.checkpoints["text_encoder"].folder.parent / "tokenizer"
+
+
+@functools.lru_cache(maxsize=4)
+def load_tokenizer(folder: Path):
     import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # its libraries raise all kinds
+        raise ConfigError(f"{folder}: not a readable tokenizer ({error}); download it again") from error
+
+
+def tokenize(folder: Path, prompts, limit: int):
+    """Token ids and mask as int32 arrays; a prompt that is too long is cut, and a warning says where."""
     from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    tokenizer = load_tokenizer(folder)
     prompts = [prompt_clean(prompt) for prompt in prompts]
     for prompt in prompts:
         tokens = tokenizer(prompt, truncation=False, verbose=False).input_ids

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from wan_torchax.config import commandline, jobs, registry, validation
 from wan_torchax.config.commandline import compose, sweep_folders
-from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.schema import ConfigError, FolderError
 from wan_torchax.devices import distributed
 
 log = logging.getLogger("wan")
@@ -20,8 +20,9 @@ def attempt(config, folder: Path, overrides: list[str]) -> float | None:
 
     try:
         distributed.join(config)
-        distributed.begin(config)
+        distributed.begin()
         config = take_over(config, overrides)
+        distributed.compare(config)
         if jobs.are_listed(config):
             return attempt_list(config, folder, overrides)
         validation.validate(config)
@@ -29,7 +30,7 @@ def attempt(config, folder: Path, overrides: list[str]) -> float | None:
             return before
         return registry.load(registry.TASKS, config.task)(config, folder, overrides)
     except Exception as error:
-        fail(folder, overrides, explain(error))
+        fail(folder, overrides, explain(error), record=not isinstance(error, FolderError))
         if config.traceback:
             log.error(traceback.format_exc())
         distributed.regroup(explain(error))
@@ -43,11 +44,15 @@ def done_before(config, folder: Path) -> float | None:
 
 def attempt_list(config, folder: Path, overrides: list[str]) -> float | None:
     """Every video of a list, each in a folder of its own; what fails is told with its line and the others are made."""
+    from wan_torchax.records.outputs import write_order
     from wan_torchax.tasks.progress import bar
 
     shared = [override for override in overrides if commandline.key_of(override) not in LIST_KEYS]
-    listed = jobs.read(config)
+    everywhere = jobs.read(config)
+    listed = jobs.share(everywhere, config.shard)
     distributed.agree("list", {"prompts": [job.overrides for job in listed]})
+    if distributed.is_first():
+        write_order(folder, [job.name for job in everywhere])
     sweep_folders[folder] = False
     seconds = []
     with bar(len(listed), "videos", unit="video", position=1) as progress:
@@ -71,13 +76,13 @@ def attempt_one(job: jobs.Job, folder: Path, shared: list[str]) -> float | None:
     return attempt(config, folder, overrides)
 
 
-def fail(folder: Path, overrides: list[str], message: str) -> None:
+def fail(folder: Path, overrides: list[str], message: str, record: bool = True) -> None:
     """Tell and record why a job failed; the exit status and the report know of it too."""
     from wan_torchax.records.outputs import write_failure
 
     failures.append(f"{folder}: {message}")
     log.error("error: %s", message)
-    if distributed.is_first():
+    if record and distributed.is_first():
         write_failure(folder, overrides, message)
 
 
@@ -94,12 +99,13 @@ def explain(error: Exception) -> str:
 
 
 def report(folder: Path) -> None:
-    """The page of a sweep; the plans of a sweep of plans as one table."""
-    if next(folder.glob("*/plan.json"), None):
-        from wan_torchax.tasks.plan_page import compare
-
-        print(compare(folder))
-        return
-    from wan_torchax.records.report import write
-
-    print(write(folder))
+    """The page of a sweep; the plans of a sweep of plans as one table. The videos are there whatever happens to it."""
+    try:
+        if next(folder.glob("*/plan.json"), None):
+            from wan_torchax.tasks.plan_page import compare as write
+        else:
+            from wan_torchax.records.report import write
+        print(write(folder))
+    except Exception as error:
+        failures.append(f"{folder}: {error}")
+        log.error("error: no report on %s: %s", folder, explain(error))

@@ -1,6 +1,8 @@
 """task=generate: a prompt in; a video, results of stages and metrics out."""
 import contextlib
 import logging
+import os
+import sys
 from pathlib import Path
 
 from wan_torchax.config.graph import Graph
@@ -11,11 +13,12 @@ from wan_torchax.devices.mesh import describe
 from wan_torchax.events import Event, Finished, Previewed, to_all
 from wan_torchax.records import outputs, results
 from wan_torchax.records.clock import Clock
+from wan_torchax.records.files import claimed
 from wan_torchax.records.stored import compare_replay
 from wan_torchax.runtime.checkpoint import find_present, fingerprints
 from wan_torchax.session import phase, session
 from wan_torchax.stages.denoise import Denoise
-from wan_torchax.stages.stage import result_settings
+from wan_torchax.stages.stage import find, result_settings
 from wan_torchax.tasks.progress import Bars
 
 log = logging.getLogger("wan")
@@ -23,6 +26,11 @@ log = logging.getLogger("wan")
 
 def generate(config, folder: Path, overrides=()) -> float:
     """The stages of the pipeline that the config names. Returns the median seconds of a step, or of the whole."""
+    with claimed(folder) if distributed.is_first() else contextlib.nullcontext():
+        return generate_into(config, folder, overrides)
+
+
+def generate_into(config, folder: Path, overrides) -> float:
     clock, config = Clock(), with_texts(config)
     settled, graph = outputs.settle(config), Graph.of(config.pipeline)
     first = distributed.is_first()  # the process that writes
@@ -54,8 +62,10 @@ def generate(config, folder: Path, overrides=()) -> float:
         with phase("write", tell):
             made = outputs.write_outputs(folder, settled, values, metrics)
         outputs.write_metrics(folder, metrics | clock.report())
+        if made != folder and not config.output.keep_frames:  # there was a need for them until the video was written
+            results.path_of(folder, graph.giver("frames")).unlink(missing_ok=True)
         compare_replay(config, metrics)
-        print(made)
+        show(made)
     return clock.median_step() or clock.report()["seconds"]["total"]
 
 
@@ -64,10 +74,10 @@ def read_results(config, graph: Graph) -> tuple[dict, dict[str, str]]:
     fingerprints of the weights: of those that are here, else of those that made them."""
     weights = weights_here(config, graph)
     values, folder = {}, config.resume and Path(config.resume)
-    for name, stage in graph.stages.items() if folder else ():
+    for name in graph.stages if folder else ():
         path = results.path_of(folder, name)
         if path.is_file():
-            read, made_with = results.read(folder, name, stage.gives)
+            read, made_with = results.read(folder, name, find(name).result_shapes(config))
             results.compare(path, made_with, result_settings(config, name, weights))
             log.info("%s: taken from %s", name, path)
             recorded = {key.removeprefix("weights."): value for key, value in made_with.items() if "weights." in key}
@@ -97,6 +107,14 @@ def finished_before(config, folder: Path) -> float | None:
     """What this job gave in an earlier try at a sweep."""
     config, graph = with_texts(config), Graph.of(config.pipeline)
     return outputs.finished_before(outputs.settle(config), weights_here(config, graph), folder)
+
+
+def show(made: Path) -> None:
+    """The last line of a run. Nobody may be reading any more, and the run is finished all the same."""
+    try:
+        print(made, flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
 
 
 def profiled(folder: Path):

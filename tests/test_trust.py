@@ -1,0 +1,275 @@
+"""What a stranger made can only choose among what the project offers: videos, folders, lists, checkpoints."""
+import json
+import os
+import shutil
+import subprocess
+import sys
+from random import Random
+
+import numpy
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from tests.conftest import ROOT, make_config
+from wan_torchax.config import jobs, trust
+from wan_torchax.config.commandline import compose, literal, plain_text, rewrite
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.wording import flatten
+from wan_torchax.records import media
+from wan_torchax.records.outputs import carried, settle
+from wan_torchax.records.stored import take_over
+from wan_torchax.runtime.checkpoint import find_all
+from wan_torchax.stages.text import load_tokenizer
+
+# What somebody would write into a file that you are going to open.
+FORGED = {
+    "allow_external_ops": True,
+    "ops": {"evil": {"op": "aten.add", "implementation": "antigravity.run", "why": "x"}},
+    "ops.conv3d.implementation": "os.system",
+    "plan.compiler": "/bin/sh",
+    "task": "plan",
+    "compile.xla_flags": ["--xla_dump_to=/tmp/evil"],
+    "compile.libtpu_flags": ["--x"],
+    "compile.cache_dir": "/tmp/evil",
+    "mesh.xla_flags": ["--xla_dump_to=/tmp/evil"],
+    "prompt.file": "/etc/hostname",
+    "prompt.negative_file": "/etc/hostname",
+    "model.path": "/tmp/evil",
+    "model.revision": "evil",
+    "model.architecture.transformer._target_": "os.system",
+    "scheduler.target": "os.system",
+    "scheduler.arguments.x": "${oc.env:HOME}",
+    "distributed.coordinator": "evil:1",
+    "resume": "/tmp/evil",
+    "replay": "/tmp/evil",
+    "prompts": "/etc/hostname",
+    "keep_resident": True,
+    "profile": True,
+    "traceback": True,
+    "hydra.run.dir": "/tmp/evil",
+    "model": "../../../etc/hostname",
+    "resolution": {"_target_": "os.system"},
+    "sharding.transformer.weights.evil": {"pattern": "(a+)+$", "spec": []},
+}
+TEXTS = [
+    "${oc.env:HOME} circle", "it costs ${5", "???", r"\${a} \\${b}", "a 'quoted' \"text\"", "null", "{a: 1}, b=[c]",
+    "star_spin", "!!python/object/apply:os.system [x]", "你好 🙂 back\\slash\\", "",
+]
+
+
+def everything(config) -> dict:
+    return dict(flatten(OmegaConf.to_container(config, resolve=True)))
+
+
+def taken(source, key="replay"):
+    overrides = [f"{key}={source}"]
+    return take_over(make_config(*overrides), rewrite(overrides))
+
+
+def make_artefact(folder, kind, config, overrides):
+    """A video, or a run folder, that says this of itself."""
+    if kind == "video":
+        path = folder / "forged.mp4"
+        comment = {"config": config, "overrides": overrides}
+        media.write_video(path, numpy.zeros((1, 16, 16, 3), numpy.uint8), media.Encoding(8, 18), "x", comment)
+        return path
+    path = folder / "run"
+    path.mkdir()
+    (path / "config.yaml").write_text(yaml.safe_dump(config))
+    (path / "command.json").write_text(json.dumps({"overrides": overrides}))
+    return path
+
+
+def as_overrides(values) -> list[str]:
+    return [f"{sign}{key}={json.dumps(value)}" for key, value in values.items() for sign in ("", "+", "++")]
+
+
+def nested(values) -> dict:
+    config = OmegaConf.create()
+    for key, value in values.items():
+        OmegaConf.update(config, key, literal(value) if isinstance(value, str) else value, force_add=True)
+    return OmegaConf.to_container(config, resolve=True)
+
+
+@pytest.mark.parametrize("kind", ["video", "folder"])
+def test_a_forged_artefact_changes_what_is_offered_and_nothing_else(tmp_path, kind, caplog):
+    good = {"seed": 7, "resolution.height": 64}
+    forged = {key: value for key, value in FORGED.items() if not isinstance(value, dict)}
+    source = make_artefact(tmp_path, kind, nested(forged | good), as_overrides(FORGED) + ["model=demo"])
+    config = everything(taken(source))
+    plain = everything(make_config(f"replay={source}", "seed=7", "resolution.height=64"))
+    assert config == plain
+    lines = [record.message for record in caplog.records if "not taken over" in record.message]
+    assert len(lines) == 1 and "allow_external_ops" in lines[0] and "more" in lines[0]
+
+
+def test_a_line_of_a_list_cannot_say_it(tmp_path):
+    file = tmp_path / "list.jsonl"
+    rows = [{"prompt": "a", key: value} for key, value in FORGED.items()] + [{"prompt": "b"}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    *bad, good = jobs.read(make_config(f"prompts={file}"))
+    assert good.error is None and good.overrides == ["prompt.text='b'"]
+    for key, job in zip(FORGED, bad):
+        assert not job.overrides and ("only be given on the command line" in job.error or "no such" in job.error), key
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_is_a_text_wherever_it_comes_from(tmp_path, text):
+    assert plain_text(literal(text)) == text
+    typed = rewrite([f"prompt.text={text}"])
+    for overrides in (typed, [trust.override("prompt.text", text)], trust.repeated(typed[0])):
+        config = compose(overrides)
+        assert config.prompt.text == text and everything(config)["prompt.text"] == text
+    source = make_artefact(tmp_path, "video", carried(settle(config), typed)["config"], typed)
+    assert taken(source).prompt.text == text
+    file = tmp_path / "list.jsonl"
+    file.write_text(json.dumps({"prompt": text, "negative_prompt": text}))
+    config = compose(jobs.read(make_config(f"prompts={file}"))[0].overrides)
+    assert (config.prompt.text, config.prompt.negative) == (text, text)
+
+
+WRONG = [
+    ("steps", "many"), ("steps", 2.5), ("steps", True), ("steps", None), ("steps", [1]), ("seed", "${oc.env:HOME}"),
+    ("guidance_scale", "inf"), ("guidance_scale", float("nan")), ("resolution.height", {"a": 1}), ("stages", "text"),
+    ("stages", [1]), ("model", "nothing"), ("model", ["demo"]), ("model.dtype.vae", 5), ("mesh.axes.dp", "x"),
+    ("mesh.axes.a b", 2), ("prompt.text", 5), ("attention.self.kernel", None), ("", 1), ("a\nb", 1), ("seed ", 1),
+]
+
+
+@pytest.mark.parametrize("key, value", WRONG)
+def test_values_are_literals_of_the_keys_type(key, value):
+    with pytest.raises(ConfigError):
+        trust.overrides({key: value})
+
+
+def test_every_offered_key_can_be_said():
+    config = make_config()
+    values = {key: OmegaConf.select(config, key) for key in trust.offered() if key not in ("mesh.axes", "model.dtype")}
+    values = {key: list(value) if OmegaConf.is_list(value) else value for key, value in values.items()}
+    assert everything(compose(trust.overrides(values))) == everything(config)
+
+
+def test_a_checkpoint_runs_no_code(tmp_path):
+    """Code beside the weights, named by config.json and by the tokenizer."""
+    model, flag = tmp_path / "model", tmp_path / "ran"
+    shutil.copytree(ROOT / "models" / "demo", model)
+    code = f"open({str(flag)!r}, 'w')\nclass Evil: pass\n"
+    for component in ("transformer", "text_encoder", "vae", "tokenizer"):
+        (model / component / "evil.py").write_text(code)
+        name = "tokenizer_config.json" if component == "tokenizer" else "config.json"
+        stored = json.loads((model / component / name).read_text())
+        stored |= {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"], "AutoModel": "evil.Evil"}}
+        stored["_target_"] = "os.system"
+        stored |= {"tokenizer_class": "Evil"} if component == "tokenizer" else {}
+        (model / component / name).write_text(json.dumps(stored))
+    checkpoints = find_all(make_config(f"model.path={model}").model, ["text_encoder", "transformer", "vae"])
+    assert "_target_" not in checkpoints["transformer"].architecture
+    try:
+        load_tokenizer(model / "tokenizer")
+    except ConfigError as error:
+        assert "not a readable tokenizer" in str(error)
+    assert not flag.exists()
+
+
+# ---------------------------------------------------------------- fuzz
+
+
+PIECES = [
+    "seed", "steps", "model", "prompt.text", "ops", "ops.x", "mesh.xla_flags", "compile", "plan.compiler",
+    "hydra.run.dir", "_target_", "${oc.env:HOME}", "${oc.env:PATH}", "os.system", "/etc/hostname", "../..", "=", "'",
+    '"', "[", "]", "{", "}", ",", "\\", "~", "+", "@", ":", "\n", "\0", "1", "-1", "1e999", "true", "null", "???", " ",
+    "a", "é", "🙂", "choice(1,2)",
+]
+
+
+def random_text(random: Random) -> str:
+    return "".join(random.choice(PIECES) for _ in range(random.randint(0, 6)))
+
+
+def random_value(random: Random, depth: int = 0):
+    kind = random.randint(0, 7 if depth < 3 else 5)
+    if kind == 6:
+        return [random_value(random, depth + 1) for _ in range(random.randint(0, 3))]
+    if kind == 7:
+        return {random_text(random): random_value(random, depth + 1) for _ in range(random.randint(0, 3))}
+    return [random_text(random), random.randint(-9, 9), 2**70, random.random(), None, True][kind]
+
+
+def test_random_overrides_are_refused_or_offered():
+    random, taken_over = Random(0), 0
+    for _ in range(4000):
+        try:
+            safe = trust.repeated(f"{random.choice(PIECES)}={random_text(random)}")
+        except ConfigError:
+            continue
+        taken_over += 1
+        for override in safe:
+            key, _, value = override.partition("=")
+            assert trust.is_offered(key) or (key in trust.groups() and value.isidentifier())
+    assert taken_over > 20
+
+
+FUZZ = """
+import json, os, sys, tempfile
+from pathlib import Path
+from random import Random
+import numpy, yaml
+from omegaconf import OmegaConf
+from tests.conftest import make_config
+from tests.test_trust import as_overrides, FORGED, make_artefact, random_text, random_value, taken
+from wan_torchax.config import jobs
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.records import media
+folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
+allowed = (str(folder), str(Path.cwd()), sys.prefix, sys.base_prefix, os.devnull, "/usr/lib", "/proc")
+scratch = tempfile.gettempdir()
+make_config()
+taken(make_artefact(folder, "video", {}, []))       # what is imported late is imported now
+events = []
+
+def listen(event, arguments):
+    if event == "open" and isinstance(arguments[0], (str, bytes)):
+        path = os.fsdecode(arguments[0])
+        passing = path == scratch or path.startswith(scratch + "/tmp")      # of Python's tempfile
+        if os.path.isabs(path) and not path.startswith(allowed) and not passing:
+            events.append(("open", path))
+    elif event == "subprocess.Popen" and "ffmpeg" not in str(arguments[0]):
+        events.append((event, str(arguments[:2])))
+    elif event in ("os.system", "os.exec", "os.posix_spawn", "socket.connect", "ctypes.dlopen"):
+        events.append((event, str(arguments)[:80]))
+    elif event == "import" and arguments[0].split(".")[0] not in known:
+        events.append((event, arguments[0]))
+
+known = {name.split(".")[0] for name in sys.modules}
+sys.addaudithook(listen)
+random = Random(1)
+for number in range(rounds):
+    place = folder / str(number)
+    place.mkdir()
+    config = {random_text(random): random_value(random) for _ in range(4)} | random.choice([{}, FORGED])
+    config = json.loads(json.dumps(config).replace("\\\\u0000", ""))
+    overrides = [f"{random_text(random)}={random_text(random)}" for _ in range(5)] + as_overrides(FORGED)[number::9]
+    kind = random.choice(["video", "folder", "list", "bytes"])
+    try:
+        if kind == "list":
+            (place / "list.jsonl").write_text(json.dumps({"prompt": random_text(random)} | config))
+            jobs.read(make_config(f"prompts={place / 'list.jsonl'}"))
+        elif kind == "bytes":
+            whole = make_artefact(place, "video", config, overrides).read_bytes()
+            start = random.randrange(len(whole))
+            (place / "x.mp4").write_bytes(whole[:start] + random.randbytes(40) + whole[start + 40 :])
+            taken(place / "x.mp4")
+        else:
+            taken(make_artefact(place, kind, config, overrides))
+    except ConfigError:
+        pass
+print(json.dumps(events))
+"""
+
+
+def test_random_artefacts_import_run_and_read_nothing(tmp_path):
+    command = [sys.executable, "-c", FUZZ, str(tmp_path), os.environ.get("FUZZ_ROUNDS", "10")]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr[-2000:]
+    assert json.loads(answer.stdout.splitlines()[-1]) == []

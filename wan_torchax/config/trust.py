@@ -1,0 +1,138 @@
+"""What an artefact may say. No JAX, no torch.
+
+An artefact is what a stranger may have made: a video's metadata, a run folder, a list of prompts, a workflow, a
+request. It chooses among what the project offers, and nothing else: an option of a group by its name, and the keys that
+schema.py marks as `offered`, each with a literal of the key's type. Code, commands, flags and paths come from the
+owner's command line alone. Every artefact passes through `override`; what that returns is safe to compose.
+
+    override("resolution.height", 64)         # "resolution.height=64"
+    override("prompt.text", "${oc.env:HOME}") # "prompt.text='\\${oc.env:HOME}'": a text is a text
+    override("compile.xla_flags", ["…"])      # ConfigError
+"""
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import re
+import typing
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import OverrideType
+from hydra.errors import HydraException
+
+from wan_torchax.config import schema
+from wan_torchax.config.commandline import key_of, known_keys, options, plain_text, quote
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.wording import flatten, nearest
+
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def override(key: str, value: Any) -> str:
+    """What an artefact says of one key, as an override for `compose`; an error where it may not say that."""
+    if key in groups():
+        if value not in options(key):
+            raise ConfigError(f"{key}={shown(value)}: no such option; one of: {', '.join(options(key))}")
+        return f"{key}={value}"
+    return f"{key}={written(offered_value(key, value))}"
+
+
+def overrides(values: dict) -> list[str]:
+    """All of them; objects may be nested."""
+    return [override(key, value) for key, value in flatten(values)]
+
+
+def repeated(text: str) -> list[str]:
+    """An override that an artefact carries, in Hydra's grammar, as such that are safe to compose."""
+    try:
+        parsed = OverridesParser.create().parse_override(text)
+    except (HydraException, RecursionError) as error:
+        raise ConfigError(f"{text[:80]}: not an override ({str(error).splitlines()[0]})") from error
+    if parsed.type is not OverrideType.CHANGE or parsed.is_sweep_override() or parsed.package is not None:
+        raise ConfigError(f"{key_of(text)}: may only be added or removed on the command line")
+    value = parsed.value()
+    return overrides({parsed.key_or_group: plain_text(value) if isinstance(value, str) else value})
+
+
+def offered_value(key: str, value: Any) -> Any:
+    """The value, in the key's type; an error if it is of another, or the key is not offered."""
+    kind = kind_of(key)
+    if kind is None:
+        if key not in known_keys():
+            raise ConfigError(f"{shown(key) or repr(key)}: no such key; {nearest(key, [*offered(), *groups()])}")
+        raise ConfigError(f"{key}: may only be given on the command line")
+    if isinstance(value, str) and str not in (kind, *typing.get_args(kind)):  # a table of texts
+        with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):  # then it stays a text, and does not fit
+            value = yaml.safe_load(value)
+    if not fits(kind, value):
+        raise ConfigError(f"{key}={shown(value)}: must be {words(kind)}")
+    return value
+
+
+def is_offered(key: str) -> bool:
+    return kind_of(key) is not None
+
+
+def kind_of(key: str) -> Any:
+    """The type of an offered key; None for any other."""
+    parent, _, name = key.rpartition(".")
+    kind = offered().get(key)
+    if kind is None and typing.get_origin(offered().get(parent)) is dict and re.fullmatch(r"\w+", name):
+        return typing.get_args(offered()[parent])[1]
+    return kind
+
+
+@functools.cache
+def offered() -> dict[str, Any]:
+    """Every key that schema.py marks, and its type."""
+    return dict(walk(schema.Config, "", False))
+
+
+@functools.cache
+def groups() -> tuple[str, ...]:
+    """The groups an artefact may choose an option of."""
+    return "preset", *(entry.name for entry in dataclasses.fields(schema.Config) if schema.GROUP in entry.metadata)
+
+
+def walk(kind, prefix: str, inside: bool):
+    hints = typing.get_type_hints(kind)
+    for entry in dataclasses.fields(kind):
+        key, hint, marked = prefix + entry.name, hints[entry.name], inside or schema.OFFERED in entry.metadata
+        if dataclasses.is_dataclass(hint):
+            yield from walk(hint, f"{key}.", marked)
+        elif marked:
+            yield key, hint
+
+
+def fits(kind, value) -> bool:
+    """Whether a value is of a type, as strictly as JSON has them."""
+    if typing.get_origin(kind) is typing.Union:
+        return any(fits(part, value) for part in typing.get_args(kind))
+    if typing.get_origin(kind) is list:
+        return isinstance(value, list) and all(fits(typing.get_args(kind)[0], item) for item in value)
+    if kind is float:
+        return type(value) in (int, float) and abs(value) < 1e300 and not math.isnan(value)
+    return type(value) is kind
+
+
+def words(kind) -> str:
+    if typing.get_origin(kind) is typing.Union:
+        return " or ".join("null" if part is type(None) else words(part) for part in typing.get_args(kind))
+    if typing.get_origin(kind) in (list, dict):
+        return f"a {typing.get_origin(kind).__name__} of texts or numbers"
+    return WORDS[kind]
+
+
+def written(value) -> str:
+    """A literal of Hydra's grammar."""
+    if isinstance(value, str):
+        return quote(value)
+    return f"[{','.join(map(written, value))}]" if isinstance(value, list) else json.dumps(value)
+
+
+def shown(value) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"

@@ -1,0 +1,36 @@
+"""Files that are there whole or not at all, and folders that one run at a time writes into."""
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from wan_torchax.config.schema import FolderError
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A path to write to; the file gets its name when all of it is written."""
+    partial = path.with_name(f".partial-{path.name}")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    with whole(path) as partial:
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")  # a prompt may hold half a character
+
+
+@contextlib.contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """This process alone writes into the folder; the system lets go of it however the process ends."""
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            remedy = "wait for it, or name another folder with hydra.run.dir=<folder>"
+            raise FolderError(f"{folder}: another run is writing into this folder; {remedy}") from error
+        yield
