@@ -68,6 +68,7 @@ def release() -> None:
     if "wan_torchax.session" in sys.modules:
         sys.modules["wan_torchax.session"].session.clear()
         gc.collect()
+        host.log.info("let go of weights and programs: ComfyUI asked for memory")
 
 
 host.on_memory_request(release)
