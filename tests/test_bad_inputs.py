@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.conftest import FAST, ROOT
+from tests.fork import Server
 
 CPU_SECONDS = 2.5  # of 3, Python's own start takes half a second
 
@@ -342,24 +343,18 @@ def runs(tmp_path_factory):
     """A function that runs run.py with what is typed: in a fork, which spares its start."""
     folder = tmp_path_factory.mktemp("bad")
     make_files(folder / "files")
-    environment = os.environ | FAST | {"HOME": str(folder)}
-    environment.pop("JAX_NUM_CPU_DEVICES", None)
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    server = subprocess.Popen([sys.executable, "tests/fork.py"], cwd=ROOT, env=environment, **pipes)
+    server = Server()
 
-    def run(typed: str) -> dict:
+    def run(typed: str):
         arguments = [argument.replace("{tmp}", str(folder / "files")) for argument in split(typed)]
         place = "sweep" if "-m" in arguments else "run"
         if not typed.startswith("hydra.run"):
             arguments.append(f"hydra.{place}.dir={folder / 'out'}")
-        server.stdin.write(json.dumps(arguments) + "\n")
-        server.stdin.flush()
-        answer = json.loads(server.stdout.readline())
-        return answer | {"output": answer["output"].replace(str(folder / "files"), "{tmp}")}
+        answer = server.run(arguments, FAST | {"HOME": str(folder)})
+        return answer, answer.output.replace(str(folder / "files"), "{tmp}")
 
     yield run
-    server.stdin.close()
-    assert server.wait(60) == 0
+    server.close()
 
 
 def split(typed: str) -> list[str]:
@@ -372,17 +367,17 @@ def test_the_table_is_long():
 
 @pytest.mark.parametrize("typed, said", rows(TABLE))
 def test_a_mistake_is_told_before_torch_loads(runs, typed, said):
-    answer = runs(typed)
-    assert said in answer["output"], answer["output"]
-    assert answer["status"] == 1 and "Traceback" not in answer["output"] and "RAW" not in answer["output"]
-    assert not answer["torch"] and answer["cpu"] < CPU_SECONDS
+    answer, output = runs(typed)
+    assert said in output, output
+    assert answer.returncode == 1 and "Traceback" not in output and "RAW" not in output
+    assert not answer.torch and answer.cpu < CPU_SECONDS
 
 
 @pytest.mark.parametrize("typed, said", rows(LATER_TABLE))
 def test_what_only_a_device_or_the_model_knows_is_told_before_any_stage(runs, typed, said):
-    answer = runs(typed)
-    assert said in answer["output"] and answer["status"] == 1, answer["output"]
-    assert "compiled" not in answer["output"] and "Traceback" not in answer["output"]
+    answer, output = runs(typed)
+    assert said in output and answer.returncode == 1, output
+    assert "compiled" not in output and "Traceback" not in output
 
 
 def test_home_may_be_unset(tmp_path):

@@ -12,6 +12,7 @@ import torch
 from safetensors.numpy import load_file
 
 from tests.conftest import listed
+from tests.fork import warm
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "models/demo"
@@ -139,7 +140,7 @@ def drawn(tmp_path_factory, cache):
              for negative, guidance in pairs]
     (folder / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     places = [f"prompts={folder}/prompts.jsonl", f"hydra.run.dir={folder}/run", cache, "output.keep_frames=true"]
-    subprocess.run([sys.executable, "run.py", *places], cwd=ROOT, check=True, capture_output=True)
+    assert warm().run(places, seconds=600).returncode == 0
     runs = listed(folder / "run")
     return {tuple(row.values())[:3]: load_file(path / "decode.safetensors")["frames"] for row, path in zip(rows, runs)}
 

@@ -4,8 +4,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -13,7 +11,8 @@ import numpy
 import pytest
 
 from tests import tiny
-from tests.conftest import FAST, ROOT, listed, make_config, resolve_here
+from tests.conftest import FAST, listed, make_config, resolve_here
+from tests.fork import warm
 from tests.test_parity import SIZE_OVERRIDES, psnr, relative_error, results
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
@@ -40,20 +39,17 @@ def without_devices() -> dict:
 
 
 class Pair:
-    """The same command as process 0 and process 1 of two, each with its log and its environment."""
+    """The same command (run.py, or some code) as process 0 and process 1 of two, each with its environment."""
 
-    def __init__(self, folder, command, each=({}, {})):
-        self.logs = [folder / f"{number}.log" for number in (0, 1)]
-        self.processes = []
-        for number, log in enumerate(self.logs):
-            environment = without_devices() | each[number]
-            arguments = [sys.executable, *(part.format(number=number) for part in command)]
-            with log.open("w") as file:
-                process = subprocess.Popen(arguments, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment)
-                self.processes.append(process)
+    def __init__(self, command, each=({}, {})):
+        program, *arguments = command
+        code = None if program == "run.py" else program.format()
+        self.processes = [
+            warm().start([part.format(number=number) for part in arguments], each[number], code) for number in (0, 1)
+        ]
 
     def text(self, number) -> str:
-        return self.logs[number].read_text()
+        return self.processes[number].output
 
     def wait_for(self, number, pattern, seconds=200):
         deadline = time.monotonic() + seconds
@@ -116,7 +112,7 @@ def two(tmp_path_factory, cache, model):
     command = ["run.py", *model, *SIZE_OVERRIDES, cache, "mesh=cpu_8"]
     command += ["distributed=auto", "distributed.lost_seconds=10", "output.keep_frames=true"]
     command += [f"prompts={folder / 'jobs.jsonl'}", f"hydra.run.dir={folder}/{{number}}"]
-    pair = Pair(folder, command, [FAST | each for each in by_environment(free_port())])
+    pair = Pair(command, [FAST | each for each in by_environment(free_port())])
     deadline = time.monotonic() + 400
     while not (folder / "0" / "list.json").exists() or not (video(folder, KILLED) / "preview.png").exists():
         running = pair.processes[0].poll() is None and time.monotonic() < deadline
@@ -187,11 +183,11 @@ def test_each_process_loads_only_what_it_owns(tmp_path):
     with (tmp_path / "model.safetensors").open("wb") as file:  # zeros that take no disk
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + (16 << 28))
-    command = [sys.executable, "-c", LOAD.format(), str(tmp_path)]
-    alone = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=without_devices())
-    pair = Pair(tmp_path, ["-c", LOAD, str(tmp_path), *by_config(free_port())])
+    alone = warm().start([tmp_path], code=LOAD.format())
+    assert alone.wait(300) == 0, alone.output
+    pair = Pair([LOAD, str(tmp_path), *by_config(free_port())])
     assert pair.ends(300) == [0, 0], pair.text(0) + pair.text(1)
-    one, *two = (int(re.search(r"peak (\d+)", text).group(1)) for text in (alone.stdout, pair.text(0), pair.text(1)))
+    one, *two = (int(re.search(r"peak (\d+)", text).group(1)) for text in (alone.output, pair.text(0), pair.text(1)))
     assert one > 4 << 30
     assert max(two) < 0.6 * one, (one, two)
 
@@ -221,7 +217,7 @@ def test_messages_of_those_who_do_not_know_the_secret_are_refused(monkeypatch):
 
 def test_mismatched_configurations_end_both_at_once(tmp_path):
     command = ["run.py", "mesh=cpu_8", "steps=3{number}", f"hydra.run.dir={tmp_path}/{{number}}"]
-    pair = Pair(tmp_path, [*command, *by_config(free_port())])
+    pair = Pair([*command, *by_config(free_port())])
     assert pair.ends(60) == [1, 1]
     for number in (0, 1):
         difference = r":\n  - steps: 30 on process 0, 31 on process 1\n"
@@ -236,7 +232,8 @@ from wan_torchax.devices import distributed
 try:
     config = make_config("distributed.lost_seconds=5", *sys.argv[1:])
     distributed.join(config)
-    distributed.begin(config)
+    distributed.begin()
+    distributed.compare(config)
     print("joined", flush=True)
     if "ERROR" in os.environ:
         distributed.regroup(os.environ["ERROR"])
@@ -259,7 +256,7 @@ def slurm(port):
 
 
 def test_slurm_is_found_and_ctrl_c_on_one_ends_all(tmp_path):
-    pair = Pair(tmp_path, ["-c", WAIT, "distributed=auto"], slurm(free_port()))
+    pair = Pair([WAIT, "distributed=auto"], slurm(free_port()))
     for number in (0, 1):
         pair.wait_for(number, "joined")
     pair.processes[1].send_signal(signal.SIGINT)
@@ -268,7 +265,7 @@ def test_slurm_is_found_and_ctrl_c_on_one_ends_all(tmp_path):
 
 
 def test_an_error_on_one_ends_all_with_its_message(tmp_path):
-    pair = Pair(tmp_path, ["-c", WAIT, *by_config(free_port())], [{}, {"ERROR": "no such file here"}])
+    pair = Pair([WAIT, *by_config(free_port())], [{}, {"ERROR": "no such file here"}])
     assert pair.ends(60) == [1, 1]
     assert re.search(r"process 1 of 2 \(.*\) failed: no such file here; this process ends too", pair.text(0))
 
@@ -284,7 +281,7 @@ def test_two_processes_with_one_number_are_told():
 
 
 def test_a_coordinator_that_dies_is_named(tmp_path):
-    pair = Pair(tmp_path, ["-c", WAIT, *by_config(free_port())])
+    pair = Pair([WAIT, *by_config(free_port())])
     for number in (0, 1):
         pair.wait_for(number, "joined")
     pair.processes[0].kill()
@@ -295,7 +292,7 @@ def test_a_coordinator_that_dies_is_named(tmp_path):
 def test_a_process_that_never_arrives_is_named(tmp_path):
     """Process 0 of one pair and process 1 of another."""
     strangers = [by_environment(free_port())[number] for number in (0, 1)]
-    pair = Pair(tmp_path, ["-c", WAIT, "distributed=auto", "distributed.join_seconds=4"], strangers)
+    pair = Pair([WAIT, "distributed=auto", "distributed.join_seconds=4"], strangers)
     assert pair.ends(60) == [1, 1]
     assert "process 1 of 2 did not arrive within 4 s" in pair.text(0)
     assert re.search(r"process 0 of 2 did not answer at localhost:\d+ within 4 s", pair.text(1))

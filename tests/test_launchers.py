@@ -13,6 +13,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from tests.conftest import FAST, ROOT, SMALL, listed
+from tests.fork import warm
 from wan_torchax.config import jobs
 from wan_torchax.config.schema import ConfigError
 
@@ -21,8 +22,7 @@ LIGHT = [*SMALL, "steps=2", "stages=[text,denoise]", f"prompts={PROMPTS}"]
 
 
 def start(cache, *arguments):
-    command, streams = [sys.executable, "run.py", *LIGHT, cache, *arguments], dict(stdout=subprocess.PIPE, text=True)
-    return subprocess.Popen(command, cwd=ROOT, env=os.environ | FAST, stderr=subprocess.STDOUT, **streams)
+    return warm().start([*LIGHT, cache, *arguments], FAST)
 
 
 def done(folder) -> dict[str, int]:

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save, save_file
 
 from tests.conftest import ROOT, SMALL, make_config, resolve_here
+from tests.fork import warm
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.devices import start
 from wan_torchax.records import media
@@ -38,7 +39,7 @@ def arguments(folder, *overrides):
 
 
 def command(folder, *overrides):
-    return subprocess.run(arguments(folder, *overrides), cwd=ROOT, capture_output=True, text=True, check=False)
+    return warm().run(arguments(folder, *overrides)[2:])
 
 
 def frames(folder):
@@ -105,8 +106,7 @@ def test_resume_goes_on_from_any_stage_bit_for_bit(finished, tmp_path, cache):
     for name in ("config.yaml", "text.safetensors"):
         (part / name).write_bytes((folder / name).read_bytes())
     places = [cache, f"resume={part}", f"hydra.run.dir={tmp_path / 'again'}", "output.keep_frames=true"]
-    again = [sys.executable, "run.py", *places]
-    answer = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, check=False)
+    answer = warm().run(places)
     assert answer.returncode == 0, answer.stderr
     assert "text: taken from" in answer.stderr and "loading text" not in answer.stderr
     assert numpy.array_equal(frames(tmp_path / "again"), frames(folder))
@@ -198,14 +198,14 @@ def test_flags_of_an_earlier_job_are_never_silently_in_force(unstarted, monkeypa
 
 
 def test_a_schedulers_stop_leaves_finished_stages_and_status_143(finished, tmp_path, cache):
-    process = subprocess.Popen(arguments(tmp_path, "steps=900", cache), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = warm().start(arguments(tmp_path, "steps=900", cache)[2:])
     text = tmp_path / "run" / "text.safetensors"
     deadline = time.monotonic() + 120
     while not text.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
-    os.kill(process.pid, signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 143
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 143
+    errors = process.stderr
     assert text.exists() and not (tmp_path / "run" / "video.mp4").exists()
     assert "terminated: finished stages are in the run folder; go on with resume=" in errors
     assert "Traceback" not in errors

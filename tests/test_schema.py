@@ -97,6 +97,16 @@ def test_every_problem_is_told_at_once():
     assert all(key in str(error.value) for key in ("steps=0", "resolution.frames=80", "guidance=none"))
 
 
+def test_a_sharding_rule_can_be_added_and_taken_away():
+    config = make_config("+sharding.vae.weights.mine={pattern:'decoder.conv_in.bias',spec:[tp]}")
+    validate(config)
+    assert config.sharding.vae.weights.mine.spec == ["tp"]
+    name = next(iter(config.sharding.transformer.weights))
+    config = make_config(f"~sharding.transformer.weights.{name}")
+    validate(config)
+    assert name not in config.sharding.transformer.weights
+
+
 def test_the_default_config_is_valid():
     validate(make_config())
 

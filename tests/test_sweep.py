@@ -20,6 +20,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from tests.conftest import ROOT, SMALL, listed, make_config
+from tests.fork import warm
 from wan_torchax.config.commandline import rewrite
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.records import media, outputs, report, results
@@ -31,13 +32,11 @@ PROMPTS = ["a red circle, moving right", "a blue square"]
 
 
 def start(cache, *overrides):
-    command = [sys.executable, "run.py", *SMALL, cache, *overrides]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return warm().start([*SMALL, cache, *overrides])
 
 
 def finish(process):
-    output, _ = process.communicate(timeout=400)
-    return process.returncode, output
+    return process.wait(400), process.stderr + process.stdout
 
 
 def metrics(folder):
@@ -175,8 +174,7 @@ def test_a_video_alone_is_replayed_bit_for_bit(sweep, tmp_path, cache):
     video = tmp_path / "found.mp4"
     shutil.copy(original / "video.mp4", video)
     places = [cache, f"replay={video}", f"hydra.run.dir={tmp_path / 'again'}", "output.keep_frames=true"]
-    command = [sys.executable, "run.py", *places]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    answer = warm().run(places)
     assert answer.returncode == 0, answer.stderr
     assert numpy.array_equal(frames(tmp_path / "again"), frames(original))
     assert "differs" not in answer.stderr
