@@ -26,6 +26,15 @@ SMALL = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "
 FAST = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 
+LONG = ("distributed", "parity", "sweep", "launchers", "demo", "bad_inputs", "keys", "benchmarks", "splash", "conf")
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first: two workers then end at about the same time."""
+    order = {f"test_{name}.py": place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
 def make_config(*overrides):
     """The config that `python run.py <overrides>` would run with."""
     return compose(rewrite(list(overrides)))

@@ -51,8 +51,10 @@ def repeated(text: str) -> list[str]:
         parsed = OverridesParser.create().parse_override(text)
     except (HydraException, RecursionError) as error:
         raise ConfigError(f"{text[:80]}: not an override ({str(error).splitlines()[0]})") from error
-    if parsed.type is not OverrideType.CHANGE or parsed.is_sweep_override() or parsed.package is not None:
+    if parsed.type is not OverrideType.CHANGE or parsed.package is not None:
         raise ConfigError(f"{key_of(text)}: may only be added or removed on the command line")
+    if parsed.is_sweep_override():
+        raise ConfigError(f"{text[:80]}: several values, which may only be swept over on the command line")
     value = parsed.value()
     return overrides({parsed.key_or_group: plain_text(value) if isinstance(value, str) else value})
 
