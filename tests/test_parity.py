@@ -78,7 +78,8 @@ def run(checkpoint, tmp_path, cache):
 
     def run_it(*overrides):
         session.results.clear()  # the text is encoded on every mesh
-        config = make_config(*tiny.overrides(checkpoint), *SIZE_OVERRIDES, *TEXTS, cache, *overrides)
+        keep = "output.keep_frames=true"
+        config = make_config(*tiny.overrides(checkpoint), *SIZE_OVERRIDES, *TEXTS, cache, keep, *overrides)
         validate(config)
         generate_into(config, tmp_path)
         return results(tmp_path)
