@@ -7,6 +7,7 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # torch's: as many processes as cores run beside each other
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # most programs are compiled to run once
 
 import pytest
 
@@ -21,10 +22,6 @@ from wan_torchax.runtime.checkpoint import find_all  # noqa: E402
 
 # The demo model as small and short as it goes.
 SMALL = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "steps=3", "output.keep_frames=true"]
-
-# The environment of a process that compiles for one small video: quickly, not well.
-FAST = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
-
 
 LONG = ("distributed", "parity", "sweep", "launchers", "demo", "bad_inputs", "keys", "benchmarks", "splash", "conf")
 

@@ -15,8 +15,10 @@ import numpy
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.conftest import FAST, ROOT
+from tests.conftest import ROOT, make_config
 from tests.fork import Server
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.validation import validate
 
 CPU_SECONDS = 2.5  # of 3, Python's own start takes half a second
 
@@ -241,7 +243,7 @@ prompts={tmp}  =>  prompts={tmp}: unknown kind of file; use .txt (a prompt a lin
 prompts=[oops  =>  prompts=[oops: not a JSON list (Expecting value: line 1 column 2 (char 1)); write
 prompts=[]  =>  prompts=[]: holds no prompt; write one a line
 prompts={tmp}/empty.txt  =>  prompts={tmp}/empty.txt: holds no prompt; write one a line
-prompts={tmp}/latin1.txt  =>  prompts={tmp}/latin1.txt: cannot be read as UTF-8 text ('utf-8' codec can't decode byte
+prompts={tmp}/latin1.txt  =>  : cannot be read as UTF-8 text ('utf-8' codec can't decode byte
 prompts={tmp}/bad.jsonl  =>  line 1: not JSON (Expecting property name enclosed in double quotes: line 1 column 2
 prompts={tmp}/self.jsonl  =>  line 1: prompts: may only be given on the command line; skipped
 prompts={tmp}/keys.jsonl  =>  line 1: stesp: no such key; nearest: steps; skipped
@@ -350,7 +352,7 @@ def runs(tmp_path_factory):
         place = "sweep" if "-m" in arguments else "run"
         if not typed.startswith("hydra.run"):
             arguments.append(f"hydra.{place}.dir={folder / 'out'}")
-        answer = server.run(arguments, FAST | {"HOME": str(folder)})
+        answer = server.run(arguments, {"HOME": str(folder)})
         return answer, answer.output.replace(str(folder / "files"), "{tmp}")
 
     yield run
@@ -365,7 +367,24 @@ def test_the_table_is_long():
     assert len(set(rows(TABLE))) >= 200
 
 
-@pytest.mark.parametrize("typed, said", rows(TABLE))
+def by_config(row) -> bool:
+    """Whether composing and checking the config tells it; every fifth of these is run all the same."""
+    aside = ("-m", "hydra", "model.path", "model.architecture", "prompts=", "seeds=", "resume=", "replay=", "distributed=auto")
+    return not row[0].startswith(aside) and "{tmp}" not in row[0]
+
+
+CONFIGURED = [row for row in rows(TABLE) if by_config(row)]
+RUN = [row for row in rows(TABLE) if not by_config(row)] + CONFIGURED[::5]
+
+
+@pytest.mark.parametrize("typed, said", CONFIGURED)
+def test_a_mistake_in_the_configuration_is_told(typed, said):
+    with pytest.raises(ConfigError) as error:
+        validate(make_config(*split(typed)))
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("typed, said", RUN)
 def test_a_mistake_is_told_before_torch_loads(runs, typed, said):
     answer, output = runs(typed)
     assert said in output, output

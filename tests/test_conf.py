@@ -4,14 +4,18 @@ import subprocess
 import jax
 import pytest
 import yaml
+from PIL import Image
 
 from tests.conftest import ROOT, build, make_config, resolve_there
 from wan_torchax.config.commandline import CONF, options
-from wan_torchax.config.registry import STAGES
 from wan_torchax.config.validation import validate
 from wan_torchax.runtime.weights import gib
 
-REAL = {"wan21_t2v_1_3b": 1.42e9, "wan21_t2v_14b": 14.29e9}
+REAL = {  # parameters of a transformer
+    "wan21_t2v_1_3b": 1.42e9, "wan21_t2v_14b": 14.29e9, "wan22_t2v_a14b": 14.29e9, "wan22_i2v_a14b": 14.29e9,
+}
+STAGES_OF = {model: list(make_config(f"model={model}").pipeline.stages) for model in REAL}
+PICTURED = ("i2v", "flf2v")  # pipelines that want a model of their own
 GROUPS = (
     "pipeline", "model", "mesh", "distributed", "sharding", "resolution", "attention", "ops", "scheduler", "prompt",
 )
@@ -23,8 +27,16 @@ def test_every_option_composes(group, option):
     config = make_config(f"{group}={option}", *(largest if group == "mesh" else []))
     header = (CONF / group / f"{option}.yaml").read_text()
     assert header.startswith("# "), "a config file says on its first line what it is"
-    if group in ("pipeline", "mesh", "sharding", "ops", "scheduler", "prompt"):  # the others go with real models, below
+    own = ("pipeline", "mesh", "sharding", "ops", "scheduler", "prompt")  # the others go with real models, below
+    if group in own and option not in PICTURED:
         validate(config)
+
+
+@pytest.mark.parametrize("pipeline", PICTURED)
+def test_pipelines_with_pictures_go_with_their_model(pipeline, tmp_path):
+    Image.new("RGB", (64, 64)).save(tmp_path / "picture.png")
+    given = [f"{key}={tmp_path / 'picture.png'}" for key in ("image", "last_image")[: 1 + PICTURED.index(pipeline)]]
+    validate(make_config("model=wan22_i2v_a14b", f"pipeline={pipeline}", "resolution=720p", *given))
 
 
 @pytest.mark.parametrize("chip", options("chip"))
@@ -74,27 +86,31 @@ NO_CUDNN = [
 
 def resolve_real(model, mesh, sharding, *overrides):
     axes = ["mesh.axes={dp:2,sp:4,tp:1}"] if sharding in ("sequence", "ring") else []
-    return resolve_there(f"model={model}", f"mesh={mesh}", f"sharding={sharding}", "resolution=720p", *axes, *overrides)
+    real = [f"model={model}", f"mesh={mesh}", f"sharding={sharding}", "resolution=720p"]
+    return resolve_there("task=plan", *real, *axes, *overrides)  # a plan needs no picture
 
 
 @pytest.mark.parametrize("sharding", options("sharding"))
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("model", REAL)
+@pytest.mark.parametrize("model, stage", [(model, stage) for model in REAL for stage in STAGES_OF[model]])
 def test_every_table_fits_the_real_parameter_names(model, stage, sharding):
     """Planning raises on a rule that matches nothing, a tensor matched twice, a dimension that does not divide."""
     built = build(resolve_real(model, "v6e_8", sharding), stage)
-    if stage == "denoise":
-        tensors = [tensor for tensor in built.tensors["transformer"].values() if tensor.sources]
+    for part in built.tensors.values() if stage == "denoise" else ():
+        tensors = [tensor for tensor in part.values() if tensor.sources]
         count = sum(tensor.bytes // jax.numpy.dtype(tensor.dtype).itemsize for tensor in tensors)
         assert count == pytest.approx(REAL[model], rel=0.005)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "model, stage",
+    [*(("wan21_t2v_14b", stage) for stage in STAGES_OF["wan21_t2v_14b"]), ("wan22_i2v_a14b", "encode"),
+     ("wan22_i2v_a14b", "denoise")],
+)
 @pytest.mark.parametrize(
     "mesh, platform, kernel", [("v6e_8", "tpu", "tpu_custom_call"), ("gpu_1", "cuda", "mosaic_gpu")]
 )
-def test_the_14b_at_720p_lowers_for_hardware_that_is_not_here(mesh, platform, kernel, stage):
-    resolved = resolve_real("wan21_t2v_14b", mesh, "tp", *(NO_CUDNN if platform == "cuda" else []))
+def test_the_14b_at_720p_lowers_for_hardware_that_is_not_here(model, stage, mesh, platform, kernel):
+    resolved = resolve_real(model, mesh, "tp", *(NO_CUDNN if platform == "cuda" else []))
     with jax.sharding.use_abstract_mesh(resolved.mesh):
         lowered = build(resolved, stage).programs.lower(platforms=(platform,))
     text = "".join(program.as_text() for program in lowered.values())

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from hydra import compose, initialize_config_dir
 
-from tests.conftest import FAST, ROOT, SMALL, listed
+from tests.conftest import ROOT, SMALL, listed
 from tests.fork import warm
 from wan_torchax.config import jobs
 from wan_torchax.config.schema import ConfigError
@@ -22,7 +22,7 @@ LIGHT = [*SMALL, "steps=2", "stages=[text,denoise]", f"prompts={PROMPTS}"]
 
 
 def start(cache, *arguments):
-    return warm().start([*LIGHT, cache, *arguments], FAST)
+    return warm().start([*LIGHT, cache, *arguments])
 
 
 def done(folder) -> dict[str, int]:

@@ -13,12 +13,12 @@ TRANSFORMER = dict(
 TEXT_ENCODER = dict(d_model=32, d_kv=8, d_ff=64, num_heads=8, num_layers=2, feed_forward_proj="gated-gelu")
 VAE = dict(z_dim=16, base_dim=8, num_res_blocks=1)
 SHOWN = {  # what conf/model/demo.yaml says of itself, and this model says otherwise
-    "transformer": ("num_layers", "attention_head_dim", "ffn_dim", "text_dim", "rope_max_seq_len"),
+    "transformer": ("num_layers", "attention_head_dim", "ffn_dim", "in_channels", "text_dim", "rope_max_seq_len"),
     "text_encoder": ("d_model", "d_kv", "num_layers"),
 }
 
 
-def make_checkpoint(folder: Path) -> Path:
+def make_checkpoint(folder: Path, experts: int = 1, **transformer) -> Path:
     """Tokenizer and scheduler are the demo model's."""
     import diffusers
     import transformers
@@ -28,10 +28,12 @@ def make_checkpoint(folder: Path) -> Path:
     vocabulary = transformers.AutoConfig.from_pretrained(demo / "text_encoder").vocab_size
     torch.manual_seed(0)
     modules = {
-        "transformer": diffusers.WanTransformer3DModel(**TRANSFORMER),
+        "transformer": diffusers.WanTransformer3DModel(**TRANSFORMER | transformer),
         "text_encoder": transformers.UMT5EncoderModel(transformers.UMT5Config(**TEXT_ENCODER, vocab_size=vocabulary)),
         "vae": diffusers.AutoencoderKLWan(**VAE),
     }
+    if experts == 2:
+        modules["transformer_2"] = diffusers.WanTransformer3DModel(**TRANSFORMER | transformer)
     for name, module in modules.items():
         for parameter in module.parameters():  # norms and modulations too: ones and zeros would hide mistakes
             parameter.data += 0.05 * torch.randn(parameter.shape)
@@ -39,8 +41,8 @@ def make_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def overrides(folder: Path) -> list[str]:
+def overrides(folder: Path, **transformer) -> list[str]:
     """The demo's config for this checkpoint."""
-    values = {"transformer": TRANSFORMER, "text_encoder": TEXT_ENCODER}
+    values = {"transformer": TRANSFORMER | transformer, "text_encoder": TEXT_ENCODER}
     keys = [(component, name) for component, names in SHOWN.items() for name in names]
     return [f"model.path={folder}", *(f"model.architecture.{c}.{name}={values[c][name]}" for c, name in keys)]

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy
 
+from wan_torchax.config import inputs
 from wan_torchax.config.graph import Graph
 from wan_torchax.config.resolve import Resolved, key_of, resolve
 from wan_torchax.devices.start import start, warm_up
@@ -119,8 +120,8 @@ class Session:
         """Load what a stage needs, wait for its programs, run it; gives its values."""
         stage, previewer = stages[name], self.previewer(name, stages, resolved)
         for loading in filter(None, (stage, previewer)):
-            for key, component in loading.components.items():
-                component.load(loading.tensors[key], tell)
+            for key in loading.components_first(resolved):
+                loading.components[key].load(loading.tensors[key], tell)
         wait_for_programs(stage, tell)
         taken = {value: values[value] for value in resolved.graph.stages[name].takes}
         listener = tell if previewer is None else with_previews(previewer, resolved.config.preview_every, tell)
@@ -182,7 +183,8 @@ class Session:
 
 
 def result_key(name: str, resolved: Resolved) -> str:
-    return key_of(result_settings(resolved.config, name, fingerprints(resolved.checkpoints)))
+    contents = fingerprints(resolved.checkpoints) | inputs.fingerprints(resolved.config)
+    return key_of(result_settings(resolved.config, name, contents))
 
 
 def is_resident(config) -> bool:

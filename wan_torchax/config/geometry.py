@@ -50,6 +50,18 @@ def guided(config) -> bool:
     return config.guidance_scale > 1
 
 
+def expert_at(config, timestep: float) -> str:
+    """The component that works at a time from 1000, all noise, to 0. As in diffusers, the boundary is the first's."""
+    first, *others = config.model.experts
+    return others[0] if others and timestep < config.model.boundary * 1000 else first
+
+
+def guidance_at(config, timestep: float) -> float:
+    """The scale of the component that works then."""
+    first, second = config.guidance_scale, config.guidance_scale_2
+    return first if second is None or expert_at(config, timestep) == config.model.experts[0] else second
+
+
 def prompt_count(config) -> int:
     """Texts that go through the model together: the prompt and, with guidance, the negative prompt."""
     return 2 if guided(config) else 1

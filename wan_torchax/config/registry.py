@@ -6,6 +6,7 @@ import importlib
 
 STAGES = {
     "text": "wan_torchax.stages.text.Text",
+    "encode": "wan_torchax.stages.encode.Encode",
     "denoise": "wan_torchax.stages.denoise.Denoise",
     "decode": "wan_torchax.stages.decode.Decode",
 }

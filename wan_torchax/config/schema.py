@@ -16,6 +16,7 @@ from wan_torchax.kernels.settings import Kernel, Parallel
 
 DTYPES = ("float32", "bfloat16", "float16")
 GUIDANCE = ("batched", "sequential")
+EXPERT_WEIGHTS = ("resident", "swapped")
 PLATFORMS = ("cpu", "gpu", "tpu")
 
 
@@ -23,6 +24,11 @@ def longer_side(height: int, width: int, axes: list) -> ListConfig:
     """The spec of a video (batch, channels, frames, height, width) whose longer side is spread: ${longer_side:…}."""
     sides = [list(axes), None] if height > width else [None, list(axes)]
     return OmegaConf.create([None, None, None, *sides])
+
+
+def first_given(*values):
+    """The first that is not null: ${first:${model.flow_shift},5.0}."""
+    return next((value for value in values if value is not None), None)
 
 
 def home() -> str:
@@ -35,6 +41,7 @@ OmegaConf.register_new_resolver("longer_side", longer_side, replace=True)
 
 
 OmegaConf.register_new_resolver("home", home, replace=True)
+OmegaConf.register_new_resolver("first", first_given, replace=True)
 OmegaConf.register_new_resolver("text", lambda text: text, replace=True)  # "???" is no text to OmegaConf
 
 
@@ -91,8 +98,12 @@ class Model:
     scan_blocks: bool = offered(True)
     text_tokens: int = offered(512)
     dtype: dict[str, str] = offered(dict)  # by component
+    experts: list[str] = field(default_factory=lambda: ["transformer"])  # components that denoise, from much noise on
+    boundary: Optional[float] = None  # of the noise, from 0 to 1: below it the second expert works
     steps: int = 50
     guidance_scale: float = 5.0
+    guidance_scale_2: Optional[float] = None  # of the second expert; null: the same
+    flow_shift: Optional[float] = None  # null: as the resolution says
     min_size: int = 256
     max_size: int = 1280
     max_frames: int = 121
@@ -228,6 +239,7 @@ class Output:
     quality: int = offered()
     save_stages: bool = True
     keep_frames: bool = False
+    copy_inputs: bool = True
 
 
 # ---------------------------------------------------------------- attention
@@ -253,12 +265,17 @@ class Config:
     seed: int = offered()
     steps: int = offered()
     guidance_scale: float = offered()
+    guidance_scale_2: Optional[float] = offered(None)
+    expert_weights: Optional[str] = None
     guidance: str = offered("batched")
     keep_resident: Optional[bool] = None
     preview_every: int = offered(0)
     profile: bool = False
     resume: Optional[str] = None
     replay: Optional[str] = None
+    image: Optional[str] = None
+    last_image: Optional[str] = None
+    fit: str = offered("cover")
     prompts: Optional[str] = None
     seeds: Optional[Any] = None
     shard: Optional[str] = None

@@ -16,11 +16,22 @@ from pathlib import Path
 import yaml
 from omegaconf import OmegaConf
 
+from wan_torchax.config import inputs
 from wan_torchax.config.attention import attention_problems, takes_dtype
-from wan_torchax.config.geometry import Geometry
+from wan_torchax.config.geometry import Geometry, guided
 from wan_torchax.config.graph import Graph
 from wan_torchax.config.registry import COMPONENTS, STAGES, TASKS, described_by
-from wan_torchax.config.schema import DTYPES, GUIDANCE, PLATFORMS, Config, ConfigError, Op, PipelineStage, Rule
+from wan_torchax.config.schema import (
+    DTYPES,
+    EXPERT_WEIGHTS,
+    GUIDANCE,
+    PLATFORMS,
+    Config,
+    ConfigError,
+    Op,
+    PipelineStage,
+    Rule,
+)
 from wan_torchax.config.wording import listed, nearest, nearest_multiple, one_of
 
 SEEDS = 2**32
@@ -47,6 +58,11 @@ def choice_problems(config: Config) -> Iterator[str]:
     if not 1 <= config.model.text_tokens <= MOST_TOKENS:
         yield f"model.text_tokens={config.model.text_tokens}: must be from 1 to {MOST_TOKENS}; usual 512"
     yield from one_of("scheduler.target", config.scheduler.target, SCHEDULERS)
+    if config.expert_weights is not None:
+        yield from one_of("expert_weights", config.expert_weights, EXPERT_WEIGHTS)
+    names, boundary = list(config.model.experts), config.model.boundary
+    if (len(names), boundary is None) not in ((1, True), (2, False)) or not 0 < (boundary or 0.5) < 1:
+        yield f"model.experts={names}, model.boundary={boundary}: one and null, or two and a share from 0 to 1"
     yield from one_of("task", config.task, TASKS)
     yield from one_of("guidance", config.guidance, GUIDANCE)
     for component, dtype in config.model.dtype.items():
@@ -147,6 +163,12 @@ def sampling_problems(config: Config) -> Iterator[str]:
     if not 0 <= config.guidance_scale <= 20 or math.isnan(config.guidance_scale):
         usual = config.model.guidance_scale
         yield f"guidance_scale={config.guidance_scale}: must be from 0 to 20; usual {usual} (up to 1 there is none)"
+    second = config.guidance_scale_2
+    if second is not None and not 0 <= second <= 20:
+        yield f"guidance_scale_2={second}: must be from 0 to 20; null is as guidance_scale"
+    elif second is not None and second > 1 and not guided(config):
+        scale = config.guidance_scale
+        yield f"guidance_scale_2={second}: guidance_scale={scale} decides, and is none; set it above 1, or both to 1"
     if config.preview_every < 0:
         yield f"preview_every={config.preview_every}: a number of steps; 0 for no previews"
     if config.preview_every > 0 and not {"denoise", "decode"} <= set(config.stages):
@@ -168,6 +190,25 @@ def prompt_problems(config: Config) -> Iterator[str]:
         yield f"resume={config.resume}: no such run folder; runs are under outputs/<date>/<time>"
     if config.shard is not None and config.prompts is None and config.seeds is None:
         yield f"shard={config.shard}: there is no list to take a share of; give prompts=<file> or seeds=<how many>"
+
+
+def picture_problems(config: Config) -> Iterator[str]:
+    """Pictures that the user gives. A plan needs none."""
+    if config.task != "plan":
+        yield from inputs.input_problems(config)
+
+
+def channel_problems(config: Config) -> Iterator[str]:
+    """The transformer's input against what the pipeline gives it."""
+    geometry, transformer = Geometry.of(config.model.architecture), config.model.architecture["transformer"]
+    conditioned = any("condition" in stage.takes for stage in config.pipeline.stages.values())
+    needed = geometry.channels + (geometry.frame_scale + geometry.channels if conditioned else 0)
+    if transformer["in_channels"] != needed:
+        remedy = "choose another model, or the pipeline that is its own"
+        yield (
+            f"pipeline={config.pipeline.name}: gives the transformer {needed} channels, and {config.model.name} takes "
+            f"{transformer['in_channels']}; {remedy}"
+        )
 
 
 def file_problems(key: str, path: str | None) -> Iterator[str]:
@@ -281,7 +322,7 @@ def table_problems(config: Config) -> Iterator[str]:
             yield f"sharding.attention.{key}={axis}: the mesh has no such axis; {nearest(axis, config.mesh.axes)}"
 
 
-def picture_problems(config: Config) -> Iterator[str]:
+def side_problems(config: Config) -> Iterator[str]:
     """Sides of the latent picture against the axes that share them in the decoder."""
     table, scale = config.sharding.vae, Geometry.of(config.model.architecture).size_scale
     specs = {f"sharding.vae.activations.{name}.spec": rule.spec for name, rule in table.activations.items()}
@@ -375,6 +416,7 @@ def op_problems(config: Config) -> Iterator[str]:
 
 CHECKS = (
     unknown_problems, choice_problems, pipeline_problems, stage_problems, resolution_problems, sampling_problems,
-    prompt_problems, mesh_problems, host_problems, table_problems, op_problems, tune_problems, plan_problems,
+    prompt_problems, picture_problems, mesh_problems, host_problems, table_problems, op_problems, tune_problems,
+    plan_problems,
 )
-LATER_CHECKS = (missing_problems, picture_problems, kernel_problems)
+LATER_CHECKS = (missing_problems, channel_problems, side_problems, kernel_problems)

@@ -8,6 +8,13 @@ from wan_torchax.config.schema import ConfigError
 from wan_torchax.devices import distributed
 
 
+def memory_bytes(mesh, chip) -> int | None:
+    """Of one device: what it says, else what the config says of its chip; None where neither is known."""
+    device = mesh.devices.flat[0] if isinstance(mesh, jax.sharding.Mesh) else None
+    limit = (device.memory_stats() or {}).get("bytes_limit") if device is not None else None
+    return limit or (chip.hbm_gib and int(chip.hbm_gib * 2**30))
+
+
 @dataclass(frozen=True)
 class Here:
     """The devices of this machine, or of all hosts of a run."""

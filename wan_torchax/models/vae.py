@@ -26,12 +26,7 @@ def decode_chunk(vae, latent, caches):
     diffusers marks a cache that does not exist yet by None or "Rep" and pads one that is too short with zeros inside
     the convolution; here every cache is two frames from the start, zeros in front, which gives the same sums.
     """
-    first = caches is None
-    count = sum(isinstance(module, WanCausalConv3d) for module in vae.decoder.modules())
-    features = [None] * count
-    for index, cache in (caches or {}).items():
-        features[int(index)] = torch.movedim(cache, -1, 1)
-    upsampled = []
+    first, features, upsampled = caches is None, unpacked(vae.decoder, caches), []
     hooks = [
         module.register_forward_pre_hook(lambda _, inputs: upsampled.append(inputs[0]))
         for module in vae.decoder.modules()
@@ -42,12 +37,35 @@ def decode_chunk(vae, latent, caches):
         hook.remove()
     waiting = iter(upsampled)  # inputs of the layers that double the frame rate: they left "Rep" in the first call
     features = [next(waiting)[:, :, -1:] * 0 if isinstance(feature, str) else feature for feature in features]
-    caches = {
+    return pixels.clamp(-1, 1), packed(features)
+
+
+def encode_chunk(vae, pixels, caches):
+    """Pixels (1, 3, frames, height, width) in -1..1 to the latent frame they make, as `decode_chunk` the other way.
+
+    A video's first frame makes one, with caches None; then as many frames as the VAE puts into a latent frame. Returns
+    the mode of the latents (1, channels, 1, height, width), and the caches.
+    """
+    features = unpacked(vae.encoder, caches)
+    moments = vae.quant_conv(vae.encoder(pixels, feat_cache=features, feat_idx=[0]))
+    return moments.chunk(2, dim=1)[0], packed(features)
+
+
+def unpacked(part, caches) -> list:
+    """The caches as diffusers' encoder and decoder take them: one for every causal convolution, None at the start."""
+    features = [None] * sum(isinstance(module, WanCausalConv3d) for module in part.modules())
+    for index, cache in (caches or {}).items():
+        features[int(index)] = torch.movedim(cache, -1, 1)
+    return features
+
+
+def packed(features: list) -> dict:
+    """What the convolutions left, two frames each, channels last."""
+    return {
         str(index): torch.movedim(two_frames(feature), 1, -1)
         for index, feature in enumerate(features)
         if feature is not None
     }
-    return pixels.clamp(-1, 1), caches
 
 
 def two_frames(cache):

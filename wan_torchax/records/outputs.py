@@ -3,17 +3,18 @@ import contextlib
 import hashlib
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import numpy
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from wan_torchax.config import schema, trust
+from wan_torchax.config import inputs, schema, trust
 from wan_torchax.config.commandline import key_of
 from wan_torchax.config.wording import flatten
 from wan_torchax.records import media, provenance
-from wan_torchax.records.files import write_text
+from wan_torchax.records.files import whole, write_text
 
 log = logging.getLogger("wan")
 GIB = 2**30
@@ -23,7 +24,7 @@ CALL = (
     "preview_every", "profile", "distributed",
 )
 # Beside those: what neither changes a video nor how fast it is made, and tables of which only what is chosen counts.
-UNCOUNTED = (*CALL, "plan", "tune", "output", "compile.cache_dir", "attention.devices")
+UNCOUNTED = (*CALL, "plan", "tune", "output", "compile.cache_dir", "attention.devices", *inputs.FILES)
 
 
 # ---------------------------------------------------------------- configurations
@@ -121,6 +122,17 @@ def write_failure(folder: Path, overrides: list[str], message: str) -> None:
         write_text(folder / "failure.json", json.dumps({"error": message, "overrides": overrides}, indent=2) + "\n")
 
 
+def copy_pictures(folder: Path, config) -> None:
+    """The pictures a video is made from, for those who replay it: inputs/image.jpg."""
+    for key in inputs.taken(config):
+        source = Path(config[key])
+        target = folder / "inputs" / f"{key}{source.suffix}"
+        target.parent.mkdir(exist_ok=True)
+        if not (target.exists() and target.samefile(source)):
+            with whole(target) as partial:
+                shutil.copyfile(source, partial)
+
+
 def write_order(folder: Path, names: list[str]) -> None:
     """list.json: the folders of a list's videos in the order of the list, for its report."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -130,7 +142,7 @@ def write_order(folder: Path, names: list[str]) -> None:
 # ---------------------------------------------------------------- metrics
 
 
-def metrics(settled: dict, fingerprints: dict[str, str], mesh, overrides: list[str]) -> dict:
+def metrics(settled: dict, contents: dict[str, str], mesh, overrides: list[str]) -> dict:
     """Everything about a run but its times: memory, hardware, versions, settings.
 
     Peaks are the process's so far: in a sweep, the largest of the jobs up to this one.
@@ -142,8 +154,9 @@ def metrics(settled: dict, fingerprints: dict[str, str], mesh, overrides: list[s
         "overrides": list(overrides),
         "pipeline": settled["pipeline"]["name"],
         "stages": settled["stages"],
-        "config_hash": config_hash(settled, fingerprints),
-        "weights": fingerprints,
+        "config_hash": config_hash(settled, contents),
+        "weights": {key: value for key, value in contents.items() if key not in inputs.FILES},
+        "inputs": {key: value for key, value in contents.items() if key in inputs.FILES},
         "device": device.device_kind,
         "devices": mesh.devices.size,
         "processes": len({device.process_index for device in mesh.devices.flat}),

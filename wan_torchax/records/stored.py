@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from wan_torchax.config import trust
+from wan_torchax.config import inputs, trust
 from wan_torchax.config.commandline import compose, key_of, literal, options
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import flatten
@@ -56,6 +56,17 @@ def take_over(config: DictConfig, overrides: list[str]) -> DictConfig:
     said = [key_of(override) for override in overrides]
     now = pin(compose([*before, *overrides]), base, stored.config, said)
     tell_refused(f"{key}={config[key]}", [*refused, *differing(now, stored.config, said)])
+    return with_pictures(now, Path(config[key]), stored)
+
+
+def with_pictures(now: DictConfig, source: Path, stored: Stored) -> DictConfig:
+    """The pictures that a run folder holds a copy of; of others it is said that they are missing."""
+    for key in inputs.taken(now):
+        copy = next(iter(sorted((source / "inputs").glob(f"{key}.*"))), None)
+        if now[key] is None and copy is not None:
+            now[key] = literal(str(copy))
+        elif now[key] is None and isinstance(stored.metrics.get("inputs"), dict):
+            log.warning("%s: was made from a picture that is not there; give it: %s=<file>", source, key)
     return now
 
 

@@ -1,6 +1,7 @@
 """Components: one model of a checkpoint each, loaded, shared by stages and freed as one."""
 import logging
 import re
+import threading
 import time
 
 import jax
@@ -11,6 +12,7 @@ from wan_torchax.events import Advanced, Began, Ended, Listener
 from wan_torchax.runtime import weights
 
 log = logging.getLogger("wan")
+READ_BYTES = 1 << 26
 
 
 def settings_of(name: str) -> tuple[str, ...]:
@@ -61,3 +63,19 @@ class Component:
 
     def free(self) -> None:
         self.arrays = {}
+
+    def is_loaded(self) -> bool:
+        return bool(self.arrays)
+
+    def read_ahead(self) -> threading.Thread:
+        """Have the system read the weights into its own memory, so that loading them will not wait for the disk."""
+
+        def read():
+            for file in sorted(self.checkpoint.folder.glob("*.safetensors")):
+                with file.open("rb", buffering=0) as handle:
+                    while handle.read(READ_BYTES):
+                        pass
+
+        thread = threading.Thread(target=read, name=f"read {self.name}", daemon=True)
+        thread.start()
+        return thread

@@ -2,13 +2,13 @@
 import functools
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy
 
-from wan_torchax.devices.sharding import partition_spec, replicated, struct
+from wan_torchax.devices.sharding import struct
 from wan_torchax.events import Advanced
-from wan_torchax.runtime.programs import NotFinite, Program
+from wan_torchax.runtime.programs import NotFinite
+from wan_torchax.stages.chunks import add_chunks, statistics
 from wan_torchax.stages.stage import Stage
 
 
@@ -36,13 +36,10 @@ class Decode(Stage):
         from wan_torchax.models.vae import decode_chunk
         from wan_torchax.patches import call_module
 
-        module, architecture = self.module("vae"), self.config.model.architecture.vae
+        module = self.module("vae")
         module.encoder = module.quant_conv = None
         module.forward = functools.partial(decode_chunk, module)
-        dtype, everywhere = self.config.model.dtype.vae, replicated(self.mesh)
-        mean, deviation = (
-            numpy.float32(architecture[key]).reshape(1, -1, 1, 1, 1) for key in ("latents_mean", "latents_std")
-        )
+        dtype, (mean, deviation) = self.config.model.dtype.vae, statistics(self.config.model.architecture.vae)
 
         def decode(arrays, latent, caches=None):
             pixels, caches = call_module(module, arrays, (latent * deviation + mean).astype(dtype), caches)
@@ -51,19 +48,7 @@ class Decode(Stage):
             return frames, jnp.isfinite(pixels).all(), caches
 
         latent = struct(self.mesh, self.recipe.derived["latent_shape"], "float32")
-        spec = partition_spec(self.config.sharding.vae.carry)
-        channels_last = jax.sharding.PartitionSpec(*spec[:1], *spec[2:], *spec[1:2])  # as the caches are
-        carry = jax.sharding.NamedSharding(self.mesh, channels_last)
-
-        def carried(cache):
-            return jax.ShapeDtypeStruct(cache.shape, cache.dtype, sharding=carry)
-
-        def later_arguments(lowered):
-            return [latent, jax.tree.map(carried, lowered["first"].out_info[2])]
-
-        outputs = (everywhere, everywhere, carry)
-        self.add("first", Program(decode, "vae", [latent], outputs))
-        self.add("later", Program(decode, "vae", later_arguments, outputs, donated=(2,)))
+        add_chunks(self, decode, latent, latent)
 
     def run(self, resolved, values, tell):
         chunks, caches, latents = [], None, values["latents"]

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy
 
-from wan_torchax.config.geometry import Geometry, prompt_count
+from wan_torchax.config.geometry import Geometry, expert_at, guidance_at, prompt_count
+from wan_torchax.devices.mesh import memory_bytes
 from wan_torchax.devices.sharding import replicated, struct
 from wan_torchax.events import Advanced, Stepped
 from wan_torchax.kernels.settings import Kernel, Parallel
@@ -19,6 +20,8 @@ from wan_torchax.stages.stage import Stage
 
 log = logging.getLogger("wan")
 LANES = 128  # of a tile in a TPU's memory
+CONDITIONS = ("embeddings", "condition")  # values that are the same in every step
+SPARE_BYTES = 2 * 2**30  # to leave free beside weights and what a step needs
 
 
 class Denoise(Stage):
@@ -28,13 +31,14 @@ class Denoise(Stage):
 
         state       slots: the latents (slot 0) and what the scheduler remembers, (slots, 1, channels, frames, …)
         schedule    timestep, coefficients (slots, slots + 1), guidance_scale: of one step
-        conditions  embeddings (prompts, tokens, width)
+        conditions  embeddings (prompts, tokens, width); condition (1, channels, frames, height, width), which joins the
+                    latents as further channels
     """
 
     settings = ("attention.self", "attention.cross", "guidance", "model.text_tokens", "sharding.attention")
     result_settings = (
-        "seed", "steps", "guidance_scale", "scheduler", "resolution.height", "resolution.width", "resolution.frames",
-        "resolution.flow_shift", "attention.self.window",
+        "seed", "steps", "guidance_scale", "guidance_scale_2", "model.experts", "model.boundary", "scheduler",
+        "resolution.height", "resolution.width", "resolution.frames", "resolution.flow_shift", "attention.self.window",
     )
 
     @classmethod
@@ -44,6 +48,7 @@ class Denoise(Stage):
             "latent_shape": resolved.latent_shape,
             "tokens": resolved.tokens,
             "slots": scheduler_table(resolved.config)[1].shape[1],
+            "conditioned": "condition" in resolved.graph.stages["denoise"].takes,
         }
 
     @classmethod
@@ -59,7 +64,7 @@ class Denoise(Stage):
         everywhere = replicated(self.mesh)
 
         def forward(arrays, latents, timestep, embeddings):
-            """Latents (1, …) repeated for each of the embeddings (batch, tokens, width)."""
+            """The model's input (1, …) repeated for each of the embeddings (batch, tokens, width)."""
             batch = embeddings.shape[0]
             hidden = jnp.broadcast_to(latents.astype(dtype), (batch, *latents.shape[1:]))
             times = jnp.broadcast_to(timestep, (batch,))
@@ -69,6 +74,8 @@ class Denoise(Stage):
 
         def predict(arrays, latents, schedule, conditions):
             timestep, embeddings = schedule["timestep"], conditions["embeddings"]
+            if "condition" in conditions:
+                latents = jnp.concatenate([latents, conditions["condition"]], axis=1)
             if prompts == 1:
                 return forward(arrays, latents, timestep, embeddings)
             if batched:
@@ -85,6 +92,7 @@ class Denoise(Stage):
             slots = advance(slots, velocity, schedule["coefficients"])
             return {"slots": slots}, jnp.isfinite(slots[0]).all(), estimate
 
+        # One program: the experts of a model are of one architecture.
         self.add("step", Program(step, "transformer", self.arguments(), everywhere, donated=(1,)))
 
     def arguments(self):
@@ -96,8 +104,11 @@ class Denoise(Stage):
             return struct(self.mesh, shape, dtype)
 
         schedule = {"timestep": array(), "coefficients": array(slots, slots + 1), "guidance_scale": array()}
-        embeddings = array(derived["prompts"], *text, dtype=self.config.model.dtype.transformer)
-        return [{"slots": array(slots, *derived["latent_shape"])}, schedule, {"embeddings": embeddings}]
+        conditions = {"embeddings": array(derived["prompts"], *text, dtype=self.config.model.dtype.transformer)}
+        if derived["conditioned"]:
+            batch, channels, *sizes = derived["latent_shape"]
+            conditions["condition"] = array(batch, architecture.in_channels - channels, *sizes)
+        return [{"slots": array(slots, *derived["latent_shape"])}, schedule, conditions]
 
     def spread_module(self):
         """The transformer with its attention and its loop over the blocks as the mesh wants them."""
@@ -128,18 +139,46 @@ class Denoise(Stage):
     def amount(cls, resolved):
         return resolved.config.steps, "step"
 
+    def components_first(self, resolved):
+        if self.are_resident(resolved):
+            return list(self.components)
+        return [expert_at(resolved.config, scheduler_table(resolved.config)[0][0])]
+
+    def are_resident(self, resolved) -> bool:
+        """Whether the weights of all experts are on the devices at once: as the config says, else if they fit."""
+        if resolved.config.expert_weights is not None or len(self.components) == 1:
+            return resolved.config.expert_weights != "swapped"
+        weights_bytes = sum(tensor.bytes_per_device for part in self.tensors.values() for tensor in part.values())
+        limit = memory_bytes(resolved.mesh, resolved.config.mesh.chip)
+        return limit is None or weights_bytes + self.temporaries(resolved) + SPARE_BYTES < limit
+
+    def bring(self, name: str, tell) -> None:
+        """The weights of an expert in place of another's."""
+        if self.components[name].is_loaded():
+            return
+        for other in self.components.values():
+            other.free()
+        self.components[name].load(self.tensors[name], tell)
+
     def run(self, resolved, values, tell):
         config, (timesteps, coefficients) = resolved.config, scheduler_table(resolved.config)
         slots = numpy.zeros((coefficients.shape[1], *resolved.latent_shape), numpy.float32)
         slots[0] = noise(config.seed, resolved.latent_shape)
         first = {"timestep": timesteps[0], "coefficients": coefficients[0], "guidance_scale": config.guidance_scale}
-        inputs = {"slots": slots}, first, {"embeddings": values["embeddings"]}
+        inputs = {"slots": slots}, first, {name: values[name] for name in values if name in CONDITIONS}
         state, schedule, conditions = self.programs.put("step", inputs)
-        for index in range(config.steps):
+        tables = {"timestep": timesteps, "coefficients": coefficients}
+        tables["guidance_scale"] = numpy.float32([guidance_at(config, timestep) for timestep in timesteps])
+        experts = [expert_at(config, timestep) for timestep in timesteps]
+        for name in set(experts[1:]):
+            if not self.components[name].is_loaded():
+                self.components[name].read_ahead()
+        for index, expert in enumerate(experts):
             began = time.perf_counter()
-            for name, table in (("timestep", timesteps), ("coefficients", coefficients)):
+            self.bring(expert, tell)
+            for name, table in tables.items():
                 schedule[name] = weights.put(table[index], schedule[name].sharding)
-            state, finite, estimate = self("step", state, schedule, conditions)
+            state, finite, estimate = self("step", state, schedule, conditions, component=expert)
             if not bool(finite):
                 what = f"the latents are not finite after step {index + 1} of {config.steps}"
                 raise NotFinite(what, config, "transformer")

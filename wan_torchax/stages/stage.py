@@ -14,12 +14,13 @@
 
 Stages import torch, diffusers and transformers only where they build: what they say of themselves costs nothing.
 """
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import numpy
 from omegaconf import OmegaConf
 
-from wan_torchax.config import registry
+from wan_torchax.config import inputs, registry
 from wan_torchax.config.geometry import guided
 from wan_torchax.config.graph import Graph
 from wan_torchax.config.resolve import Recipe, Resolved, plain
@@ -77,6 +78,10 @@ class Stage:
         arrays = self.components[component].arrays
         return self.programs(program, {name: arrays[name] for name in self.tensors[component]}, *arguments)
 
+    def components_first(self, resolved: Resolved) -> Iterable[str]:
+        """The components whose weights must be there when it begins; it brings others itself."""
+        return self.components
+
     @classmethod
     def result_shapes(cls, config) -> dict[str, tuple[int, ...]]:
         """Of the values it gives."""
@@ -113,13 +118,15 @@ def find(name: str) -> type[Stage]:
 
 
 def result_settings(config, name: str, fingerprints: dict[str, str]) -> dict[str, Any]:
-    """Everything a stage's result depends on, by key: its own settings and inputs, and those of the stages before it.
+    """Everything a stage's result depends on, by key: its own settings and inputs, and those of the stages before it;
+    weights and pictures by what they hold.
 
     Meshes, shardings and kernels are not among them: they change the last bits, not the video.
     """
     graph = Graph.of(config.pipeline)
     stages = graph.upstream(name)
     keys = [*graph.input_keys(name), *(key for stage in stages for key in find(stage).result_settings)]
-    settings = {key: plain(OmegaConf.select(config, key)) for key in keys}
-    weights = {f"weights.{key}": fingerprints[key] for key in graph.components(stages) if key in fingerprints}
-    return settings | {"guided": guided(config)} | weights
+    settings = {key: plain(OmegaConf.select(config, key)) for key in keys if key not in inputs.FILES}
+    content = {f"weights.{key}": fingerprints[key] for key in graph.components(stages) if key in fingerprints}
+    content |= {f"input.{key}": fingerprints.get(key) for key in keys if key in inputs.FILES}
+    return settings | {"guided": guided(config)} | content

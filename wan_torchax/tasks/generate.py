@@ -5,8 +5,8 @@ import os
 import sys
 from pathlib import Path
 
+from wan_torchax.config import inputs
 from wan_torchax.config.graph import Graph
-from wan_torchax.config.inputs import with_texts
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.devices import distributed
 from wan_torchax.devices.mesh import describe
@@ -31,11 +31,13 @@ def generate(config, folder: Path, overrides=()) -> float:
 
 
 def generate_into(config, folder: Path, overrides) -> float:
-    clock, config = Clock(), with_texts(config)
+    clock, config = Clock(), inputs.with_texts(config)
     settled, graph = outputs.settle(config), Graph.of(config.pipeline)
     first = distributed.is_first()  # the process that writes
     if first:
         outputs.write_config(folder, settled, overrides)
+        if config.output.copy_inputs:
+            outputs.copy_pictures(folder, config)
     values, weights = read_results(config, graph)
     names = to_run(config, graph, values)
     distributed.agree("stages", {"inputs": settled["prompt"], "stages to run": names, "weights": weights})
@@ -94,8 +96,9 @@ def read_results(config, graph: Graph) -> tuple[dict, dict[str, str]]:
 
 
 def weights_here(config, graph: Graph) -> dict[str, str]:
-    """Fingerprints of the pipeline's components, as far as they are on this machine."""
-    return fingerprints(find_present(config.model, graph.components(graph.stages)))
+    """Fingerprints of the pipeline's components, as far as they are on this machine, and of its pictures."""
+    present = find_present(config.model, graph.components(graph.stages))
+    return fingerprints(present) | inputs.fingerprints(config)
 
 
 def to_run(config, graph: Graph, values: dict) -> list[str]:
@@ -105,7 +108,7 @@ def to_run(config, graph: Graph, values: dict) -> list[str]:
 
 def finished_before(config, folder: Path) -> float | None:
     """What this job gave in an earlier try at a sweep."""
-    config, graph = with_texts(config), Graph.of(config.pipeline)
+    config, graph = inputs.with_texts(config), Graph.of(config.pipeline)
     return outputs.finished_before(outputs.settle(config), weights_here(config, graph), folder)
 
 

@@ -1,0 +1,270 @@
+"""The rest of the family, each as diffusers' own pipeline makes it from the same weights and seed."""
+import json
+
+import diffusers
+import numpy
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+from tests import tiny
+from tests.conftest import SMALL, make_config
+from tests.test_parity import NEGATIVE, PROMPT, TEXTS, psnr, relative_error, results
+from wan_torchax.config.commandline import rewrite
+from wan_torchax.config.geometry import expert_at
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.validation import validate
+from wan_torchax.records.stored import take_over
+from wan_torchax.session import session
+from wan_torchax.stages.pictures import read_picture
+from wan_torchax.stages.sampling import scheduler_table
+from wan_torchax.tasks.generate import generate as generate_into
+
+SIZE = dict(height=64, width=64, num_frames=5)
+
+
+def components(folder, *names):
+    """Of a checkpoint, as diffusers loads them."""
+    kinds = {
+        "text_encoder": transformers.UMT5EncoderModel, "vae": diffusers.AutoencoderKLWan,
+        "transformer": diffusers.WanTransformer3DModel, "transformer_2": diffusers.WanTransformer3DModel,
+    }
+    loaded = {name: kinds[name].from_pretrained(folder / name) for name in names}
+    return loaded | {"tokenizer": transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")}
+
+
+def scheduler(config):
+    return getattr(diffusers, config.scheduler.target)(**config.scheduler.arguments)
+
+
+@pytest.fixture
+def run(tmp_path, cache):
+    """Run a config; gives its values."""
+
+    def run_it(*overrides, folder="run"):
+        (tmp_path / folder).mkdir()
+        arguments = [*SMALL, *TEXTS, cache, *overrides]
+        config = make_config(*arguments)
+        validate(config)
+        generate_into(config, tmp_path / folder, rewrite(arguments))
+        return config, results(tmp_path / folder)
+
+    return run_it
+
+
+def assert_same(values, latents, frames):
+    assert relative_error(values["latents"], latents) < 1e-4
+    assert psnr(values["frames"], (frames * 255).round()) > 55
+
+
+# ---------------------------------------------------------------- two experts
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    return tiny.make_checkpoint(tmp_path_factory.mktemp("experts") / "model", experts=2)
+
+
+def two(folder, boundary=0.875):
+    return [*tiny.overrides(folder), "model.experts=[transformer,transformer_2]", f"model.boundary={boundary}"]
+
+
+CASES = {
+    "guidance of each": ["guidance_scale_2=2.5"],
+    "one guidance": [],
+    "guidance off in the second": ["guidance_scale_2=1"],
+    "swapped, flow Euler": ["guidance_scale_2=2.5", "expert_weights=swapped", "scheduler=euler"],
+    "eight devices": ["guidance_scale_2=2.5", "mesh=cpu_8", "mesh.axes={dp:2,sp:2,tp:2}", "sharding=tp_ring"],
+}
+
+
+@pytest.mark.parametrize("overrides", CASES.values(), ids=CASES)
+def test_two_experts_are_diffusers(run, experts, overrides):
+    session.clear()
+    config, values = run(*two(experts), "steps=6", *overrides)
+    timesteps = scheduler_table(config)[0]
+    assert {expert_at(config, time) for time in timesteps} == {"transformer", "transformer_2"}
+    pipeline = diffusers.WanPipeline(
+        **components(experts, "text_encoder", "vae", "transformer", "transformer_2"), scheduler=scheduler(config),
+        boundary_ratio=0.875,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    settings = dict(
+        prompt=PROMPT, negative_prompt=NEGATIVE, num_inference_steps=6, guidance_scale=config.guidance_scale,
+        guidance_scale_2=config.guidance_scale_2, **SIZE,
+    )
+    made = {
+        kind: pipeline(**settings, generator=torch.Generator().manual_seed(config.seed), output_type=kind).frames[0]
+        for kind in ("latent", "np")
+    }
+    assert_same(values, made["latent"].numpy(), made["np"])
+
+
+def test_experts_share_one_program_and_swapped_ones_its_memory(run, experts, monkeypatch):
+    session.clear()
+    loaded = []
+    from wan_torchax.runtime.components import Component
+
+    load = Component.load
+    monkeypatch.setattr(Component, "load", lambda self, *rest: (loaded.append(self.name), load(self, *rest)))
+    steps = ["steps=6", "keep_resident=true"]
+    _, swapped = run(*two(experts), *steps, "expert_weights=swapped")
+    assert [name for name in loaded if "transformer" in name] == ["transformer", "transformer_2"]
+    assert list(session.stages["denoise"].programs.entries) == ["step"]
+    loaded = [name for name, component in session.components.items() if component.is_loaded()]
+    assert "transformer_2" in loaded and "transformer" not in loaded
+    _, resident = run(*two(experts), *steps, "expert_weights=resident", folder="again")
+    assert session.components["transformer"].is_loaded() and session.components["transformer_2"].is_loaded()
+    assert numpy.array_equal(swapped["latents"], resident["latents"])
+    session.clear()
+
+
+def test_the_switch_is_where_wans_settings_put_it():
+    """T2V-A14B: 40 steps at shift 12, boundary 0.875: the second expert begins after 26 steps."""
+    config = make_config("model=wan22_t2v_a14b", "resolution=720p")
+    validate(config)
+    experts = [expert_at(config, time) for time in scheduler_table(config)[0]]
+    assert config.resolution.flow_shift == 12 and experts.index("transformer_2") == 26
+
+
+# ---------------------------------------------------------------- pictures
+
+
+CHANNELS = dict(in_channels=36)  # 16 of noise, 4 of the mask, 16 of the picture
+
+
+@pytest.fixture(scope="module")
+def pictured(tmp_path_factory):
+    return tiny.make_checkpoint(tmp_path_factory.mktemp("pictured") / "model", experts=2, **CHANNELS)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Two pictures of noise with some shape in them, of another aspect than the video's."""
+    folder, generator = tmp_path_factory.mktemp("pictures"), numpy.random.default_rng(0)
+    for name, size in (("first", (90, 70)), ("last", (64, 100))):
+        pixels = generator.integers(0, 256, (*size[::-1], 3), dtype=numpy.uint8)
+        pixels[: size[1] // 2] //= 4
+        Image.fromarray(pixels).save(folder / f"{name}.png")
+    return folder
+
+
+def with_picture(folder, *overrides):
+    experts = ["model.experts=[transformer,transformer_2]", "model.boundary=0.9"]
+    return [*tiny.overrides(folder, **CHANNELS), *experts, *overrides]
+
+
+PICTURE_CASES = {
+    "first": ["pipeline=i2v"],
+    "first and last": ["pipeline=flf2v"],
+    "one expert, unguided": ["pipeline=i2v", "model.experts=[transformer]", "model.boundary=null", "guidance_scale=1"],
+    "other sizes": ["pipeline=i2v", "resolution.height=80", "resolution.width=96", "resolution.frames=9"],
+    "eight devices": ["pipeline=flf2v", "mesh=cpu_8", "mesh.axes={dp:2,sp:2,tp:2}", "sharding=tp"],
+}
+
+
+@pytest.mark.parametrize("overrides", PICTURE_CASES.values(), ids=PICTURE_CASES)
+def test_image_to_video_is_diffusers(run, pictured, pictures, overrides):
+    session.clear()
+    paths = [f"image={pictures / 'first.png'}"]
+    paths += [f"last_image={pictures / 'last.png'}"] if "pipeline=flf2v" in overrides else []
+    config, values = run(*with_picture(pictured), "steps=4", "fit=stretch", *paths, *overrides)
+    experts, size = list(config.model.experts), config.resolution
+    pipeline = diffusers.WanImageToVideoPipeline(
+        **components(pictured, "text_encoder", "vae", *experts), scheduler=scheduler(config),
+        image_encoder=None, image_processor=None, boundary_ratio=config.model.boundary,
+        **({} if len(experts) == 2 else {"transformer_2": None}),
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    kept, prepare = {}, pipeline.prepare_latents
+
+    def prepare_and_keep(*arguments, **named):
+        latents, kept["condition"] = prepare(*arguments, **named)
+        return latents, kept["condition"]
+
+    pipeline.prepare_latents = prepare_and_keep
+    last = Image.open(pictures / "last.png") if "pipeline=flf2v" in overrides else None
+
+    def make(kind):
+        return pipeline(
+            image=Image.open(pictures / "first.png"), last_image=last, prompt=PROMPT, negative_prompt=NEGATIVE,
+            height=size.height, width=size.width, num_frames=size.frames, num_inference_steps=4,
+            guidance_scale=config.guidance_scale, output_type=kind,
+            generator=torch.Generator().manual_seed(config.seed),
+        ).frames[0]
+
+    latents, frames = make("latent").numpy(), make("np")
+    assert relative_error(values["condition"], kept["condition"].numpy()) < 1e-4
+    assert_same(values, latents, frames)
+
+
+def test_a_picture_is_known_by_what_it_holds(run, pictured, pictures, tmp_path):
+    """Copied into the run folder, in the metrics by its hash; another picture of the same name is another result."""
+    picture = tmp_path / "photo.png"
+    picture.write_bytes((pictures / "first.png").read_bytes())
+    only = ["stages=[text,encode]", f"image={picture}", "pipeline=i2v"]
+    _, values = run(*with_picture(pictured), *only)
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert set(metrics["inputs"]) == {"image"} and "image" not in metrics["weights"]
+    assert (tmp_path / "run" / "inputs" / "image.png").read_bytes() == picture.read_bytes()
+    overrides = [f"replay={tmp_path / 'run'}"]
+    assert take_over(make_config(*overrides), overrides).image == str(tmp_path / "run" / "inputs" / "image.png")
+    picture.write_bytes((pictures / "last.png").read_bytes())
+    with pytest.raises(ConfigError, match="encode.safetensors was made with other settings(.|\n)*input.image"):
+        run(*with_picture(pictured), *only, f"resume={tmp_path / 'run'}", folder="again")
+
+
+def test_fits(tmp_path):
+    Image.new("RGB", (40, 20), "white").save(tmp_path / "wide.png")
+    for fit, edge in (("cover", 1.0), ("contain", -1.0), ("stretch", 1.0)):
+        picture = read_picture(tmp_path / "wide.png", 32, 32, fit)
+        assert picture.shape == (3, 32, 32) and picture[0, 0, 16] == pytest.approx(edge, abs=0.02), fit
+
+
+def test_pictures_are_upright_and_what_is_transparent_is_white(tmp_path, caplog):
+    turned = Image.new("RGB", (64, 32), "black")
+    turned.paste("white", (0, 0, 32, 32))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter to the right
+    turned.save(tmp_path / "turned.png", exif=exif)
+    upright = read_picture(tmp_path / "turned.png", 64, 32, "stretch")
+    assert upright[0, 5].mean() > 0.9 and upright[0, -5].mean() < -0.9
+    Image.new("RGBA", (32, 32), (0, 0, 0, 0)).save(tmp_path / "clear.png")
+    with caplog.at_level("INFO"):
+        assert read_picture(tmp_path / "clear.png", 32, 32, "cover").min() == 1
+    assert "becomes white" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("none.png", "no such file"), ("text.png", "not a picture that Pillow reads"), ("half.png", "not a picture"),
+        ("bomb.png", "more than 100 million pixels"), ("tiny.png", "too small"), ("", "image: missing; pipeline=i2v"),
+    ],
+)
+def test_pictures_that_cannot_be_used_are_told_first(tmp_path, pictured, name, message):
+    (tmp_path / "text.png").write_text("hello")
+    noise = numpy.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=numpy.uint8)
+    Image.fromarray(noise).save(tmp_path / "half.png")
+    (tmp_path / "half.png").write_bytes((tmp_path / "half.png").read_bytes()[:5000])
+    Image.new("1", (20_000, 20_000)).save(tmp_path / "bomb.png")
+    Image.new("RGB", (8, 8)).save(tmp_path / "tiny.png")
+    image = [f"image={tmp_path / name}"] if name else []
+    with pytest.raises(ConfigError, match=message):
+        validate(make_config(*SMALL, *with_picture(pictured), "pipeline=i2v", *image))
+
+
+def test_a_picture_that_the_pipeline_does_not_take_is_told(pictures):
+    with pytest.raises(ConfigError, match="last_image=.*: pipeline=t2v takes no such picture; choose a model"):
+        validate(make_config(f"last_image={pictures / 'last.png'}"))
+    with pytest.raises(ConfigError, match="pipeline=i2v: gives the transformer 36 channels, and demo takes 16"):
+        validate(make_config("pipeline=i2v", f"image={pictures / 'first.png'}"))
+
+
+def test_the_image_to_video_model_has_wans_settings(pictures):
+    config = make_config("model=wan22_i2v_a14b", "resolution=720p", f"image={pictures / 'first.png'}")
+    validate(config)
+    experts = [expert_at(config, time) for time in scheduler_table(config)[0]]
+    assert (config.pipeline.name, config.resolution.flow_shift, config.steps) == ("i2v", 5, 40)
+    assert (config.guidance_scale, config.guidance_scale_2) == (3.5, 3.5) and experts.index("transformer_2") == 15

@@ -1,0 +1,107 @@
+"""Pictures to what a model is conditioned on: their latents, and which frames they are."""
+import functools
+from pathlib import Path
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy
+
+from wan_torchax.config.geometry import Geometry
+from wan_torchax.devices.sharding import struct
+from wan_torchax.events import Advanced
+from wan_torchax.runtime.programs import NotFinite
+from wan_torchax.stages.chunks import add_chunks, statistics
+from wan_torchax.stages.pictures import read_picture
+from wan_torchax.stages.stage import Stage
+
+
+class Encode(Stage):
+    """The first picture, and the last if there is one, to a condition (1, mask + channels, frames, height, width).
+
+    The VAE encodes a video of these pictures with grey between them. In front of its latents goes a mask: a channel for
+    every frame that a latent frame stands for, 1 where a picture is given.
+    """
+
+    result_settings = (
+        "model.path", "model.revision", "model.dtype.vae", "resolution.height", "resolution.width", "resolution.frames",
+        "fit", "ops",
+    )
+    parts: ClassVar = {"vae": r"(encoder|quant_conv)\..*"}
+
+    @classmethod
+    def result_shapes(cls, config):
+        geometry = Geometry.of(config.model.architecture)
+        batch, channels, *sizes = geometry.latent_shape(config.resolution)
+        return {"condition": (batch, geometry.frame_scale + channels, *sizes)}
+
+    @classmethod
+    def derived(cls, resolved):
+        size = resolved.config.resolution
+        return {"piece": (1, 3, resolved.geometry.frame_scale, size.height, size.width)}
+
+    def build(self):
+        from wan_torchax.models.vae import encode_chunk
+        from wan_torchax.patches import call_module
+
+        module = self.module("vae")
+        module.decoder = module.post_quant_conv = None
+        module.forward = functools.partial(encode_chunk, module)
+        dtype, (mean, deviation) = self.config.model.dtype.vae, statistics(self.config.model.architecture.vae)
+
+        def encode(arrays, pixels, caches=None):
+            latents, caches = call_module(module, arrays, pixels.astype(dtype), caches)
+            latents = (latents.astype(jnp.float32) - mean) / deviation
+            return latents, jnp.isfinite(latents).all(), caches
+
+        piece = self.recipe.derived["piece"]
+        first = struct(self.mesh, (*piece[:2], 1, *piece[3:]), "float32")
+        add_chunks(self, encode, first, struct(self.mesh, piece, "float32"))
+
+    @classmethod
+    def amount(cls, resolved):
+        return resolved.config.resolution.frames, "frame"
+
+    def run(self, resolved, values, tell):
+        size, scale = resolved.config.resolution, resolved.geometry.frame_scale
+        given = {0: "image", size.frames - 1: "last_image"}
+        pictures = {
+            frame: read_picture(Path(values[name]), size.height, size.width, resolved.config.fit)
+            for frame, name in given.items()
+            if name in values
+        }
+        latents, caches = [], None
+        for start in range(1 - scale, size.frames, scale):  # the first piece is one frame, all others `scale`
+            piece = video(pictures, range(max(start, 0), start + scale), size)
+            pixels = self.programs.put("first", (piece,))
+            latent, finite, caches = self("later", *pixels, caches) if latents else self("first", *pixels)
+            if not bool(finite):
+                raise NotFinite(f"the condition is not finite at frame {max(start, 0)}", resolved.config, "vae")
+            latents.append(numpy.asarray(latent))
+            tell(Advanced(self.name, piece.shape[2]))
+        latents = numpy.concatenate(latents, axis=2)
+        return {"condition": numpy.concatenate([mask(pictures, scale, latents.shape), latents], axis=1)}
+
+    @classmethod
+    def temporaries(cls, resolved):
+        """Six of the widest activations of a piece."""
+        size, vae = resolved.config.resolution, resolved.config.model.architecture.vae
+        devices, frames = resolved.config.mesh.devices, resolved.geometry.frame_scale
+        return 6 * size.height * size.width * frames * vae.get("base_dim", 96) * 4 / devices
+
+
+def video(pictures: dict[int, numpy.ndarray], frames: range, size) -> numpy.ndarray:
+    """Some frames of a video (1, 3, frames, height, width): the pictures in their places, mid grey elsewhere."""
+    grey = numpy.zeros((3, size.height, size.width), numpy.float32)
+    return numpy.stack([pictures.get(frame, grey) for frame in frames], axis=1)[None]
+
+
+def mask(pictures: dict[int, numpy.ndarray], scale: int, latent_shape) -> numpy.ndarray:
+    """(1, scale, latent frames, height, width): 1 where a picture is given. The first latent frame stands for one frame
+    only, which all its channels show."""
+    batch, _, frames, height, width = latent_shape
+    given = numpy.zeros(frames * scale, numpy.float32)
+    for frame in pictures:
+        given[frame + scale - 1] = 1
+    given[: scale - 1] = given[scale - 1]
+    channels = given.reshape(1, frames, scale, 1, 1).transpose(0, 2, 1, 3, 4)
+    return numpy.broadcast_to(channels, (batch, scale, frames, height, width))
