@@ -73,7 +73,7 @@ def command(*arguments, **options):
 def test_help_lists_groups_and_examples():
     answer = command("--help")
     assert answer.returncode == 0
-    groups = ("model: demo", "mesh: auto", "resolution: 480p", "sharding:", "pipeline: t2v", "preset=")
+    groups = ("model: demo", "mesh: auto", "resolution: 480p", "sharding:", "pipeline: ", "preset=")
     assert all(group in answer.stdout for group in groups)
     assert answer.stdout.count("  python run.py") >= 5
     assert "guidance_scale: 4.0" in command("--cfg", "job", "--resolve").stdout

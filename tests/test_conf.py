@@ -13,9 +13,13 @@ from wan_torchax.runtime.weights import gib
 
 REAL = {  # parameters of a transformer
     "wan21_t2v_1_3b": 1.42e9, "wan21_t2v_14b": 14.29e9, "wan22_t2v_a14b": 14.29e9, "wan22_i2v_a14b": 14.29e9,
+    "wan21_i2v_14b_480p": 16.395e9, "wan21_flf2v_14b": 16.396e9, "wan22_ti2v_5b": 5.0e9,
 }
 STAGES_OF = {model: list(make_config(f"model={model}").pipeline.stages) for model in REAL}
-PICTURED = ("i2v", "flf2v")  # pipelines that want a model of their own
+PICTURED = {  # pipelines that want a model of their own
+    "i2v": "wan22_i2v_a14b", "flf2v": "wan22_i2v_a14b",
+    "i2v_clip": "wan21_i2v_14b_480p", "flf2v_clip": "wan21_flf2v_14b", "ti2v": "wan22_ti2v_5b",
+}
 GROUPS = (
     "pipeline", "model", "mesh", "distributed", "sharding", "resolution", "attention", "ops", "scheduler", "prompt",
 )
@@ -35,8 +39,10 @@ def test_every_option_composes(group, option):
 @pytest.mark.parametrize("pipeline", PICTURED)
 def test_pipelines_with_pictures_go_with_their_model(pipeline, tmp_path):
     Image.new("RGB", (64, 64)).save(tmp_path / "picture.png")
-    given = [f"{key}={tmp_path / 'picture.png'}" for key in ("image", "last_image")[: 1 + PICTURED.index(pipeline)]]
-    validate(make_config("model=wan22_i2v_a14b", f"pipeline={pipeline}", "resolution=720p", *given))
+    keys = ("image", "last_image") if "flf2v" in pipeline else ("image",)
+    given = [f"{key}={tmp_path / 'picture.png'}" for key in keys]
+    resolution = "704p" if pipeline == "ti2v" else "720p"
+    validate(make_config(f"model={PICTURED[pipeline]}", f"pipeline={pipeline}", f"resolution={resolution}", *given))
 
 
 @pytest.mark.parametrize("chip", options("chip"))
@@ -86,12 +92,19 @@ NO_CUDNN = [
 
 def resolve_real(model, mesh, sharding, *overrides):
     axes = ["mesh.axes={dp:2,sp:4,tp:1}"] if sharding in ("sequence", "ring") else []
-    real = [f"model={model}", f"mesh={mesh}", f"sharding={sharding}", "resolution=720p"]
+    resolution = "704p" if model == "wan22_ti2v_5b" else "720p"
+    real = [f"model={model}", f"mesh={mesh}", f"sharding={sharding}", f"resolution={resolution}"]
     return resolve_there("task=plan", *real, *axes, *overrides)  # a plan needs no picture
 
 
+# Text encoder and VAE are the same in all of them.
+FITTED = [(model, stage) for model in REAL for stage in STAGES_OF[model] if stage == "denoise"]
+FITTED += [("wan21_t2v_14b", "text"), ("wan21_t2v_14b", "decode")]
+FITTED += [("wan21_flf2v_14b", "image"), ("wan22_i2v_a14b", "encode")]
+
+
 @pytest.mark.parametrize("sharding", options("sharding"))
-@pytest.mark.parametrize("model, stage", [(model, stage) for model in REAL for stage in STAGES_OF[model]])
+@pytest.mark.parametrize("model, stage", FITTED)
 def test_every_table_fits_the_real_parameter_names(model, stage, sharding):
     """Planning raises on a rule that matches nothing, a tensor matched twice, a dimension that does not divide."""
     built = build(resolve_real(model, "v6e_8", sharding), stage)
@@ -104,7 +117,7 @@ def test_every_table_fits_the_real_parameter_names(model, stage, sharding):
 @pytest.mark.parametrize(
     "model, stage",
     [*(("wan21_t2v_14b", stage) for stage in STAGES_OF["wan21_t2v_14b"]), ("wan22_i2v_a14b", "encode"),
-     ("wan22_i2v_a14b", "denoise")],
+     ("wan21_flf2v_14b", "image"), ("wan21_flf2v_14b", "denoise")],
 )
 @pytest.mark.parametrize(
     "mesh, platform, kernel", [("v6e_8", "tpu", "tpu_custom_call"), ("gpu_1", "cuda", "mosaic_gpu")]

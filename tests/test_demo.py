@@ -117,8 +117,6 @@ def test_metrics_meet_their_targets():
 DRAWN = {
     "a big orange ball moving from left to right on a black background": world.Scene(
         (world.Thing("orange", "circle", "right", "big"),), "black"),
-    "a big yellow star spinning in the middle on a purple background": world.Scene(
-        (world.Thing("yellow", "star", "spinning", "big", "middle"),), "purple"),
     "a big red heart bouncing on the left and a yellow star spinning on the right on a blue background": world.Scene(
         (world.Thing("red", "heart", "bouncing", "big", "left"),
          world.Thing("yellow", "star", "spinning", place="right")), "blue"),
@@ -136,11 +134,11 @@ def drawn(tmp_path_factory, cache):
              "steps": STEPS if len(scene.things) == 1 else 20}
             for prompt, scene in DRAWN.items()]
     pairs = (("white background", 4.0), ("white background", HARDLY), ("black background", 4.0))
-    rows += [{"prompt": BALL, "negative_prompt": negative, "guidance_scale": guidance, "steps": 8}
+    rows += [{"prompt": BALL, "negative_prompt": negative, "guidance_scale": guidance, "steps": 6}
              for negative, guidance in pairs]
     (folder / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     places = [f"prompts={folder}/prompts.jsonl", f"hydra.run.dir={folder}/run", cache, "output.keep_frames=true"]
-    assert warm().run(places, seconds=600).returncode == 0
+    assert warm().run(places, {"XLA_FLAGS": ""}, seconds=600).returncode == 0  # many steps: better compiled well
     runs = listed(folder / "run")
     return {tuple(row.values())[:3]: load_file(path / "decode.safetensors")["frames"] for row, path in zip(rows, runs)}
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from safetensors.numpy import load_file, save_file
 
 from tests import tiny
 from tests.conftest import SMALL, make_config
@@ -150,6 +151,59 @@ def pictures(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """Checkpoints with an image encoder: of one picture, and of two."""
+    folder = tmp_path_factory.mktemp("seen")
+    made = {name: tiny.make_checkpoint(folder / name, **channels) for name, channels in SEEN.items()}
+    file = made["flf2v_clip"] / "image_encoder" / "model.safetensors"  # as on the Hub
+    save_file({f"vision_model.{name}": tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    return made
+
+
+SEEN = {  # five tokens of a picture
+    "i2v_clip": CHANNELS | dict(image_dim=24, added_kv_proj_dim=128),
+    "flf2v_clip": CHANNELS | dict(image_dim=24, added_kv_proj_dim=128, pos_embed_seq_len=10),
+}
+SEEN_CASES = {
+    "first": ["pipeline=i2v_clip"],
+    "first and last": ["pipeline=flf2v_clip"],
+    "one prompt after the other": ["pipeline=flf2v_clip", "guidance=sequential"],
+    "heads over tp": ["pipeline=i2v_clip", "mesh=cpu_8", "mesh.axes={dp:2,sp:1,tp:4}", "sharding=tp"],
+    "tokens over sp": ["pipeline=flf2v_clip", "mesh=cpu_8", "mesh.axes={dp:1,sp:8,tp:1}", "sharding=sequence"],
+}
+
+
+@pytest.mark.parametrize("overrides", SEEN_CASES.values(), ids=SEEN_CASES)
+def test_image_to_video_with_an_image_encoder_is_diffusers(run, seen, pictures, overrides):
+    session.clear()
+    name = overrides[0].partition("=")[2]
+    both, folder = name == "flf2v_clip", seen[name]
+    paths = [f"image={pictures / 'first.png'}"] + ([f"last_image={pictures / 'last.png'}"] if both else [])
+    model = tiny.overrides(folder, **SEEN[name])
+    config, values = run(*model, "steps=3", "fit=stretch", *paths, *overrides)
+    processor = transformers.CLIPImageProcessor.from_pretrained(folder / "image_processor")
+    encoder = transformers.CLIPVisionModel.from_pretrained(folder / "image_encoder")
+    pipeline = diffusers.WanImageToVideoPipeline(
+        **components(folder, "text_encoder", "vae", "transformer"), scheduler=scheduler(config),
+        image_encoder=encoder, image_processor=processor,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    given = [Image.open(pictures / "first.png"), Image.open(pictures / "last.png")][: 1 + both]
+    with torch.no_grad():
+        embeddings = pipeline.encode_image(given).numpy()
+    assert relative_error(values["image_embeddings"], embeddings) < 1e-4
+
+    def make(kind):
+        return pipeline(
+            image=given[0], last_image=given[1] if both else None, prompt=PROMPT, negative_prompt=NEGATIVE, **SIZE,
+            num_inference_steps=3, guidance_scale=config.guidance_scale, output_type=kind,
+            generator=torch.Generator().manual_seed(config.seed),
+        ).frames[0]
+
+    assert_same(values, make("latent").numpy(), make("np"))
+
+
 def with_picture(folder, *overrides):
     experts = ["model.experts=[transformer,transformer_2]", "model.boundary=0.9"]
     return [*tiny.overrides(folder, **CHANNELS), *experts, *overrides]
@@ -197,6 +251,65 @@ def test_image_to_video_is_diffusers(run, pictured, pictures, overrides):
     latents, frames = make("latent").numpy(), make("np")
     assert relative_error(values["condition"], kept["condition"].numpy()) < 1e-4
     assert_same(values, latents, frames)
+
+
+FIVE = dict(in_channels=24, out_channels=24)
+
+
+@pytest.fixture(scope="module")
+def five(tmp_path_factory):
+    """As Wan 2.2's 5B: its own VAE, and a picture that is the first latent frame."""
+    return tiny.make_checkpoint(tmp_path_factory.mktemp("five") / "model", vae=tiny.VAE_22, **FIVE)
+
+
+FIVE_CASES = {
+    "a prompt": ["pipeline=t2v"],
+    "a picture": ["pipeline=ti2v"],
+    "one prompt after the other": ["pipeline=ti2v", "guidance=sequential"],
+    "no guidance": ["pipeline=ti2v", "guidance_scale=1"],
+    "dp and tp": ["pipeline=ti2v", "mesh=cpu_8", "mesh.devices=4", "mesh.axes={dp:2,sp:1,tp:2}"],
+    "tokens over sp": [
+        "pipeline=ti2v", "mesh=cpu_8", "mesh.devices=4", "mesh.axes={dp:1,sp:4,tp:1}", "sharding=sequence",
+    ],
+}
+
+
+@pytest.mark.parametrize("overrides", FIVE_CASES.values(), ids=FIVE_CASES)
+def test_the_5b_is_diffusers(run, five, pictures, overrides):
+    session.clear()
+    pictured = "pipeline=ti2v" in overrides
+    size = ["resolution.height=64", "resolution.width=128", "resolution.frames=9", "steps=3", "fit=stretch"]
+    given = [f"image={pictures / 'first.png'}"] if pictured else []
+    config, values = run(*tiny.overrides(five, **FIVE), *size, *given, *overrides)
+    kind = diffusers.WanImageToVideoPipeline if pictured else diffusers.WanPipeline
+    absent = {"image_encoder": None, "image_processor": None} if pictured else {}
+    pipeline = kind(
+        **components(five, "text_encoder", "vae", "transformer"), scheduler=scheduler(config), expand_timesteps=True,
+        **absent,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+
+    def make(output):
+        return pipeline(
+            **({"image": Image.open(pictures / "first.png")} if pictured else {}), prompt=PROMPT,
+            negative_prompt=NEGATIVE, height=64, width=128, num_frames=9, num_inference_steps=3,
+            guidance_scale=config.guidance_scale, output_type=output,
+            generator=torch.Generator().manual_seed(config.seed),
+        ).frames[0]
+
+    assert_same(values, make("latent").numpy(), make("np"))
+
+
+def test_the_5b_has_wans_settings_and_refuses_a_last_picture(pictures):
+    config = make_config("model=wan22_ti2v_5b", "resolution=704p")
+    validate(config)
+    size = config.resolution
+    assert (size.height, size.width, size.frames, size.fps, size.flow_shift) == (704, 1280, 121, 24, 5)
+    with pytest.raises(ConfigError, match="resolution.height=720: must be a multiple of 32; nearest 704 or 736"):
+        validate(make_config("model=wan22_ti2v_5b", "resolution=720p"))
+    paths = [f"image={pictures / 'first.png'}", f"last_image={pictures / 'last.png'}"]
+    with pytest.raises(ConfigError, match="last_image=.*: pipeline=ti2v takes no such picture"):
+        validate(make_config("model=wan22_ti2v_5b", "resolution=704p", "pipeline=ti2v", *paths))
 
 
 def test_a_picture_is_known_by_what_it_holds(run, pictured, pictures, tmp_path):
@@ -260,6 +373,20 @@ def test_a_picture_that_the_pipeline_does_not_take_is_told(pictures):
         validate(make_config(f"last_image={pictures / 'last.png'}"))
     with pytest.raises(ConfigError, match="pipeline=i2v: gives the transformer 36 channels, and demo takes 16"):
         validate(make_config("pipeline=i2v", f"image={pictures / 'first.png'}"))
+
+
+@pytest.mark.parametrize(
+    "model, settings",
+    [
+        ("wan21_i2v_14b_480p", ("i2v_clip", 3, 40, 5.0)), ("wan21_i2v_14b_720p", ("i2v_clip", 5, 40, 5.0)),
+        ("wan21_flf2v_14b", ("flf2v_clip", 16, 50, 5.5)),
+    ],
+)
+def test_the_models_with_an_image_encoder_have_wans_settings(model, settings, pictures):
+    paths = [f"image={pictures / 'first.png'}"] + ([f"last_image={pictures / 'last.png'}"] if "flf" in model else [])
+    config = make_config(f"model={model}", "resolution=480p" if "480p" in model else "resolution=720p", *paths)
+    validate(config)
+    assert (config.pipeline.name, config.resolution.flow_shift, config.steps, config.guidance_scale) == settings
 
 
 def test_the_image_to_video_model_has_wans_settings(pictures):

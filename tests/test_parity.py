@@ -70,7 +70,8 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def references(checkpoint):
     """By whether the tokens are to be spread: what diffusers makes at the larger and at the smaller size."""
-    return {True: run_diffusers(checkpoint, **SIZE), False: run_diffusers(checkpoint, **SMALL_SIZE)}
+    large = run_diffusers(checkpoint, output="latent", **SIZE)
+    return {True: large, False: run_diffusers(checkpoint, **SMALL_SIZE)}
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ NO_DECODE = "stages=[text,denoise]"
 SPREAD = "sharding.transformer.activations.blocks.spec=[dp,[tp,sp],null]"
 ULYSSES_RING = ["sharding=sequence", "sharding.attention.ring=tp", SPREAD]
 LAYOUTS = {  # those that spread the tokens at a size where every device has some, the others at a smaller one
-    "one device": [],
+    "one device": [NO_DECODE],
     "no scan": [*SMALL, "model.scan_blocks=false", NO_DECODE],
     "tp": [*SMALL, "mesh=cpu_8", "mesh.axes={dp:1,sp:1,tp:8}", NO_DECODE],
     "dp": [*SMALL, "mesh=cpu_8", "mesh.devices=2", "mesh.axes={dp:2,sp:1,tp:1}", NO_DECODE],

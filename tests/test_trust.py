@@ -1,9 +1,12 @@
 """What a stranger made can only choose among what the project offers: videos, folders, lists, checkpoints."""
+import fnmatch
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import typing
 from random import Random
 
 import numpy
@@ -148,6 +151,13 @@ def test_every_offered_key_can_be_said():
     values = {key: OmegaConf.select(config, key) for key in trust.offered() if key not in ("mesh.axes", "model.dtype")}
     values = {key: list(value) if OmegaConf.is_list(value) else value for key, value in values.items()}
     assert everything(compose(trust.overrides(values))) == everything(config)
+
+
+def test_what_is_offered_is_documented():
+    listed = re.findall(r"`([\w.*]+)`", (ROOT / "SECURITY.md").read_text())
+    keys = [f"{key}.x" if typing.get_origin(kind) is dict else key for key, kind in trust.offered().items()]
+    assert not [key for key in keys if not any(fnmatch.fnmatch(key, name) for name in listed)]
+    assert set(trust.groups()) <= set(listed)
 
 
 def test_a_checkpoint_runs_no_code(tmp_path):

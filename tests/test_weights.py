@@ -11,6 +11,7 @@ import torch
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
 
+from tests import tiny
 from tests.conftest import ROOT, make_config
 from wan_torchax.config.schema import ConfigError, Rule, Table
 from wan_torchax.runtime import checkpoint, weights
@@ -236,8 +237,9 @@ def test_streaming_never_holds_a_second_copy(tmp_path):
     """3 GiB of weights, stacked for the scan: peak resident memory under the device's bytes plus 1 GiB."""
     layers, width, depth = 24, 4096, 2
     for layer in range(layers):  # one file a layer
-        names = [f"blocks.{layer}.maps.{index}.weight" for index in range(depth)]
-        save_file({name: numpy.zeros((width, width), "float32") for name in names}, tmp_path / f"{layer}.safetensors")
+        tiny.write_zeros(tmp_path / f"{layer}.safetensors", {
+            f"blocks.{layer}.maps.{index}.weight": (width, width) for index in range(depth)
+        })
     command = [sys.executable, "-c", STREAM, str(tmp_path)]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     on_device, peak = map(int, answer.stdout.split())

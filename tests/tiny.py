@@ -1,4 +1,6 @@
 """A whole checkpoint of Wan's classes with random weights, two layers deep: what parity and keys are tested on."""
+import json
+import math
 import shutil
 from pathlib import Path
 
@@ -18,7 +20,19 @@ SHOWN = {  # what conf/model/demo.yaml says of itself, and this model says other
 }
 
 
-def make_checkpoint(folder: Path, experts: int = 1, **transformer) -> Path:
+IMAGE_ENCODER = dict(
+    hidden_size=24, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, image_size=28, patch_size=14,
+    hidden_act="gelu",
+)
+
+
+VAE_22 = dict(  # Wan 2.2's way: residual, folded, another scale
+    z_dim=24, base_dim=8, decoder_base_dim=12, num_res_blocks=1, is_residual=True, in_channels=12, out_channels=12,
+    patch_size=2, scale_factor_temporal=4, scale_factor_spatial=16, latents_mean=[0.1] * 24, latents_std=[1.5] * 24,
+)
+
+
+def make_checkpoint(folder: Path, experts: int = 1, vae: dict = VAE, **transformer) -> Path:
     """Tokenizer and scheduler are the demo model's."""
     import diffusers
     import transformers
@@ -30,10 +44,15 @@ def make_checkpoint(folder: Path, experts: int = 1, **transformer) -> Path:
     modules = {
         "transformer": diffusers.WanTransformer3DModel(**TRANSFORMER | transformer),
         "text_encoder": transformers.UMT5EncoderModel(transformers.UMT5Config(**TEXT_ENCODER, vocab_size=vocabulary)),
-        "vae": diffusers.AutoencoderKLWan(**VAE),
+        "vae": diffusers.AutoencoderKLWan(**vae),
     }
     if experts == 2:
         modules["transformer_2"] = diffusers.WanTransformer3DModel(**TRANSFORMER | transformer)
+    if "image_dim" in transformer:
+        modules["image_encoder"] = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**IMAGE_ENCODER))
+        side = IMAGE_ENCODER["image_size"]
+        sizes = dict(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+        transformers.CLIPImageProcessor(**sizes).save_pretrained(folder / "image_processor")
     for name, module in modules.items():
         for parameter in module.parameters():  # norms and modulations too: ones and zeros would hide mistakes
             parameter.data += 0.05 * torch.randn(parameter.shape)
@@ -45,4 +64,23 @@ def overrides(folder: Path, **transformer) -> list[str]:
     """The demo's config for this checkpoint."""
     values = {"transformer": TRANSFORMER | transformer, "text_encoder": TEXT_ENCODER}
     keys = [(component, name) for component, names in SHOWN.items() for name in names]
-    return [f"model.path={folder}", *(f"model.architecture.{c}.{name}={values[c][name]}" for c, name in keys)]
+    added = [f"++model.architecture.transformer.{name}={value}" for name, value in transformer.items()]
+    if transformer.get("out_channels", 16) != 16:
+        shown = ("z_dim", "scale_factor_spatial", "patch_size", "is_residual", "decoder_base_dim")
+        added += [f"++model.architecture.vae.{name}={VAE_22[name]}" for name in shown]
+    if "image_dim" in transformer:
+        added += [f"++model.architecture.image_encoder.{name}={value}" for name, value in IMAGE_ENCODER.items()]
+        added.append("++model.dtype.image_encoder=float32")
+    return [f"model.path={folder}", *(f"model.architecture.{c}.{name}={values[c][name]}" for c, name in keys), *added]
+
+
+def write_zeros(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """A safetensors file of float32 zeros that takes no disk."""
+    layout, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 4 * math.prod(shape)
+        layout[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+    header = json.dumps(layout).encode()
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + end)

@@ -6,12 +6,15 @@ import importlib
 
 STAGES = {
     "text": "wan_torchax.stages.text.Text",
+    "image": "wan_torchax.stages.image.Image",
     "encode": "wan_torchax.stages.encode.Encode",
+    "encode_first": "wan_torchax.stages.encode.EncodeFirst",
     "denoise": "wan_torchax.stages.denoise.Denoise",
     "decode": "wan_torchax.stages.decode.Decode",
 }
 COMPONENTS = {
     "text_encoder": "wan_torchax.models.text_encoder.TextEncoder",
+    "image_encoder": "wan_torchax.models.image_encoder.ImageEncoder",
     "transformer": "wan_torchax.models.transformer.Transformer",
     "transformer_2": "wan_torchax.models.transformer.Transformer",
     "vae": "wan_torchax.models.vae.Vae",

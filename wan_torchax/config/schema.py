@@ -149,6 +149,7 @@ class Distributed:
 class Rule:
     pattern: str
     spec: list[Any]
+    optional: bool = False  # may match nothing: of a part that some models have
 
 
 @dataclass
@@ -166,6 +167,7 @@ class Table:
 class Sharding:
     name: str = MISSING
     text_encoder: Table = field(default_factory=Table)
+    image_encoder: Table = field(default_factory=lambda: Table(unmatched="replicate"))  # 1.3 GB
     transformer: Table = field(default_factory=Table)
     vae: Table = field(default_factory=Table)
     attention: Parallel = offered(Parallel)

@@ -316,6 +316,8 @@ def table_problems(config: Config) -> Iterator[str]:
                 f"sharding.{component}.gather=true: works on the transformer's scanned blocks only; "
                 "set model.scan_blocks=true, or gather=false"
             )
+    if any("first_latent" in stage.takes for stage in config.pipeline.stages.values()) and not config.model.scan_blocks:
+        yield f"model.scan_blocks=false: pipeline={config.pipeline.name} needs the blocks in a loop; set true"
     for key in ("batch", "heads", "ulysses", "ring"):
         axis = config.sharding.attention[key]
         if axis is not None and axis not in config.mesh.axes:

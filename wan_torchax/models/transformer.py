@@ -38,15 +38,16 @@ class AttentionProcessor:
 
     to_video: Attend
     to_text: Attend
+    text_tokens: int
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
-        if attention_mask is not None or attn.add_k_proj is not None:
-            part = "image tokens (add_k_proj)" if attention_mask is None else "attention masks"
-            raise NotImplementedError(f"the attention of this transformer has {part}, which are not implemented")
+        if attention_mask is not None:
+            raise NotImplementedError("this transformer's attention has masks, which are not implemented")
         attend = self.to_video if encoder_hidden_states is None else self.to_text
-        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        context, pictures = hidden_states if encoder_hidden_states is None else encoder_hidden_states, None
+        if attn.add_k_proj is not None:  # a picture's tokens go before the text's
+            pictures, context = context[:, : -self.text_tokens], context[:, -self.text_tokens :]
         query, key = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(context))
-        value = attn.to_v(context)
         query = query.expand(context.shape[0], -1, -1)  # one video, several prompts: see ScannedBlocks
         tables = () if rotary_emb is None else [table[0, :, 0] for table in rotary_emb]  # (tokens, head_dim)
 
@@ -54,7 +55,11 @@ class AttentionProcessor:
             with jax.named_scope("attend"):
                 return attend(query, key, value, tables)
 
-        return attn.to_out[0](interop.call_jax(in_jax, query, key, value, *tables))
+        attended = interop.call_jax(in_jax, query, key, attn.to_v(context), *tables)
+        if pictures is not None:  # a softmax of their own
+            key, value = attn.norm_added_k(attn.add_k_proj(pictures)), attn.add_v_proj(pictures)
+            attended = attended + interop.call_jax(in_jax, query, key, value)
+        return attn.to_out[0](attended)
 
 
 class ScannedBlocks(torch.nn.Module):
@@ -69,12 +74,16 @@ class ScannedBlocks(torch.nn.Module):
     With `same_video`, all of the batch is one video at one time, and only the texts differ. Then the first block's
     self-attention, which no text has reached yet, is computed once for all: the block takes a batch of one and its
     cross-attention spreads it. That is 1 % of a guided step's arithmetic.
+
+    With `given_tokens`, so many tokens at the start are of a picture that is given, at time 0, and the modulation has a
+    row for them and one for the others. Which is whose is said in each block anew, where XLA makes it part of the sums:
+    a row for every token would be (tokens, 6, channels), gigabytes.
     """
 
     def __init__(self, blocks):
         super().__init__()
         self.block, self.layers = blocks[0], len(blocks)
-        self.gathered, self.multiple, self.same_video = None, 1, False
+        self.gathered, self.multiple, self.same_video, self.given_tokens = None, 1, False, 0
 
     def forward(self, hidden_states, text, modulation, rotary):
         """hidden_states (batch, tokens, channels); rotary: two tables (1, tokens, 1, head_dim)."""
@@ -83,11 +92,14 @@ class ScannedBlocks(torch.nn.Module):
         hidden, *rotary = (self.pad(array) for array in interop.jax_view((hidden_states, *rotary)))
         text, modulation = interop.jax_view((text, modulation))
 
+        def modulate(batch):
+            return by_token(modulation[:batch], self.given_tokens, hidden.shape[1])
+
         def one_block(layer, hidden):
             weights = jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False), stacked)
             if self.gathered is not None:
                 weights = jax.lax.with_sharding_constraint(weights, self.gathered)
-            return call_module(self.block, weights, hidden, text, modulation[: hidden.shape[0]], tuple(rotary))
+            return call_module(self.block, weights, hidden, text, modulate(hidden.shape[0]), tuple(rotary))
 
         first, layers = int(self.same_video and hidden.shape[0] > 1), len(next(iter(stacked.values())))
         if first:
@@ -98,3 +110,23 @@ class ScannedBlocks(torch.nn.Module):
     def pad(self, array):
         """Zeros after the last token."""
         return jnp.pad(array, [(0, 0), (0, -array.shape[1] % self.multiple)] + [(0, 0)] * (array.ndim - 2))
+
+
+def by_token(rows, given: int, tokens: int):
+    """(batch, 2, …) as (batch, tokens, …): the first row for the tokens that are given, the second for the others."""
+    if not given:
+        return rows
+    shape = (1, tokens) + (1,) * (rows.ndim - 2)
+    return jnp.where((jnp.arange(tokens) < given).reshape(shape), rows[:, :1], rows[:, 1:])
+
+
+def give_times_by_token(module: torch.nn.Module, given: int, tokens: int) -> None:
+    """Have a transformer take two times, of given tokens and of the others: the embedding of the time is one for every
+    token then, as its head wants it. The blocks' modulation stays two rows (ScannedBlocks)."""
+    embed = module.condition_embedder.forward
+
+    def forward(*arguments, **named):
+        time, *others = embed(*arguments, **named)
+        return interop.call_jax(by_token, time, given, tokens), *others
+
+    module.condition_embedder.forward = forward

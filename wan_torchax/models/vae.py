@@ -1,7 +1,7 @@
 """Wan's causal video VAE, run chunk by chunk with its caches carried from one call to the next."""
 import diffusers
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, patchify, unpatchify
 
 from wan_torchax.models.modules import construct
 
@@ -37,6 +37,8 @@ def decode_chunk(vae, latent, caches):
         hook.remove()
     waiting = iter(upsampled)  # inputs of the layers that double the frame rate: they left "Rep" in the first call
     features = [next(waiting)[:, :, -1:] * 0 if isinstance(feature, str) else feature for feature in features]
+    if vae.config.patch_size is not None:
+        pixels = unpatchify(pixels, vae.config.patch_size)
     return pixels.clamp(-1, 1), packed(features)
 
 
@@ -47,6 +49,8 @@ def encode_chunk(vae, pixels, caches):
     the mode of the latents (1, channels, 1, height, width), and the caches.
     """
     features = unpacked(vae.encoder, caches)
+    if vae.config.patch_size is not None:  # Wan 2.2's folds 2 x 2 pixels into channels
+        pixels = patchify(pixels, vae.config.patch_size)
     moments = vae.quant_conv(vae.encoder(pixels, feat_cache=features, feat_idx=[0]))
     return moments.chunk(2, dim=1)[0], packed(features)
 

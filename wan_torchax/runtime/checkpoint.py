@@ -17,7 +17,8 @@ from wan_torchax.config.wording import listed
 
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file, for its fingerprint
 ABOUT_FILES = ("architectures", "dtype", "torch_dtype", "transformers_version", "model_type")  # not of the architecture
-BESIDE = {"text_encoder": ("tokenizer",)}  # folders that go with a component, and count as its own
+# Folders that go with a component, and count as its own.
+BESIDE = {"text_encoder": ("tokenizer",), "image_encoder": ("image_processor",)}
 
 
 def find_all(model, components: Iterable[str], required: bool = True) -> dict[str, Checkpoint]:

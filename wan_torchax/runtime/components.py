@@ -29,6 +29,8 @@ class Component:
         self.name, self.key, self.checkpoint = name, self.key_for(name, resolved), resolved.checkpoints.get(name)
         self.kind = registry.load(registry.COMPONENTS, name)
         module, dtype = self.kind.build(recipe.config), recipe.config.model.dtype[key]
+        self.ignored = (*self.kind.ignored, *getattr(module, "ignored", ()))
+        self.prefix = getattr(self.kind, "prefix", "")  # of names in checkpoints
         self.tensors = weights.plan(module, recipe.config.sharding[key], recipe.mesh, dtype, f"sharding.{key}")
         self.arrays: dict[str, jax.Array] = {}
 
@@ -40,7 +42,7 @@ class Component:
 
     def check(self) -> None:
         """Hold the plan against the headers of the checkpoint's files."""
-        weights.check(self.tensors, self.checkpoint.folder, self.kind.ignored)
+        weights.check(self.tensors, self.checkpoint.folder, self.ignored, self.prefix)
 
     def part(self, pattern: str) -> dict[str, weights.Tensor]:
         """The tensors whose names match."""
@@ -54,7 +56,11 @@ class Component:
         phase, total = f"load_{self.name}", sum(tensor.bytes for tensor in absent.values())
         began = time.perf_counter()
         tell(Began(phase, total, "B"))
-        self.arrays |= weights.load(absent, self.checkpoint.folder, lambda count: tell(Advanced(phase, count)))
+
+        def progress(count):
+            tell(Advanced(phase, count))
+
+        self.arrays |= weights.load(absent, self.checkpoint.folder, progress, self.prefix)
         seconds = time.perf_counter() - began
         tell(Ended(phase, seconds))
         log.info("%s: %.3f GiB loaded in %.1f s", self.name, weights.gib(total), seconds)

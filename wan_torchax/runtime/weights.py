@@ -66,8 +66,8 @@ class Tensor:
 def plan(module, table, mesh, dtype: str, key: str) -> dict[str, Tensor]:
     """Shape, dtype and sharding of every array a module (on the meta device) needs.
 
-    The table's rules are full matches on checkpoint names and must be disjoint and all used. Arrays of blocks under a
-    scan get a leading dimension, the layer, which is never sharded.
+    The table's rules are full matches on checkpoint names and must be disjoint and all used, but for optional ones.
+    Arrays of blocks under a scan get a leading dimension, the layer, which is never sharded.
     """
     used, tensors, problems = set(), {}, []
     for name, parameter in module.named_parameters():
@@ -93,6 +93,8 @@ def plan(module, table, mesh, dtype: str, key: str) -> dict[str, Tensor]:
         sharding, dtype_here = jax.sharding.NamedSharding(mesh, spec), dtype_of(module, name, dtype)
         tensors[name] = Tensor(shape, dtype_here, sharding, rule or REPLICATED, sources, stacked=stacked)
     for rule in table.weights.keys() - used:
+        if getattr(table.weights[rule], "optional", False):
+            continue
         pattern = table.weights[rule].pattern
         sources = [tensor.sources[0] for tensor in tensors.values()]
         problems.append(f"{key}.weights.{rule}: pattern {pattern!r} matches nothing; {nearest(pattern, sources)}")
@@ -161,9 +163,11 @@ def gib(count: float) -> float:
 # ---------------------------------------------------------------- loading
 
 
-def load(tensors: dict[str, Tensor], folder: Path, progress: Callable[[int], None]) -> dict[str, jax.Array]:
+def load(
+    tensors: dict[str, Tensor], folder: Path, progress: Callable[[int], None], prefix: str = ""
+) -> dict[str, jax.Array]:
     """Read every planned tensor from a component's folder to its devices; `progress` hears of bytes as they arrive."""
-    files = index(folder)
+    files = without_prefix(index(folder), prefix)
     jobs = [
         (files[source], tensor.dtype, layer_sharding(tensor))
         for tensor in tensors.values()
@@ -189,9 +193,14 @@ def layer_sharding(tensor: Tensor):
     return jax.sharding.NamedSharding(tensor.sharding.mesh, jax.sharding.PartitionSpec(*tensor.sharding.spec[1:]))
 
 
-def check(tensors: dict[str, Tensor], folder: Path, ignored: Iterable[str] = ()) -> None:
+def without_prefix(files: dict[str, Stored], prefix: str) -> dict[str, Stored]:
+    """What files hold, by the names that modules have."""
+    return {name.removeprefix(prefix): stored for name, stored in files.items()}
+
+
+def check(tensors: dict[str, Tensor], folder: Path, ignored: Iterable[str] = (), prefix: str = "") -> None:
     """One error that lists every missing, unexpected and mis-shaped tensor; from the files' headers alone."""
-    files, shapes = index(folder), {}
+    files, shapes = without_prefix(index(folder), prefix), {}
     for tensor in tensors.values():
         shapes |= dict.fromkeys(tensor.sources, tensor.shape[1:] if tensor.stacked else tensor.shape)
     surplus = [name for name in files if name not in shapes and not any(re.match(rule, name) for rule in ignored)]

@@ -15,12 +15,13 @@ from wan_torchax.events import Advanced, Stepped
 from wan_torchax.kernels.settings import Kernel, Parallel
 from wan_torchax.runtime import weights
 from wan_torchax.runtime.programs import NotFinite, Program
+from wan_torchax.stages.image import Image
 from wan_torchax.stages.sampling import advance, noise, scheduler_table
 from wan_torchax.stages.stage import Stage
 
 log = logging.getLogger("wan")
 LANES = 128  # of a tile in a TPU's memory
-CONDITIONS = ("embeddings", "condition")  # values that are the same in every step
+CONDITIONS = ("embeddings", "condition", "first_latent", "image_embeddings")  # values that are the same in every step
 SPARE_BYTES = 2 * 2**30  # to leave free beside weights and what a step needs
 
 
@@ -32,7 +33,8 @@ class Denoise(Stage):
         state       slots: the latents (slot 0) and what the scheduler remembers, (slots, 1, channels, frames, …)
         schedule    timestep, coefficients (slots, slots + 1), guidance_scale: of one step
         conditions  embeddings (prompts, tokens, width); condition (1, channels, frames, height, width), which joins the
-                    latents as further channels
+                    latents as further channels; first_latent (1, channels, 1, height, width), which is the first frame
+                    of the latents, without noise; image_embeddings (pictures, tokens, width)
     """
 
     settings = ("attention.self", "attention.cross", "guidance", "model.text_tokens", "sharding.attention")
@@ -43,12 +45,14 @@ class Denoise(Stage):
 
     @classmethod
     def derived(cls, resolved):
+        pictures = "image" in resolved.graph.stages and Image.result_shapes(resolved.config)["image_embeddings"]
         return {
             "prompts": prompt_count(resolved.config),
             "latent_shape": resolved.latent_shape,
             "tokens": resolved.tokens,
             "slots": scheduler_table(resolved.config)[1].shape[1],
-            "conditioned": "condition" in resolved.graph.stages["denoise"].takes,
+            "conditions": [name for name in resolved.graph.stages["denoise"].takes if name in CONDITIONS],
+            "pictures": pictures,
         }
 
     @classmethod
@@ -59,36 +63,43 @@ class Denoise(Stage):
         from wan_torchax.patches import call_module
 
         derived, dtype = self.recipe.derived, self.config.model.dtype.transformer
-        module = self.spread_module()
+        module, given = self.spread_module(), self.given_tokens()
         prompts, batched = derived["prompts"], self.config.guidance == "batched"
         everywhere = replicated(self.mesh)
 
-        def forward(arrays, latents, timestep, embeddings):
+        def forward(arrays, latents, timestep, embeddings, pictures):
             """The model's input (1, …) repeated for each of the embeddings (batch, tokens, width)."""
             batch = embeddings.shape[0]
+            timestep = jnp.stack([jnp.zeros_like(timestep), timestep]) if given else timestep
+            pictures = None if pictures is None else jnp.tile(pictures, (batch, 1, 1))
             hidden = jnp.broadcast_to(latents.astype(dtype), (batch, *latents.shape[1:]))
-            times = jnp.broadcast_to(timestep, (batch,))
-            velocity = call_module(module, arrays, hidden, times, embeddings, return_dict=False)[0].astype(jnp.float32)
+            times = jnp.broadcast_to(timestep, (batch, *timestep.shape))
+            velocity = call_module(module, arrays, hidden, times, embeddings, pictures, return_dict=False)[0]
             # Small, and what follows would otherwise be spread over the devices in pieces to be put together again.
-            return jax.lax.with_sharding_constraint(velocity, everywhere)
+            return jax.lax.with_sharding_constraint(velocity.astype(jnp.float32), everywhere)
 
         def predict(arrays, latents, schedule, conditions):
-            timestep, embeddings = schedule["timestep"], conditions["embeddings"]
+            embeddings, pictures = conditions["embeddings"], conditions.get("image_embeddings")
             if "condition" in conditions:
                 latents = jnp.concatenate([latents, conditions["condition"]], axis=1)
+            latents = with_first(latents, conditions)
+
+            def velocity(embeddings):
+                return forward(arrays, latents, schedule["timestep"], embeddings, pictures)
+
             if prompts == 1:
-                return forward(arrays, latents, timestep, embeddings)
+                return velocity(embeddings)
             if batched:
-                prompt, negative = jnp.split(forward(arrays, latents, timestep, embeddings), 2)
+                prompt, negative = jnp.split(velocity(embeddings), 2)
             else:
-                prompt, negative = jax.lax.map(lambda one: forward(arrays, latents, timestep, one[None]), embeddings)
+                prompt, negative = jax.lax.map(lambda one: velocity(one[None]), embeddings)
             return negative + schedule["guidance_scale"] * (prompt - negative)
 
         def step(arrays, state, schedule, conditions):
             slots = state["slots"]
             velocity = predict(arrays, slots[0], schedule, conditions)
             # Where the flow would end: what previews show, of the first frame, the only one that can be decoded alone.
-            estimate = (slots[0] - schedule["timestep"] / 1000 * velocity)[:, :, :1]
+            estimate = with_first(slots[0] - schedule["timestep"] / 1000 * velocity, conditions)[:, :, :1]
             slots = advance(slots, velocity, schedule["coefficients"])
             return {"slots": slots}, jnp.isfinite(slots[0]).all(), estimate
 
@@ -104,16 +115,27 @@ class Denoise(Stage):
             return struct(self.mesh, shape, dtype)
 
         schedule = {"timestep": array(), "coefficients": array(slots, slots + 1), "guidance_scale": array()}
-        conditions = {"embeddings": array(derived["prompts"], *text, dtype=self.config.model.dtype.transformer)}
-        if derived["conditioned"]:
+        dtype = self.config.model.dtype.transformer
+        conditions = {"embeddings": array(derived["prompts"], *text, dtype=dtype)}
+        if "condition" in derived["conditions"]:
             batch, channels, *sizes = derived["latent_shape"]
             conditions["condition"] = array(batch, architecture.in_channels - channels, *sizes)
+        if "first_latent" in derived["conditions"]:
+            batch, channels, _, *sides = derived["latent_shape"]
+            conditions["first_latent"] = array(batch, channels, 1, *sides)
+        if "image_embeddings" in derived["conditions"]:
+            conditions["image_embeddings"] = array(*derived["pictures"], dtype=dtype)
         return [{"slots": array(slots, *derived["latent_shape"])}, schedule, conditions]
+
+    def given_tokens(self) -> int:
+        """Tokens of a first frame that is given, at the start of all."""
+        derived = self.recipe.derived
+        return derived["tokens"] // derived["latent_shape"][2] if "first_latent" in derived["conditions"] else 0
 
     def spread_module(self):
         """The transformer with its attention and its loop over the blocks as the mesh wants them."""
         from wan_torchax.kernels.attention import Attend
-        from wan_torchax.models.transformer import AttentionProcessor
+        from wan_torchax.models.transformer import AttentionProcessor, give_times_by_token
 
         config, mesh, parallel = self.config, self.mesh, Parallel(**self.config.sharding.attention)
         if self.recipe.derived["prompts"] == 1 or config.guidance == "sequential":  # a batch of one: nothing to spread
@@ -126,6 +148,7 @@ class Denoise(Stage):
         module.set_attn_processor(AttentionProcessor(
             to_video=Attend(head_dim, kernels["self"], parallel, mesh, keys=self.recipe.derived["tokens"]),
             to_text=Attend(head_dim, kernels["cross"], parallel, mesh, cross=True),
+            text_tokens=config.model.text_tokens,
         ))
         if config.model.scan_blocks:
             blocks, shards = module.blocks[0], math.prod(mesh.shape[axis] for axis in parallel.token_axes)
@@ -133,6 +156,9 @@ class Denoise(Stage):
             blocks.multiple = LANES * shards if shards > 1 else 1
             # Over several devices each would compute what the prompts share.
             blocks.same_video = not (parallel.batch and mesh.shape[parallel.batch] > 1)
+            blocks.given_tokens = self.given_tokens()
+        if self.given_tokens():
+            give_times_by_token(module, self.given_tokens(), self.recipe.derived["tokens"])
         return module
 
     @classmethod
@@ -184,7 +210,10 @@ class Denoise(Stage):
                 raise NotFinite(what, config, "transformer")
             tell(Stepped(index + 1, config.steps, time.perf_counter() - began, estimate))
             tell(Advanced(self.name, 1))
-        return {"latents": numpy.asarray(state["slots"])[0]}
+        latents = numpy.array(state["slots"])[0]
+        if "first_latent" in values:
+            latents[:, :, :1] = values["first_latent"]
+        return {"latents": latents}
 
     @classmethod
     def flops(cls, resolved) -> dict[str, int]:
@@ -225,3 +254,8 @@ class Denoise(Stage):
         rows = math.ceil(batch / size(parallel.batch)) * resolved.tokens / shards
         dim = transformer.num_attention_heads * transformer.attention_head_dim
         return rows * (transformer.ffn_dim / size(parallel.heads) * 2 + dim * (4 + 2 * 4))
+
+
+def with_first(latents, conditions: dict):
+    """The latents with the frame that is given, if one is, in its place."""
+    return latents.at[:, :, :1].set(conditions["first_latent"]) if "first_latent" in conditions else latents

@@ -89,6 +89,28 @@ class Encode(Stage):
         return 6 * size.height * size.width * frames * vae.get("base_dim", 96) * 4 / devices
 
 
+class EncodeFirst(Encode):
+    """A picture to its latents alone (1, channels, 1, height, width): the first latent frame of the video, as it is."""
+
+    @classmethod
+    def result_shapes(cls, config):
+        batch, channels, _, *sides = Geometry.of(config.model.architecture).latent_shape(config.resolution)
+        return {"first_latent": (batch, channels, 1, *sides)}
+
+    @classmethod
+    def amount(cls, resolved):
+        return 1, "frame"
+
+    def run(self, resolved, values, tell):
+        size = resolved.config.resolution
+        picture = read_picture(Path(values["image"]), size.height, size.width, resolved.config.fit)
+        latent, finite, _ = self("first", *self.programs.put("first", (picture[None, :, None],)))
+        if not bool(finite):
+            raise NotFinite("the picture's latents are not finite", resolved.config, "vae")
+        tell(Advanced(self.name, 1))
+        return {"first_latent": numpy.asarray(latent)}
+
+
 def video(pictures: dict[int, numpy.ndarray], frames: range, size) -> numpy.ndarray:
     """Some frames of a video (1, 3, frames, height, width): the pictures in their places, mid grey elsewhere."""
     grey = numpy.zeros((3, size.height, size.width), numpy.float32)
