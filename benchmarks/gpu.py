@@ -38,6 +38,7 @@ wan_torchax.leave_sys_path()
 
 # What imports JAX or torchax is imported where it is used: the peers' process must not have them.
 from wan_torchax import ROOT  # noqa: E402
+from wan_torchax.config import inputs  # noqa: E402
 from wan_torchax.config.commandline import compose, rewrite  # noqa: E402
 from wan_torchax.config.geometry import Geometry, prompt_count  # noqa: E402
 from wan_torchax.runtime.checkpoint import find_all  # noqa: E402
@@ -47,6 +48,8 @@ CASES = {
     "1.3b-720p": ["model=wan21_t2v_1_3b", "resolution=720p"],
     "14b-480p": ["model=wan21_t2v_14b", "resolution=480p"],
     "14b-720p": ["model=wan21_t2v_14b", "resolution=720p"],
+    "i2v-14b-480p": ["model=wan21_i2v_14b_480p", "resolution=480p"],
+    "ti2v-5b-704p": ["model=wan22_ti2v_5b", "pipeline=ti2v", "resolution=704p"],
 }
 SMALL = ["resolution.height=64", "resolution.width=64", "resolution.frames=5"]
 SMOKE = ["model=demo", *SMALL, "mesh=auto", "attention=auto"]
@@ -67,6 +70,8 @@ def configure(*overrides):
     What it leaves to a checkpoint is taken from there, if it is on this machine.
     """
     config = compose(rewrite([*MESH, "compile.cache_dir=null", *overrides]))
+    for key in inputs.taken(config):  # looked at, not used
+        config[key] = str(ROOT / "docs" / "demo.png")
     for name, checkpoint in find_all(config.model, list(config.model.architecture), required=False).items():
         config.model.architecture[name] = checkpoint.architecture
     return config
@@ -224,7 +229,7 @@ def peer_steps(case, config, column, guided=True):
     """Time diffusers' forward and its step with guidance, which is two forwards and the scheduler."""
     model, dtype = transformer_module(config), getattr(torch, config.model.dtype.transformer)
     latents, texts = random_inputs(config, dtype)
-    timestep = torch.tensor([500.0], device=DEVICE)
+    hidden, timestep, pictures = peer_inputs(config, latents, dtype)
     if column != "a":
         torch._dynamo.reset()  # what it compiled for other shapes
         model.set_attention_backend("_native_cudnn")
@@ -232,7 +237,7 @@ def peer_steps(case, config, column, guided=True):
 
     @torch.no_grad()
     def forward(text=texts[0]):
-        return model(latents.to(dtype), timestep, text, return_dict=False)[0]
+        return model(hidden, timestep, text, pictures, return_dict=False)[0]
 
     scheduler = diffusers.UniPCMultistepScheduler(**OmegaConf.to_container(config.scheduler.arguments, resolve=True))
 
@@ -263,6 +268,34 @@ def random_inputs(config, dtype):
     return latents, torch.randn(shape, device=DEVICE, dtype=dtype)
 
 
+def random_conditions(config) -> dict:
+    """What a step is given beside the latents and the text, by name; the same in every process."""
+    torch.manual_seed(2)
+    geometry, architecture = Geometry.of(config.model.architecture), config.model.architecture
+    batch, channels, *sizes = latent_shape(config)
+    shapes = {
+        "condition": (batch, geometry.frame_scale + channels, *sizes), "first_latent": (batch, channels, 1, *sizes[1:]),
+    }
+    if "image_encoder" in architecture:
+        shapes["image_embeddings"] = (1, 257, architecture.image_encoder.hidden_size)
+    taken = [name for name in config.pipeline.stages.denoise.takes if name in shapes]
+    return {name: torch.randn(shapes[name], device=DEVICE) for name in taken}
+
+
+def peer_inputs(config, latents, dtype):
+    """The same as diffusers' pipelines hand it to their transformer: its input, the times, the picture's tokens."""
+    conditions, timestep = random_conditions(config), torch.tensor([500.0], device=DEVICE)
+    if "condition" in conditions:
+        latents = torch.cat([latents, conditions["condition"]], dim=1)
+    if "first_latent" in conditions:
+        latents = torch.cat([conditions["first_latent"], latents[:, :, 1:]], dim=2)
+        tokens = Geometry.of(config.model.architecture).tokens(config.resolution)
+        timestep = torch.full((1, tokens), 500.0, device=DEVICE)
+        timestep[:, : tokens // latents.shape[2]] = 0
+    pictures = conditions.get("image_embeddings")
+    return latents.to(dtype), timestep, pictures if pictures is None else pictures.to(dtype)
+
+
 def project_steps(case, overrides):
     """Time the step program without and with guidance, both on the same weights."""
     for what, changed in (("transformer forward", ["guidance_scale=1"]), ("guided step", [])):
@@ -290,7 +323,8 @@ def step_values(config, latents, texts, row=None):
     embeddings = torch.cat(list(texts[: prompt_count(config)])).float().cpu().numpy()
     row = coefficients[0] if row is None else row
     schedule = {"timestep": numpy.float32(500.0), "coefficients": row, "guidance_scale": config.guidance_scale}
-    return {"slots": slots}, schedule, {"embeddings": embeddings}
+    conditions = {name: value.cpu().numpy() for name, value in random_conditions(config).items()}
+    return {"slots": slots}, schedule, {"embeddings": embeddings} | conditions
 
 
 def floor(case, overrides, side, options):
@@ -349,6 +383,7 @@ def correctness(case, overrides, side, options):
     config = configure(*overrides, "guidance_scale=1", *(["resolution.frames=17"] if DEVICE == "cuda" else []))
     model, dtype = transformer_module(config), getattr(torch, config.model.dtype.transformer)
     latents, texts = random_inputs(config, dtype)
+    hidden, timestep, pictures = peer_inputs(config, latents, torch.float32)
     stage, *_ = build(config, "denoise", lambda config: model)
     slots = stage.recipe.derived["slots"]
     row = numpy.zeros((slots, slots + 1), numpy.float32)
@@ -356,9 +391,9 @@ def correctness(case, overrides, side, options):
     state, *_ = stage("step", *stage.programs.put("step", step_values(config, latents, texts, row)))
     ours = numpy.asarray(state["slots"])[0]
     with torch.no_grad():
-        timestep = torch.tensor([500.0], device=DEVICE)
-        theirs = model(latents.to(dtype), timestep, texts[0], return_dict=False)[0].float().cpu().numpy()
-        exact = model.float()(latents, timestep, texts[0].float(), return_dict=False)[0].cpu().numpy()
+        tokens = pictures if pictures is None else pictures.to(dtype)
+        theirs = model(hidden.to(dtype), timestep, texts[0], tokens, return_dict=False)[0].float().cpu().numpy()
+        exact = model.float()(hidden, timestep, texts[0].float(), pictures, return_dict=False)[0].cpu().numpy()
     sides = {"diffusers": theirs, "project": ours}
     errors = {name: float(numpy.linalg.norm(value - exact) / numpy.linalg.norm(exact)) for name, value in sides.items()}
     rows.append({"what": "error against float32", "case": case, **errors})
@@ -385,6 +420,26 @@ def vae(case, overrides, side, options, dtype="float32"):
     with torch.no_grad():
         seconds, _ = median_seconds(lambda: model.decode(latents).sample, 3)
     record(f"VAE decode {dtype}", case, "a", seconds, None, torch_peak())
+
+
+def encode(case, overrides, side, options):
+    """The VAE's encoder on a picture and grey, as image-to-video has it."""
+    config = configure(*overrides)
+    if "encode" not in config.pipeline.stages:
+        return skipped.append(f"encode {case}: its pipeline has no such stage")
+    size = config.resolution
+    if side == "ours":
+        from wan_torchax.events import silence
+
+        stage, resolved, compile_seconds, peak = build(config, "encode", vae_module)
+        seconds, _ = median_seconds(lambda: stage.run(resolved, resolved.inputs(), silence), 3)
+        return record("VAE encode float32", case, "c", seconds, compile_seconds, peak)
+    model = vae_module(config)
+    pixels = torch.zeros((1, 3, size.frames, size.height, size.width), device=DEVICE)
+    torch_peak()
+    with torch.no_grad():
+        seconds, _ = median_seconds(lambda: model.encode(pixels).latent_dist.mode(), 3)
+    record("VAE encode float32", case, "a", seconds, None, torch_peak())
 
 
 def text(case, overrides, side, options):
@@ -492,6 +547,7 @@ PARTS = {
     "floor": (floor, ("ours",)),
     "vae": (vae, ("peers", "ours")),
     "vae-bf16": (functools.partial(vae, dtype="bfloat16"), ("peers", "ours")),
+    "encode": (encode, ("peers", "ours")),
     "text": (text, ("peers", "ours")),
     "correctness": (correctness, ("ours",)),
     "pipeline": (pipeline, ("peers",)),  # starts processes for both

@@ -81,14 +81,13 @@ def by_environment(port):
 
 SMALL_SIZE = {"resolution.height": 64, "resolution.width": 64, "resolution.frames": 5}
 LAYOUTS = {  # each axis crosses from one process to the other in one of them, with tokens on every device
-    "tp": SMALL_SIZE | {"mesh.axes.dp": 1, "mesh.axes.tp": 8, "stages": ["text", "denoise"]},
     "tokens over sp": {
         "mesh.axes.dp": 1, "mesh.axes.sp": 8, "mesh.axes.tp": 1, "sharding": "sequence", "stages": ["text", "denoise"],
     },
     "a ring over sp": {
         "mesh.axes.dp": 1, "mesh.axes.sp": 8, "mesh.axes.tp": 1, "sharding": "ring", "stages": ["text", "denoise"],
     },
-    "guidance over dp": SMALL_SIZE | {"mesh.axes.dp": 2, "mesh.axes.tp": 4},
+    "guidance over dp and tp": SMALL_SIZE | {"mesh.axes.dp": 2, "mesh.axes.tp": 4},
 }
 LAST, KILLED = len(LAYOUTS), len(LAYOUTS) + 2  # line numbers
 

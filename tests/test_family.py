@@ -73,7 +73,6 @@ def two(folder, boundary=0.875):
 
 CASES = {
     "guidance of each": ["guidance_scale_2=2.5"],
-    "one guidance": [],
     "guidance off in the second": ["guidance_scale_2=1"],
     "swapped, flow Euler": ["guidance_scale_2=2.5", "expert_weights=swapped", "scheduler=euler"],
     "eight devices": ["guidance_scale_2=2.5", "mesh=cpu_8", "mesh.axes={dp:2,sp:2,tp:2}", "sharding=tp_ring"],
@@ -168,7 +167,6 @@ SEEN = {  # five tokens of a picture
 SEEN_CASES = {
     "first": ["pipeline=i2v_clip"],
     "first and last": ["pipeline=flf2v_clip"],
-    "one prompt after the other": ["pipeline=flf2v_clip", "guidance=sequential"],
     "heads over tp": ["pipeline=i2v_clip", "mesh=cpu_8", "mesh.axes={dp:2,sp:1,tp:4}", "sharding=tp"],
     "tokens over sp": ["pipeline=flf2v_clip", "mesh=cpu_8", "mesh.axes={dp:1,sp:8,tp:1}", "sharding=sequence"],
 }
@@ -210,7 +208,6 @@ def with_picture(folder, *overrides):
 
 
 PICTURE_CASES = {
-    "first": ["pipeline=i2v"],
     "first and last": ["pipeline=flf2v"],
     "one expert, unguided": ["pipeline=i2v", "model.experts=[transformer]", "model.boundary=null", "guidance_scale=1"],
     "other sizes": ["pipeline=i2v", "resolution.height=80", "resolution.width=96", "resolution.frames=9"],
@@ -266,7 +263,6 @@ FIVE_CASES = {
     "a prompt": ["pipeline=t2v"],
     "a picture": ["pipeline=ti2v"],
     "one prompt after the other": ["pipeline=ti2v", "guidance=sequential"],
-    "no guidance": ["pipeline=ti2v", "guidance_scale=1"],
     "dp and tp": ["pipeline=ti2v", "mesh=cpu_8", "mesh.devices=4", "mesh.axes={dp:2,sp:1,tp:2}"],
     "tokens over sp": [
         "pipeline=ti2v", "mesh=cpu_8", "mesh.devices=4", "mesh.axes={dp:1,sp:4,tp:1}", "sharding=sequence",

@@ -14,6 +14,7 @@ from wan_torchax import events
 from wan_torchax.config import registry
 from wan_torchax.config.inputs import with_texts
 from wan_torchax.config.schema import ConfigError, PipelineStage
+from wan_torchax.config.validation import validate
 from wan_torchax.models.modules import construct
 from wan_torchax.models.transformer import AttentionProcessor
 from wan_torchax.runtime.programs import Program
@@ -237,17 +238,12 @@ def test_a_class_gets_what_it_takes(caplog):
 
 
 def test_attention_refuses_what_it_does_not_implement():
-    """Image tokens have keys and values of their own, and a mask a meaning: neither may be silently left out."""
-    projections = SimpleNamespace(add_k_proj=object())
-    with pytest.raises(NotImplementedError, match="image tokens .add_k_proj., which are not implemented"):
-        AttentionProcessor(None, None)(projections, None)
-    with pytest.raises(NotImplementedError, match="attention masks, which are not implemented"):
-        AttentionProcessor(None, None)(SimpleNamespace(add_k_proj=None), None, attention_mask=object())
+    """A mask has a meaning, which may not be silently left out."""
+    with pytest.raises(NotImplementedError, match="masks, which are not implemented"):
+        AttentionProcessor(None, None, 512)(SimpleNamespace(add_k_proj=None), None, attention_mask=object())
 
 
-def test_a_transformer_with_image_tokens_is_refused_before_it_is_compiled(checkpoint, cache):
+def test_a_transformer_that_wants_a_pictures_tokens_is_refused_where_no_stage_gives_them():
     image = ["+model.architecture.transformer.added_kv_proj_dim=128", "+model.architecture.transformer.image_dim=16"]
-    config = make_config(*SIZE, cache, "model.path=nowhere/at-all", *image)
-    programs = Session().build(Session().resolve(config, [], weights=False), ["denoise"])["denoise"].programs
-    with pytest.raises(NotImplementedError, match="image tokens"):
-        programs.lower()
+    with pytest.raises(ConfigError, match="model=demo wants a picture's tokens, and pipeline=t2v gives none"):
+        validate(make_config(*image))

@@ -211,6 +211,17 @@ def channel_problems(config: Config) -> Iterator[str]:
         )
 
 
+def token_problems(config: Config) -> Iterator[str]:
+    """A picture's tokens: a transformer has weights for them or it has not."""
+    wanted = config.model.architecture["transformer"].get("image_dim") is not None
+    given = any("image_embeddings" in stage.takes for stage in config.pipeline.stages.values())
+    model, pipeline = f"model={config.model.name}", f"pipeline={config.pipeline.name}"
+    if wanted and not given:
+        yield f"{model} wants a picture's tokens, and {pipeline} gives none; choose a pipeline with an image encoder"
+    if given and not wanted:
+        yield f"{model} has no use for a picture's tokens, which {pipeline} gives; choose a pipeline without them"
+
+
 def file_problems(key: str, path: str | None) -> Iterator[str]:
     """A text file that is not there, not text, or too long to be a prompt."""
     if path is None:
@@ -421,4 +432,4 @@ CHECKS = (
     prompt_problems, picture_problems, mesh_problems, host_problems, table_problems, op_problems, tune_problems,
     plan_problems,
 )
-LATER_CHECKS = (missing_problems, channel_problems, side_problems, kernel_problems)
+LATER_CHECKS = (missing_problems, channel_problems, token_problems, side_problems, kernel_problems)
