@@ -118,14 +118,14 @@ def test_every_table_fits_the_real_parameter_names(model, stage, sharding):
         assert count == pytest.approx(REAL[model], rel=0.005)
 
 
-@pytest.mark.parametrize(
-    "model, stage",
-    [*(("wan21_t2v_14b", stage) for stage in STAGES_OF["wan21_t2v_14b"]), ("wan22_i2v_a14b", "encode"),
-     ("wan21_flf2v_14b", "image"), ("wan21_flf2v_14b", "denoise")],
-)
-@pytest.mark.parametrize(
-    "mesh, platform, kernel", [("v6e_8", "tpu", "tpu_custom_call"), ("gpu_1", "cuda", "mosaic_gpu")]
-)
+LOWERED = [(model, stage, "v6e_8", "tpu", "tpu_custom_call") for model, stage in (
+    *(("wan21_t2v_14b", stage) for stage in STAGES_OF["wan21_t2v_14b"]), ("wan22_i2v_a14b", "encode"),
+    ("wan21_flf2v_14b", "image"), ("wan21_flf2v_14b", "denoise"),
+)]
+LOWERED += [("wan21_t2v_14b", stage, "gpu_1", "cuda", "mosaic_gpu") for stage in ("denoise", "decode")]
+
+
+@pytest.mark.parametrize("model, stage, mesh, platform, kernel", LOWERED)
 def test_the_14b_at_720p_lowers_for_hardware_that_is_not_here(model, stage, mesh, platform, kernel):
     resolved = resolve_real(model, mesh, "tp", *(NO_CUDNN if platform == "cuda" else []))
     with jax.sharding.use_abstract_mesh(resolved.mesh):
