@@ -313,12 +313,16 @@ def test_a_picture_is_known_by_what_it_holds(run, pictured, pictures, tmp_path):
     picture = tmp_path / "photo.png"
     picture.write_bytes((pictures / "first.png").read_bytes())
     only = ["stages=[text,encode]", f"image={picture}", "pipeline=i2v"]
-    _, values = run(*with_picture(pictured), *only)
+    run(*with_picture(pictured), *only)
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert set(metrics["inputs"]) == {"image"} and "image" not in metrics["weights"]
     assert (tmp_path / "run" / "inputs" / "image.png").read_bytes() == picture.read_bytes()
     overrides = [f"replay={tmp_path / 'run'}"]
     assert take_over(make_config(*overrides), overrides).image == str(tmp_path / "run" / "inputs" / "image.png")
+    copy = tmp_path / "run" / "inputs" / "image.png"
+    copy.unlink()
+    copy.symlink_to(picture)
+    assert take_over(make_config(*overrides), overrides).image is None, "a folder may link to what is not its own"
     picture.write_bytes((pictures / "last.png").read_bytes())
     with pytest.raises(ConfigError, match="encode.safetensors was made with other settings(.|\n)*input.image"):
         run(*with_picture(pictured), *only, f"resume={tmp_path / 'run'}", folder="again")

@@ -154,7 +154,8 @@ class Session:
 
     def recall(self, name: str, resolved: Resolved) -> dict[str, numpy.ndarray] | None:
         """The result of a stage that was made from the same before."""
-        return self.results.get(name, {}).get(result_key(name, resolved))
+        results = self.results.get(name)
+        return results and results.get(result_key(name, resolved))
 
     def remember(self, name: str, resolved: Resolved, result: dict[str, numpy.ndarray]) -> None:
         most = find(name).results_remembered

@@ -200,8 +200,6 @@ def explain(error: Exception) -> str:
     named = re.search(r"Could not (?:override|append to config\.? .*?) '?([\w.@/]+)'?", str(error))
     key = getattr(cause, "full_key", None) or (named.group(1) if named else None)
     unknown = r"(?:Key '[^']+' (?:not in|is not in struct)|No match in the defaults list|not in struct)"
-    if key in known_keys() and "delete" in str(error):
-        return f"~{key}: a setting of the program, which cannot be removed; set it instead"
     if key and re.search(unknown, f"{error} {cause}"):
         close = nearest(key, known_keys())
         return f"{key}: no such key or group; {close} (python run.py --cfg job shows them all)"

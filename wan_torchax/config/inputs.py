@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from omegaconf import DictConfig
-from PIL import Image
 
 from wan_torchax.config.commandline import literal
 from wan_torchax.config.wording import one_of
@@ -56,6 +55,8 @@ def input_problems(config: DictConfig) -> Iterator[str]:
 
 def picture_problems(key: str, path: Path) -> Iterator[str]:
     """From the file's header, before anything decodes it: a small file may claim to be a huge picture."""
+    from PIL import Image  # --help does without it
+
     if not path.is_file():
         yield f"{key}: no such file"
     elif path.stat().st_size > MOST_BYTES:
@@ -64,8 +65,7 @@ def picture_problems(key: str, path: Path) -> Iterator[str]:
         try:
             with Image.open(path) as picture:
                 width, height = picture.size
-            if width * height <= MOST_PIXELS:
-                with Image.open(path) as picture:
+                if width * height <= MOST_PIXELS:
                     picture.load()  # all of it: half a file has a good header
         except Image.DecompressionBombError:
             yield f"{key}: more than {MOST_PIXELS // 10**6} million pixels; save it smaller"

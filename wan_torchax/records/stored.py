@@ -62,7 +62,8 @@ def take_over(config: DictConfig, overrides: list[str]) -> DictConfig:
 def with_pictures(now: DictConfig, source: Path, stored: Stored) -> DictConfig:
     """The pictures that a run folder holds a copy of; of others it is said that they are missing."""
     for key in inputs.taken(now):
-        copy = next(iter(sorted((source / "inputs").glob(f"{key}.*"))), None)
+        copies = sorted((source / "inputs").glob(f"{key}.*"))  # not a link to somewhere else
+        copy = next((path for path in copies if path.resolve().is_relative_to(source.resolve())), None)
         if now[key] is None and copy is not None:
             now[key] = literal(str(copy))
         elif now[key] is None and isinstance(stored.metrics.get("inputs"), dict):
