@@ -11,11 +11,12 @@ from omegaconf import OmegaConf
 
 from wan_torchax.config import commandline, inputs
 from wan_torchax.config.geometry import Geometry, guided
+from wan_torchax.config.graph import Graph
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import SEEDS
 
 from . import host, settings
-from .settings import ANY_SIZE, choose, compose, from_prompts, from_widgets, in_words_of_nodes
+from .settings import ANY_SIZE, choose, compose, from_files, from_prompts, from_widgets, in_words_of_nodes
 
 # JAX would take most of a GPU's memory at once, and ComfyUI's other models need some.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -46,6 +47,10 @@ def run_stages(names, config, values=None, helpers=()):
     with torch.inference_mode(False):
         config = inputs.with_texts(config)
         check_values(config.model, values or {})
+        missing = Graph.of(config.pipeline).missing(names, values or {})
+        if missing:
+            remedy = "use Wan 2.1 TPU Full Pipeline for models that start from a picture or video"
+            raise ValueError(f"{config.model.name} needs {missing[0][1]} too: {remedy}")
         resolved = session.resolve(config, [*names, *helpers])
         return session.run(resolved, names, resolved.inputs() | (values or {}), host.Listener(config.steps))
 
@@ -74,7 +79,7 @@ def release() -> None:
 host.on_memory_request(release)
 
 
-def image(frames):
+def as_image(frames):
     """uint8 frames (frames, height, width, 3) as ComfyUI's IMAGE: float32 from 0 to 1."""
     import torch
 
@@ -132,6 +137,18 @@ def flow_shift_widget() -> dict:
 
 def fps_widget() -> dict:
     return {"fps": number(START.resolution.fps, "Frames a second, for the node that writes the video", min=1, max=120)}
+
+
+def file_inputs() -> dict:
+    """Pictures and videos, for models that take them."""
+    tooltips = {
+        "image": ("IMAGE", "A picture the video starts with, for image-to-video models"),
+        "last_image": ("IMAGE", "A picture it ends with, for first-and-last-frame models"),
+        "video": ("IMAGE", "Frames of a video to change, or to be guided by, for video-to-video and VACE"),
+        "mask": ("MASK", "What is made anew of the video, for VACE: one for every frame, or one for all"),
+        "references": ("IMAGE", "Pictures of what should appear, for VACE: a batch"),
+    }
+    return {name: (kind, {"tooltip": tooltip}) for name, (kind, tooltip) in tooltips.items()}
 
 
 CONFIG_TOOLTIP = "From a Wan 2.1 Config node: connect the same one to all nodes. Without it, model_id chooses the model"
@@ -268,29 +285,35 @@ class Wan21TPUVAEDecoder:
         pixels = Geometry.of(compose([*chosen, *ANY_SIZE]).model.architecture).pixels(samples.shape)
         size = from_widgets(height=pixels["height"], width=pixels["width"], num_frames=pixels["frames"], fps=fps)
         values = run_stages(["decode"], compose([*chosen, *size]), {"latents": samples.float().cpu().numpy()})
-        return image(values["frames"]), float(fps)
+        return as_image(values["frames"]), float(fps)
 
 
 class Wan21TPUPipeline:
     CATEGORY = "TPU/Wan2.1"
-    DESCRIPTION = "Prompt to frames: Wan 2.1 Text Encoder, TPU Sampler and TPU VAE Decoder in one node."
+    DESCRIPTION = (
+        "Prompt to frames: Wan 2.1 Text Encoder, TPU Sampler and TPU VAE Decoder in one node. Takes pictures and "
+        "videos for the models that start from them."
+    )
     FUNCTION = "generate"
     RETURN_TYPES = ("IMAGE", "FLOAT")
     RETURN_NAMES = ("frames", "fps")
 
     @classmethod
     def INPUT_TYPES(cls):
-        optional = model_widget() | fps_widget() | flow_shift_widget() | CONFIG_INPUT
+        optional = model_widget() | fps_widget() | flow_shift_widget() | CONFIG_INPUT | file_inputs()
         return {"required": text_widgets() | sampling_widgets(), "optional": optional}
 
     VALIDATE_INPUTS = classmethod(check_seed)
 
     @in_words_of_nodes()
     def generate(self, prompt, negative_prompt, height, width, num_frames, num_inference_steps, guidance_scale, seed,
-                 model_id=MODEL_ID, fps=START.resolution.fps, flow_shift=START.resolution.flow_shift, config=None):
+                 model_id=MODEL_ID, fps=START.resolution.fps, flow_shift=START.resolution.flow_shift, config=None,
+                 image=None, last_image=None, video=None, mask=None, references=None):
         sampling = from_widgets(
             height=height, width=width, num_frames=num_frames, num_inference_steps=num_inference_steps,
             guidance_scale=guidance_scale, seed=seed, flow_shift=flow_shift, fps=fps,
         )
-        overrides = [*choose(config, model_id), *from_prompts(prompt, negative_prompt), *sampling]
-        return image(run_stages(["text", "denoise", "decode"], compose(overrides))["frames"]), float(fps)
+        given = from_files(fps, references, image=image, last_image=last_image, video=video, mask=mask)
+        overrides = [*choose(config, model_id), *from_prompts(prompt, negative_prompt), *sampling, *given]
+        composed = compose(overrides, files=True)
+        return as_image(run_stages(list(composed.stages), composed)["frames"]), float(fps)

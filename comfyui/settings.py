@@ -14,6 +14,8 @@ from wan_torchax.config import commandline, trust
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
 
+from . import files
+
 OWNER = "WAN_TORCHAX_OVERRIDES"
 SERVER_DEFAULTS = ("keep_resident=true", "preview_every=5")  # what suits a server better than a command
 # Where the size does not matter, or is not known yet: one that the model takes.
@@ -41,12 +43,25 @@ class Chosen(tuple):
     """What a Config node has checked. ComfyUI lets a workflow write any list into an input, but not one of these."""
 
 
-def compose(overrides=()):
-    """The config of this server with what a workflow says on top, checked."""
+def compose(overrides=(), files=False):
+    """The config of this server with what a workflow says on top, checked; with `files`, pictures and videos too."""
     owner = commandline.rewrite(shlex.split(os.environ.get(OWNER, "")))
     config = commandline.compose([*SERVER_DEFAULTS, *owner, *overrides])
-    validate(config)
+    validate(config, files)
     return config
+
+
+def from_files(fps, references=None, **given) -> list[str]:
+    """What is connected to the inputs for pictures and videos, as overrides that name files of our own."""
+    said = {}
+    for name, tensor in given.items():
+        if tensor is not None:
+            frames = files.pixels(tensor)
+            still = name in ("image", "last_image") or (name == "mask" and len(frames) == 1)
+            said[name] = files.write_picture(frames[0]) if still else files.write_video(frames, fps)
+    if references is not None:
+        said["references"] = [files.write_picture(frame) for frame in files.pixels(references)]
+    return [f"{name}={trust.written(value)}" for name, value in said.items()]
 
 
 def from_config_node(overrides="", **choices) -> Chosen:

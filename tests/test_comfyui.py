@@ -45,7 +45,7 @@ def load(folder: Path, name: str):
 
 
 comfyui = load(ROOT / "comfyui", "custom_nodes/wan")
-host, nodes, settings = comfyui.host, comfyui.nodes, comfyui.settings
+files, host, nodes, settings = comfyui.nodes.settings.files, comfyui.host, comfyui.nodes, comfyui.settings
 NODES = comfyui.NODE_CLASS_MAPPINGS
 WORKFLOWS, API = ROOT / "comfyui" / "workflows", ROOT / "comfyui" / "api"
 EXAMPLES = ("demo", "t2v_14b_720p_v6e8")
@@ -117,7 +117,8 @@ def test_saved_workflows_of_the_earlier_nodes_still_fit():
     embeddings, texts = ["prompt_embeds", "negative_prompt_embeds"], ["prompt", "negative_prompt"]
     assert list(inputs_of("Wan21TPUSampler")) == [*embeddings, *sampling, "model_id", "flow_shift", "config"]
     assert list(inputs_of("Wan21TPUVAEDecoder")) == ["latents", "model_id", "fps", "config"]
-    assert list(inputs_of("Wan21TPUPipeline")) == [*texts, *sampling, "model_id", "fps", "flow_shift", "config"]
+    files = ["image", "last_image", "video", "mask", "references"]  # came later
+    assert list(inputs_of("Wan21TPUPipeline")) == [*texts, *sampling, "model_id", "fps", "flow_shift", "config", *files]
     assert NODES["Wan21TextEncoder"].RETURN_NAMES == ("prompt_embeds", "negative_prompt_embeds")
     assert NODES["Wan21TPUSampler"].RETURN_NAMES == ("latents", "num_frames")
     for name in ("Wan21TPUVAEDecoder", "Wan21TPUPipeline"):
@@ -319,7 +320,7 @@ def test_any_preset_can_be_chosen_in_the_demo_workflow(preset):
     chosen = read("demo")["1"]["inputs"]
     assert chosen == unchanged()
     config, height, width, *_ = configure(**chosen | {"preset": preset})
-    assert config == (f"preset={preset}",) and min(height, width) == int(re.search("_(480|720|128)p?_", preset)[1])
+    assert config == (f"preset={preset}",) and min(height, width) == int(re.search("_(480|704|720|128)p?_", preset)[1])
 
 
 def test_a_presets_numbers_reach_the_sampler(monkeypatch):
@@ -529,6 +530,20 @@ def test_the_demo_workflow_gives_an_image_batch(made):
     assert type(frames) is torch.Tensor and frames.device.type == "cpu" and frames.dtype is torch.float32
     assert frames.shape == (5, 64, 64, 3) and 0 <= frames.min() < frames.max() <= 1
     assert made["fps"] == 8.0
+
+
+def test_a_video_goes_through_the_pipeline_node_as_through_run_py(made, generate):
+    chosen = configure(overrides="pipeline=v2v\nstrength=0.4")[0]
+    video = pipeline(config=chosen, video=made["images"], seed=8)
+    (file,) = files.FOLDER.glob(f"{Path(files.write_video(files.pixels(made['images']), 8)).name}")
+    folder = generate("pipeline=v2v", "strength=0.4", f"video={file}", "seed=8", f"prompt={PROMPT}")
+    expected = load_file(folder / "decode.safetensors")["frames"]
+    assert numpy.array_equal((video * 255).round().to(torch.uint8).numpy(), expected)
+    with pytest.raises(ConfigError, match="image=.*: pipeline=t2v takes no such file"):
+        pipeline(image=made["images"][:1])
+    sampler = CALLS["Wan21TPUSampler"] | {"config": chosen}
+    with pytest.raises(ValueError, match="demo needs video_latents too: use Wan 2.1 TPU Full Pipeline"):
+        nodes.Wan21TPUSampler().sample(**sampler)
 
 
 def test_the_same_frames_as_run_py(made, generate):

@@ -4,7 +4,6 @@ import subprocess
 import jax
 import pytest
 import yaml
-from PIL import Image
 
 from tests.conftest import ROOT, build, make_config, resolve_there
 from wan_torchax.config.commandline import CONF, options
@@ -14,11 +13,13 @@ from wan_torchax.runtime.weights import gib
 REAL = {  # parameters of a transformer
     "wan21_t2v_1_3b": 1.42e9, "wan21_t2v_14b": 14.29e9, "wan22_t2v_a14b": 14.29e9, "wan22_i2v_a14b": 14.29e9,
     "wan21_i2v_14b_480p": 16.395e9, "wan21_flf2v_14b": 16.396e9, "wan22_ti2v_5b": 5.0e9,
+    "wan21_vace_1_3b": 2.154e9, "wan21_vace_14b": 17.338e9,
 }
 STAGES_OF = {model: list(make_config(f"model={model}").pipeline.stages) for model in REAL}
-PICTURED = {  # pipelines that want a model of their own
+PICTURED = {  # pipelines that want files, and most of them a model of their own
     "i2v": "wan22_i2v_a14b", "flf2v": "wan22_i2v_a14b",
     "i2v_clip": "wan21_i2v_14b_480p", "flf2v_clip": "wan21_flf2v_14b", "ti2v": "wan22_ti2v_5b",
+    "v2v": "wan21_t2v_14b", "vace": "wan21_vace_14b",
 }
 GROUPS = (
     "pipeline", "model", "mesh", "distributed", "sharding", "resolution", "attention", "ops", "scheduler", "prompt",
@@ -37,12 +38,10 @@ def test_every_option_composes(group, option):
 
 
 @pytest.mark.parametrize("pipeline", PICTURED)
-def test_pipelines_with_pictures_go_with_their_model(pipeline, tmp_path):
-    Image.new("RGB", (64, 64)).save(tmp_path / "picture.png")
-    keys = ("image", "last_image") if "flf2v" in pipeline else ("image",)
-    given = [f"{key}={tmp_path / 'picture.png'}" for key in keys]
+def test_pipelines_with_pictures_go_with_their_model(pipeline):
     resolution = "704p" if pipeline == "ti2v" else "720p"
-    validate(make_config(f"model={PICTURED[pipeline]}", f"pipeline={pipeline}", f"resolution={resolution}", *given))
+    config = make_config(f"model={PICTURED[pipeline]}", f"pipeline={pipeline}", f"resolution={resolution}")
+    validate(config, files=False)
 
 
 @pytest.mark.parametrize("chip", options("chip"))
@@ -120,7 +119,7 @@ def test_every_table_fits_the_real_parameter_names(model, stage, sharding):
 
 LOWERED = [(model, stage, "v6e_8", "tpu", "tpu_custom_call") for model, stage in (
     *(("wan21_t2v_14b", stage) for stage in STAGES_OF["wan21_t2v_14b"]), ("wan22_i2v_a14b", "encode"),
-    ("wan21_flf2v_14b", "image"), ("wan21_flf2v_14b", "denoise"),
+    ("wan21_flf2v_14b", "image"),
 )]
 LOWERED += [("wan21_t2v_14b", stage, "gpu_1", "cuda", "mosaic_gpu") for stage in ("denoise", "decode")]
 
@@ -141,6 +140,16 @@ def test_the_14b_at_720p_lowers_for_hardware_that_is_not_here(model, stage, mesh
         once = "the first self-attention is one for both prompts"
         assert any("tensor<1x75600x5120xbf16>" in line for line in kernels), once
         assert any("tensor<2x75600x5120xbf16>" in line for line in kernels)
+
+
+@pytest.mark.parametrize("preset", [name for name in options("preset") if "_v6e" in name or "_v5" in name])
+def test_the_step_of_every_preset_lowers_for_its_tpu(preset):
+    resolved = resolve_there("task=plan", f"preset={preset}")
+    with jax.sharding.use_abstract_mesh(resolved.mesh):
+        lowered = build(resolved, "denoise").programs.lower(platforms=("tpu",))
+    text = lowered["step"].as_text()
+    assert f"mhlo.num_partitions = {resolved.config.mesh.devices}" in text and "tpu_custom_call" in text
+    assert len(text) < 4e6, "the program must not grow with depth or length"
 
 
 def test_tensor_parallel_puts_a_quarter_of_the_14b_on_each_chip():

@@ -2,6 +2,7 @@
 import json
 
 import diffusers
+import imageio_ffmpeg
 import numpy
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from tests import tiny
 from tests.conftest import SMALL, make_config
 from tests.test_parity import NEGATIVE, PROMPT, TEXTS, psnr, relative_error, results
+from wan_torchax.config.clips import read_frames
 from wan_torchax.config.commandline import rewrite
 from wan_torchax.config.geometry import expert_at
 from wan_torchax.config.schema import ConfigError
@@ -294,6 +296,124 @@ def test_the_5b_is_diffusers(run, five, pictures, overrides):
         ).frames[0]
 
     assert_same(values, make("latent").numpy(), make("np"))
+
+
+# ---------------------------------------------------------------- videos
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    """A video and a mask of nine frames, without loss."""
+    folder, generator = tmp_path_factory.mktemp("clips"), numpy.random.default_rng(0)
+    noise = generator.integers(0, 256, (9, 80, 96, 3), dtype=numpy.uint8)
+    noise[:, :40] //= 3
+    mask = numpy.zeros_like(noise)
+    for frame in range(9):
+        mask[frame, 8 * frame % 40 :, 30:70] = 255
+    for name, frames in (("video", noise), ("mask", mask)):
+        sizes = dict(size=(96, 80), fps=16, codec="libx264rgb", pix_fmt_in="rgb24", pix_fmt_out="rgb24")
+        writer = imageio_ffmpeg.write_frames(folder / f"{name}.mkv", **sizes, output_params=["-crf", "0"])
+        writer.send(None)
+        for frame in frames:
+            writer.send(numpy.ascontiguousarray(frame))
+        writer.close()
+    return folder
+
+
+def frames_of(path, count):
+    return [Image.fromarray(frame) for frame in read_frames(path, count, 16)]
+
+
+V2V_CASES = {
+    "a little": ["strength=0.3", "steps=10"],
+    "all of it, odd size": ["strength=1.0", "steps=3", "resolution.height=80", "resolution.width=96"],
+    "flow Euler, eight devices": [
+        "strength=0.6", "steps=5", "scheduler=euler", "mesh=cpu_8", "mesh.axes={dp:2,sp:2,tp:2}", "sharding=tp_ring",
+    ],
+}
+
+
+@pytest.mark.parametrize("overrides", V2V_CASES.values(), ids=V2V_CASES)
+def test_video_to_video_is_diffusers(run, experts, clips, overrides):
+    session.clear()
+    given = ["pipeline=v2v", f"video={clips / 'video.mkv'}", "fit=stretch", "resolution.fps=16"]
+    config, values = run(*tiny.overrides(experts), *given, *overrides)
+    size = config.resolution
+    pipeline = diffusers.WanVideoToVideoPipeline(
+        **components(experts, "text_encoder", "vae", "transformer"), scheduler=scheduler(config)
+    )
+    pipeline.set_progress_bar_config(disable=True)
+
+    def make(kind):
+        return pipeline(
+            video=frames_of(clips / "video.mkv", size.frames), prompt=PROMPT, negative_prompt=NEGATIVE,
+            height=size.height, width=size.width, num_inference_steps=config.steps, strength=config.strength,
+            guidance_scale=config.guidance_scale, output_type=kind,
+            generator=torch.Generator().manual_seed(config.seed),
+        ).frames[0]
+
+    assert_same(values, make("latent").numpy(), make("np"))
+
+
+CONTROLLED = dict(num_layers=4, vace_layers=[0, 2], vace_in_channels=96)
+
+
+@pytest.fixture(scope="module")
+def controlled(tmp_path_factory):
+    return tiny.make_checkpoint(tmp_path_factory.mktemp("controlled") / "model", **CONTROLLED)
+
+
+VACE_CASES = {
+    "video and mask, odd size, other scale": [
+        "video", "mask", "resolution.height=80", "resolution.width=96", "resolution.frames=9", "conditioning_scale=0.6",
+    ],
+    "one reference, unguided": ["first", "guidance_scale=1"],
+    "all, heads over tp": ["video", "mask", "first", "last", "mesh=cpu_8", "mesh.axes={dp:2,sp:1,tp:4}"],
+    "all, tokens over sp": [
+        "video", "mask", "first", "last", "mesh=cpu_8", "mesh.axes={dp:1,sp:8,tp:1}", "sharding=sequence",
+    ],
+    "not in a loop": ["video", "first", "model.scan_blocks=false"],
+}
+
+
+@pytest.mark.parametrize("case", VACE_CASES.values(), ids=VACE_CASES)
+def test_vace_is_diffusers(run, controlled, clips, pictures, case):
+    session.clear()
+    files = {name: clips / f"{name}.mkv" for name in ("video", "mask") if name in case}
+    references = [pictures / f"{name}.png" for name in ("first", "last") if name in case]
+    given = [f"{name}={path}" for name, path in files.items()]
+    given += [f"references=[{','.join(map(str, references))}]", "fit=stretch", "resolution.fps=16"]
+    overrides = [text for text in case if "=" in text]
+    config, values = run(*tiny.overrides(controlled, **CONTROLLED), "pipeline=vace", "steps=3", *given, *overrides)
+    size = config.resolution
+    parts = components(controlled, "text_encoder", "vae")
+    transformer = diffusers.WanVACETransformer3DModel.from_pretrained(controlled / "transformer")
+    pipeline = diffusers.WanVACEPipeline(**parts, transformer=transformer, scheduler=scheduler(config))
+    pipeline.set_progress_bar_config(disable=True)
+    kept, forward = {}, transformer.forward
+
+    def forward_and_keep(*arguments, **named):
+        kept["control"] = named["control_hidden_states"]
+        return forward(*arguments, **named)
+
+    transformer.forward = forward_and_keep
+    frames = {
+        name: [frame.resize((size.width, size.height), Image.LANCZOS) for frame in frames_of(path, size.frames)]
+        for name, path in files.items()
+    }
+
+    def make(kind):
+        return pipeline(
+            **frames, reference_images=[Image.open(path) for path in references] or None, prompt=PROMPT,
+            negative_prompt=NEGATIVE, height=size.height, width=size.width, num_frames=size.frames,
+            num_inference_steps=3, guidance_scale=config.guidance_scale, output_type=kind,
+            conditioning_scale=1.0 if config.conditioning_scale is None else config.conditioning_scale,
+            generator=torch.Generator().manual_seed(config.seed),
+        ).frames[0]
+
+    latents, made = make("latent").numpy()[:, len(references) :], make("np")
+    assert relative_error(values["control"], kept["control"].numpy()) < 1e-4
+    assert_same(values, latents, made)
 
 
 def test_the_5b_has_wans_settings_and_refuses_a_last_picture(pictures):

@@ -1,4 +1,5 @@
 """Lists of prompts: every format, per-line settings, seeds, shards, and lines that are broken."""
+import json
 import re
 
 import pytest
@@ -49,6 +50,24 @@ def test_csv_and_jsonl_carry_settings_of_their_own(tmp_path):
         config = compose(parsed[0].overrides)
         settings = config.prompt.text, config.prompt.negative, config.seed, config.resolution.width
         assert settings == ("a cat, running", "blurry", 3, 832)
+
+
+def test_a_list_names_files_beside_it_and_no_others(tmp_path):
+    file, other = tmp_path / "jobs.csv", tmp_path / "secret" / "photo.png"
+    (tmp_path / "list").mkdir(), other.parent.mkdir()
+    (tmp_path / "list" / "link.png").symlink_to(other)
+    file = tmp_path / "list" / "jobs.jsonl"
+    lines = [{"image": "photo.png"}, {"references": ["a.png", "b.png"]}, {"references": "[a.png]"}]
+    lines += [{"image": name} for name in ("../secret/photo.png", str(other), "link.png", 7)]
+    file.write_text("\n".join(json.dumps({"prompt": "a cat"} | line) for line in lines))
+    beside = tmp_path / "list"
+    first, second, third, *bad = read(f"prompts={file}")
+    assert compose(first.overrides).image == str(beside / "photo.png")
+    assert compose(second.overrides).references == [str(beside / "a.png"), str(beside / "b.png")]
+    assert compose(third.overrides).references == [str(beside / "a.png")]
+    assert all("a list may only name files in its own folder" in job.error for job in bad)
+    (typed,) = read(f'prompts=[{{"prompt": "a", "image": "{other}"}}]')
+    assert "a list may only name files in its own folder" in typed.error
 
 
 def test_a_list_on_the_command_line():

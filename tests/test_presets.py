@@ -10,17 +10,21 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tests.conftest import make_config
+from tests.conftest import ROOT, make_config
+from wan_torchax.config import inputs
 from wan_torchax.config.commandline import CONF, options
 from wan_torchax.config.validation import validate
 from wan_torchax.config.wording import flatten
 
 GOLDEN = Path(__file__).parent / "golden"
-NOT_OF_THE_VIDEO = ("compile.cache_dir", "plan.", "tune.")  # of the machine, or of other tasks
+NOT_OF_THE_VIDEO = ("compile.cache_dir", "plan.", "tune.", "image", "last_image")  # of the machine, or of other tasks
+PICTURE = ROOT / "docs" / "demo.png"
 
 
 def published(name):
     config = make_config(f"preset={name}")
+    for key in set(inputs.taken(config)) - set(config.pipeline.optional):
+        config[key] = str(PICTURE)
     validate(config)
     settings = flatten(OmegaConf.to_container(config, resolve=True))
     return {key: value for key, value in settings if not key.startswith(NOT_OF_THE_VIDEO)}
@@ -45,7 +49,7 @@ def test_a_published_preset_does_not_change(name):
 
 @pytest.mark.parametrize("name", options("preset"))
 def test_a_preset_is_named_and_headed_as_the_others(name):
-    assert re.fullmatch(r"t2v_[a-z0-9_]+_v\d+", name), "<task>_<size>_<resolution>_<hardware>_v<N>"
+    assert re.fullmatch(r"(t2v|i2v|flf2v|ti2v|vace)_[a-z0-9_]+_v\d+", name), "<task>_<size>_<resolution>_<chips>_v<N>"
     text = (CONF / "preset" / f"{name}.yaml").read_text()
     assert text.startswith("# @package _global_\n# ")
     assert f"python run.py preset={name}" in text and "Hardware:" in text and "Time:" in text and "Result:" in text

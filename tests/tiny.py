@@ -39,15 +39,16 @@ def make_checkpoint(folder: Path, experts: int = 1, vae: dict = VAE, **transform
 
     demo = ROOT / "models" / "demo"
     shutil.copytree(demo, folder, ignore=shutil.ignore_patterns("*.safetensors", "metrics.json"))
+    wan = diffusers.WanVACETransformer3DModel if "vace_layers" in transformer else diffusers.WanTransformer3DModel
     vocabulary = transformers.AutoConfig.from_pretrained(demo / "text_encoder").vocab_size
     torch.manual_seed(0)
     modules = {
-        "transformer": diffusers.WanTransformer3DModel(**TRANSFORMER | transformer),
+        "transformer": wan(**TRANSFORMER | transformer),
         "text_encoder": transformers.UMT5EncoderModel(transformers.UMT5Config(**TEXT_ENCODER, vocab_size=vocabulary)),
         "vae": diffusers.AutoencoderKLWan(**vae),
     }
     if experts == 2:
-        modules["transformer_2"] = diffusers.WanTransformer3DModel(**TRANSFORMER | transformer)
+        modules["transformer_2"] = wan(**TRANSFORMER | transformer)
     if "image_dim" in transformer:
         modules["image_encoder"] = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**IMAGE_ENCODER))
         side = IMAGE_ENCODER["image_size"]

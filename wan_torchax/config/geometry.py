@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+DEFAULT_STRENGTH = 0.8
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -25,14 +27,14 @@ class Geometry:
         """What height and width must be multiples of."""
         return {"height": self.size_scale * self.patch[1], "width": self.size_scale * self.patch[2]}
 
-    def latent_shape(self, resolution) -> tuple[int, int, int, int, int]:
-        """(1, channels, frames, height, width) of a video's latents."""
-        frames = (resolution.frames - 1) // self.frame_scale + 1
+    def latent_shape(self, resolution, references: int = 0) -> tuple[int, int, int, int, int]:
+        """(1, channels, frames, height, width) of a video's latents, with a frame more in front for every reference."""
+        frames = references + (resolution.frames - 1) // self.frame_scale + 1
         return 1, self.channels, frames, resolution.height // self.size_scale, resolution.width // self.size_scale
 
-    def tokens(self, resolution) -> int:
+    def tokens(self, resolution, references: int = 0) -> int:
         """What the transformer sees of a video."""
-        return math.prod(self.latent_shape(resolution)[2:]) // math.prod(self.patch)
+        return math.prod(self.latent_shape(resolution, references)[2:]) // math.prod(self.patch)
 
     def pixels(self, latent_shape) -> dict[str, int]:
         """frames, height and width of the video that latents of this shape make."""
@@ -60,6 +62,19 @@ def guidance_at(config, timestep: float) -> float:
     """The scale of the component that works then."""
     first, second = config.guidance_scale, config.guidance_scale_2
     return first if second is None or expert_at(config, timestep) == config.model.experts[0] else second
+
+
+def reference_count(config) -> int:
+    """Pictures that stand before the video while it is denoised."""
+    return len(config.references) if "references" in config.pipeline.inputs.values() else 0
+
+
+def steps_skipped(config) -> int:
+    """Steps at the start that a video which is only changed does not need. As in diffusers."""
+    if "strength" not in config.pipeline.inputs.values():
+        return 0
+    strength = DEFAULT_STRENGTH if config.strength is None else config.strength
+    return config.steps - min(int(config.steps * strength), config.steps)
 
 
 def prompt_count(config) -> int:

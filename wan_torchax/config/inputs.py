@@ -1,17 +1,22 @@
-"""What the user gives a pipeline: texts, typed or from files, and pictures. No JAX, no torch."""
+"""What the user gives a pipeline: texts, typed or from files, pictures and videos. No JAX, no torch."""
+import contextlib
+import functools
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from wan_torchax.config import clips
 from wan_torchax.config.commandline import literal
+from wan_torchax.config.geometry import Geometry
 from wan_torchax.config.wording import one_of
 
-FILES = ("image", "last_image")  # keys of the config that name a picture
 FITS = ("cover", "contain", "stretch")
-MOST_BYTES = 200_000_000
+MOST_BYTES = 200_000_000  # of a picture
+MOST_VIDEO_BYTES = 4_000_000_000
 MOST_PIXELS = 100_000_000
+MOST_REFERENCES = 16
 LEAST_SIDE = 16
 
 
@@ -26,34 +31,50 @@ def with_texts(config: DictConfig) -> DictConfig:
 
 
 def taken(config: DictConfig) -> list[str]:
-    """The keys of pictures that the config's pipeline takes."""
+    """The keys of files that the config's pipeline takes."""
     return [key for key in config.pipeline.inputs.values() if key in FILES]
 
 
+def paths(config: DictConfig, key: str) -> list[Path]:
+    """The files that a key names: none, one or several."""
+    value = config[key]
+    return [Path(path) for path in ([] if value is None else [value] if isinstance(value, str) else value)]
+
+
 def fingerprints(config: DictConfig) -> dict[str, str]:
-    """Sixteen hex digits of each picture's content, by key."""
-    return {key: digest(Path(config[key])) for key in taken(config) if config[key] is not None}
+    """Sixteen hex digits of what the files hold, by key."""
+    return {key: digest(paths(config, key)) for key in taken(config) if paths(config, key)}
 
 
-def digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+def digest(files: list[Path]) -> str:
+    content = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            content.update(hashlib.file_digest(file, "sha256").digest())
+    return content.hexdigest()[:16]
 
 
 def input_problems(config: DictConfig) -> Iterator[str]:
-    """Pictures that are missing, not taken, or none."""
+    """Files that are missing, not taken, or none of what they should be."""
     yield from one_of("fit", config.fit, FITS)
-    for key in FILES:
-        if key in taken(config):
-            if config[key] is None:
-                yield f"{key}: missing; pipeline={config.pipeline.name} starts from it: {key}=photo.jpg"
-            else:
-                yield from picture_problems(f"{key}={config[key]}", Path(config[key]))
-        elif config[key] is not None:
-            remedy = "choose a model that does, e.g. model=wan22_i2v_a14b, and for two pictures pipeline=flf2v"
-            yield f"{key}={config[key]}: pipeline={config.pipeline.name} takes no such picture; {remedy}"
+    name, optional = config.pipeline.name, config.pipeline.optional
+    for key, problems in FILES.items():
+        files, shown = paths(config, key), f"{key}={config[key]}"
+        if key not in taken(config):
+            if files:
+                remedy = "choose a model or pipeline that does; docs/models.md has a command for each"
+                yield f"{shown}: pipeline={name} takes no such file; {remedy}"
+        elif not files and key not in optional:
+            yield f"{key}: missing; pipeline={name} starts from it: {key}={EXAMPLES[key]}"
+        for path in files:
+            yield from problems(f"{key}={path}", path, config)
+    if "mask" in taken(config) and config.mask is not None and config.video is None:
+        yield f"mask={config.mask}: says which parts of a video are kept; give video=clip.mp4 too"
+    if len(config.references) > MOST_REFERENCES:
+        yield f"references: {len(config.references)} pictures; at most {MOST_REFERENCES}"
 
 
-def picture_problems(key: str, path: Path) -> Iterator[str]:
+def picture_problems(key: str, path: Path, config: DictConfig) -> Iterator[str]:
     """From the file's header, before anything decodes it: a small file may claim to be a huge picture."""
     from PIL import Image  # --help does without it
 
@@ -77,3 +98,74 @@ def picture_problems(key: str, path: Path) -> Iterator[str]:
             yield f"{key}: {width} x {height}, more than {MOST_PIXELS // 10**6} million pixels; save it smaller"
         elif min(width, height) < LEAST_SIDE:
             yield f"{key}: {width} x {height} is too small; at least {LEAST_SIDE} a side"
+
+
+def video_problems(key: str, path: Path, config: DictConfig) -> Iterator[str]:
+    """A video has as many frames as are asked for, at the rate of the video that will be made."""
+    size = config.resolution
+    if not path.is_file():
+        yield f"{key}: no such file"
+    elif path.stat().st_size > MOST_VIDEO_BYTES:
+        yield f"{key}: has more than {MOST_VIDEO_BYTES // 10**9} GB; cut it shorter"
+    else:
+        try:
+            clip = clips.probe(path)
+            if clip.width * clip.height > MOST_PIXELS or min(clip.width, clip.height) < LEAST_SIDE:
+                sizes = f"from {LEAST_SIDE} a side to {MOST_PIXELS // 10**6} million pixels"
+                yield f"{key}: {clip.width} x {clip.height}; must be {sizes}"
+                return
+            count = clips.count_frames(path, size.frames, size.fps)
+        except Exception as error:  # whatever ffmpeg makes of it
+            yield f"{key}: not a video that ffmpeg reads ({str(error).strip().splitlines()[-1][:200]}); save it as MP4"
+            return
+        if count < size.frames:
+            scale = Geometry.of(config.model.architecture).frame_scale
+            remedy = f"use resolution.frames={(count - 1) // scale * scale + 1}" if count else "it is empty"
+            fewer = f"fewer than resolution.frames={size.frames}"
+            yield f"{key}: has {count} frames at {size.fps} a second, {fewer}; {remedy}"
+
+
+def mask_problems(key: str, path: Path, config: DictConfig) -> Iterator[str]:
+    """A mask is a video, or one picture for all frames."""
+    yield from (picture_problems if is_picture(path) else video_problems)(key, path, config)
+
+
+def is_picture(path: Path) -> bool:
+    return path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+
+
+def side(name: str, area: int, multiple: int, *files: str | None) -> int:
+    """Height or width of a video of about this area with the aspect of the first file there is; 0 where there is none.
+    ${side:…} in conf/resolution/auto.yaml."""
+    width, height = next((aspect(Path(file)) for file in files if file is not None), (0, 0))
+    if not (width and height):
+        return 0
+    ratio = height / width if name == "height" else width / height
+    return max(round((area * ratio) ** 0.5) // multiple * multiple, multiple)
+
+
+@functools.lru_cache(maxsize=64)
+def aspect(path: Path) -> tuple[int, int]:
+    """Width and height of a picture or video, upright."""
+    from PIL import Image, ImageOps
+
+    with contextlib.suppress(Exception):  # input_problems tells what is wrong with the file
+        if is_picture(path):
+            with Image.open(path) as picture:
+                return ImageOps.exif_transpose(picture).size
+        clip = clips.probe(path)
+        return clip.width, clip.height
+    return 0, 0
+
+
+OmegaConf.register_new_resolver("side", side, replace=True)
+
+# Keys of the config that name files, and what can be wrong with one.
+FILES = {
+    "image": picture_problems, "last_image": picture_problems, "video": video_problems, "mask": mask_problems,
+    "references": picture_problems,
+}
+EXAMPLES = {
+    "image": "photo.jpg", "last_image": "photo.jpg", "video": "clip.mp4", "mask": "mask.mp4",
+    "references": "[photo.jpg]",
+}

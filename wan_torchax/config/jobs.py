@@ -4,7 +4,8 @@
     python run.py prompts=jobs.csv seeds=4                # columns: prompt, negative_prompt, seed, or another key
     python run.py prompts=jobs.jsonl shard=3/12           # every twelfth job, from the third: one machine's of twelve
 
-A list may be a stranger's: what a line may say is what trust.py lets an artefact say.
+A list may be a stranger's: what a line may say is what trust.py lets an artefact say, and files that lie beside the
+list: columns image, last_image, video, mask, references.
 """
 import csv
 import hashlib
@@ -17,9 +18,10 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
 from omegaconf import OmegaConf
 
-from wan_torchax.config import trust
+from wan_torchax.config import inputs, trust
 from wan_torchax.config.commandline import TEXT_KEYS
 from wan_torchax.config.schema import ConfigError
 
@@ -85,13 +87,15 @@ def are_listed(config) -> bool:
 def read(config) -> list[Job]:
     """Every job the config asks for: prompts × seeds, in order."""
     rows = read_prompts(config.prompts) if config.prompts is not None else [(1, {}, None)]
-    seeds = read_seeds(config)
+    seeds, folder = read_seeds(config), folder_of(config.prompts)
     if len(rows) * len(seeds) > MOST_JOBS:
         raise ConfigError(f"prompts and seeds: {len(rows)} x {len(seeds)} videos; at most {MOST_JOBS} in one list")
     jobs, names = [], Counter()
     for number, row, error in rows:
         for seed in seeds:
-            job = make_job(number, row, seed, error)
+            job = make_job(number, row | ({} if seed is None else {"seed": seed}), folder, error)
+            if seed is not None and row.get("seed") is not None:
+                log.warning("line %d: its own seed=%s gives way to seeds=%s", number, row["seed"], seed)
             names[job.name] += 1
             if names[job.name] > 1:  # the same line again
                 job.name += f"-{names[job.name]}"
@@ -99,19 +103,33 @@ def read(config) -> list[Job]:
     return jobs
 
 
-def make_job(number: int, row: dict, seed: int | None, error: str | None) -> Job:
-    """One line of the list with one of the seeds."""
-    if seed is not None and row.get("seed") is not None:
-        log.warning("line %d: its own seed=%s gives way to seeds=%s", number, row["seed"], seed)
+def make_job(number: int, row: dict, folder: Path | None, error: str | None) -> Job:
+    """One line of the list, which lies in a folder if it is a file."""
     values = {TEXT_KEYS.get(key, key): value for key, value in row.items() if value is not None}
-    values |= {} if seed is None else {"seed": seed}
     try:
-        overrides = trust.overrides(values)
+        files = [file_override(key, values[key], folder) for key in values.keys() & inputs.FILES.keys()]
+        overrides = trust.overrides({key: value for key, value in values.items() if key not in inputs.FILES}) + files
     except ConfigError as problem:
         overrides, error = [], error or f"line {number}: {problem}"
     if error is not None:
         return Job(f"line{number:04d}", overrides, error)
     return Job(name_of(values), overrides)
+
+
+def folder_of(source: str | None) -> Path | None:
+    """Where a list lies that is a file."""
+    return None if source is None or source.lstrip().startswith("[") else Path(source).resolve().parent
+
+
+def file_override(key: str, value, folder: Path | None) -> str:
+    """What a line says of a picture or video: a file in the list's folder, or several (references)."""
+    names = yaml.safe_load(value) if isinstance(value, str) and value.startswith("[") else value
+    names = names if isinstance(names, list) else [names]
+    paths = [(folder / name).resolve() for name in names if folder and isinstance(name, str)]
+    if len(paths) != len(names) or not all(path.is_relative_to(folder) for path in paths):
+        raise ConfigError(f"{key}={trust.shown(value)}: a list may only name files in its own folder")
+    texts = [str(path) for path in paths]
+    return f"{key}={trust.written(texts if key == 'references' else texts[0])}"
 
 
 def name_of(values: dict) -> str:

@@ -9,6 +9,8 @@ STAGES = {
     "image": "wan_torchax.stages.image.Image",
     "encode": "wan_torchax.stages.encode.Encode",
     "encode_first": "wan_torchax.stages.encode.EncodeFirst",
+    "encode_video": "wan_torchax.stages.encode.EncodeVideo",
+    "encode_control": "wan_torchax.stages.control.EncodeControl",
     "denoise": "wan_torchax.stages.denoise.Denoise",
     "decode": "wan_torchax.stages.decode.Decode",
 }

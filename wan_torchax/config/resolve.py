@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from omegaconf import DictConfig, OmegaConf
 
 from wan_torchax.config import attention, validation
-from wan_torchax.config.geometry import Geometry
+from wan_torchax.config.geometry import Geometry, reference_count
 from wan_torchax.config.graph import Graph
 from wan_torchax.config.registry import described_by
 from wan_torchax.config.schema import ConfigError
@@ -84,8 +84,13 @@ class Resolved:
         return self.geometry.latent_shape(self.config.resolution)
 
     @property
+    def denoised_shape(self) -> tuple[int, int, int, int, int]:
+        """Of the latents while they are made: with those of reference pictures in front."""
+        return self.geometry.latent_shape(self.config.resolution, reference_count(self.config))
+
+    @property
     def tokens(self) -> int:
-        return self.geometry.tokens(self.config.resolution)
+        return self.geometry.tokens(self.config.resolution, reference_count(self.config))
 
     def inputs(self) -> dict[str, Any]:
         """What the user gives, by the names the stages take it by."""

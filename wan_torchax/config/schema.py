@@ -87,6 +87,7 @@ class Pipeline:
 
     name: str = MISSING
     inputs: dict[str, str] = field(default_factory=dict)  # a value's name -> the config key the user gives it by
+    optional: list[str] = field(default_factory=list)  # inputs that may be left out
     stages: dict[str, PipelineStage] = field(default_factory=dict)
 
 
@@ -104,6 +105,10 @@ class Model:
     guidance_scale: float = 5.0
     guidance_scale_2: Optional[float] = None  # of the second expert; null: the same
     flow_shift: Optional[float] = None  # null: as the resolution says
+    area: int = 480 * 832  # pixels, frames and rate of resolution=auto
+    frames: int = 81
+    fps: int = 16
+    size_multiple: int = 16
     min_size: int = 256
     max_size: int = 1280
     max_frames: int = 121
@@ -179,6 +184,7 @@ class Resolution:
     width: int = offered()
     frames: int = offered()
     fps: int = offered(16)
+    area: Optional[int] = offered(None)  # of resolution=auto
     flow_shift: float = offered(3.0)
 
 
@@ -277,7 +283,12 @@ class Config:
     replay: Optional[str] = None
     image: Optional[str] = None
     last_image: Optional[str] = None
+    video: Optional[str] = None
+    mask: Optional[str] = None
+    references: list[str] = field(default_factory=list)
     fit: str = offered("cover")
+    strength: Optional[float] = offered(None)
+    conditioning_scale: Optional[float] = offered(None)
     prompts: Optional[str] = None
     seeds: Optional[Any] = None
     shard: Optional[str] = None

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from wan_torchax.config import inputs
 from wan_torchax.config.attention import attention_problems, takes_dtype
-from wan_torchax.config.geometry import Geometry, guided
+from wan_torchax.config.geometry import Geometry, guided, steps_skipped
 from wan_torchax.config.graph import Graph
 from wan_torchax.config.registry import COMPONENTS, STAGES, TASKS, described_by
 from wan_torchax.config.schema import (
@@ -44,9 +44,11 @@ SCHEDULERS = (  # of diffusers', those that are linear and draw no noise: stages
 PROBLEMS_SHOWN = 30
 
 
-def validate(config: Config) -> None:
-    """Raises one ConfigError that lists everything wrong with a composed config; returns if nothing is."""
-    problems = [problem for check in CHECKS for problem in check(config)]
+def validate(config: Config, files: bool = True) -> None:
+    """Raises one ConfigError that lists everything wrong with a composed config; returns if nothing is. Without
+    `files`, pictures and videos need not be there yet."""
+    checks = [check for check in CHECKS if files or check is not picture_problems]
+    problems = [problem for check in checks for problem in check(config)]
     if not problems:  # these need sound axes, heads and stages
         problems = [problem for check in LATER_CHECKS for problem in check(config)]
     if problems:
@@ -125,7 +127,10 @@ def resolution_problems(config: Config) -> Iterator[str]:
     geometry = Geometry.of(model.architecture)
     for key, multiple in geometry.multiples.items():
         size = resolution[key]
-        if size % multiple:
+        if size == 0 and resolution.area is not None:
+            remedy = "give image=photo.jpg or video=clip.mp4 for a pipeline that takes it, or another resolution"
+            yield f"resolution=auto: there is no picture to take {key} from; {remedy}"
+        elif size % multiple:
             yield f"resolution.{key}={size}: must be a multiple of {multiple}; {nearest_multiple(size, multiple)}"
         elif not model.min_size <= size <= model.max_size:
             closest = min(max(size, model.min_size), model.max_size)
@@ -169,6 +174,16 @@ def sampling_problems(config: Config) -> Iterator[str]:
     elif second is not None and second > 1 and not guided(config):
         scale = config.guidance_scale
         yield f"guidance_scale_2={second}: guidance_scale={scale} decides, and is none; set it above 1, or both to 1"
+    for key, most in (("strength", 1), ("conditioning_scale", 10)):
+        if config[key] is None:
+            continue
+        if key not in config.pipeline.inputs.values():
+            yield f"{key}={config[key]}: pipeline={config.pipeline.name} has no use for it; leave it out"
+        elif not 0 <= config[key] <= most:
+            yield f"{key}={config[key]}: must be from 0 to {most}; null is the usual"
+    if steps_skipped(config) >= config.steps >= 1:
+        least = f"strength of at least {math.ceil(1000 / config.steps) / 1000}, or more steps"
+        yield f"strength={config.strength}: leaves none of {config.steps} steps; {least}"
     if config.preview_every < 0:
         yield f"preview_every={config.preview_every}: a number of steps; 0 for no previews"
     if config.preview_every > 0 and not {"denoise", "decode"} <= set(config.stages):
@@ -193,7 +208,7 @@ def prompt_problems(config: Config) -> Iterator[str]:
 
 
 def picture_problems(config: Config) -> Iterator[str]:
-    """Pictures that the user gives. A plan needs none."""
+    """Pictures and videos that the user gives. A plan needs none."""
     if config.task != "plan":
         yield from inputs.input_problems(config)
 
@@ -201,7 +216,7 @@ def picture_problems(config: Config) -> Iterator[str]:
 def channel_problems(config: Config) -> Iterator[str]:
     """The transformer's input against what the pipeline gives it."""
     geometry, transformer = Geometry.of(config.model.architecture), config.model.architecture["transformer"]
-    conditioned = any("condition" in stage.takes for stage in config.pipeline.stages.values())
+    conditioned = "condition" in values_taken(config)
     needed = geometry.channels + (geometry.frame_scale + geometry.channels if conditioned else 0)
     if transformer["in_channels"] != needed:
         remedy = "choose another model, or the pipeline that is its own"
@@ -211,10 +226,29 @@ def channel_problems(config: Config) -> Iterator[str]:
         )
 
 
+def control_problems(config: Config) -> Iterator[str]:
+    """Control: a transformer has blocks for it or it has not."""
+    geometry, transformer = Geometry.of(config.model.architecture), config.model.architecture["transformer"]
+    wanted, given = "vace_layers" in transformer, "control" in values_taken(config)
+    model, pipeline = f"model={config.model.name}", f"pipeline={config.pipeline.name}"
+    if wanted and not given:
+        yield f"{model} wants control, and {pipeline} gives none; use pipeline=vace"
+    elif given and not wanted:
+        yield f"{model} has no blocks for control, which {pipeline} gives; use model=wan21_vace_1_3b or wan21_vace_14b"
+    elif given and transformer["vace_in_channels"] != (channels := 2 * geometry.channels + geometry.size_scale**2):
+        key = "model.architecture.transformer.vace_in_channels"
+        yield f"{key}={transformer['vace_in_channels']}: {pipeline} gives {channels}"
+
+
+def values_taken(config: Config) -> set[str]:
+    """What the stages of the pipeline take, all together."""
+    return {value for stage in config.pipeline.stages.values() for value in stage.takes}
+
+
 def token_problems(config: Config) -> Iterator[str]:
     """A picture's tokens: a transformer has weights for them or it has not."""
     wanted = config.model.architecture["transformer"].get("image_dim") is not None
-    given = any("image_embeddings" in stage.takes for stage in config.pipeline.stages.values())
+    given = "image_embeddings" in values_taken(config)
     model, pipeline = f"model={config.model.name}", f"pipeline={config.pipeline.name}"
     if wanted and not given:
         yield f"{model} wants a picture's tokens, and {pipeline} gives none; choose a pipeline with an image encoder"
@@ -327,7 +361,7 @@ def table_problems(config: Config) -> Iterator[str]:
                 f"sharding.{component}.gather=true: works on the transformer's scanned blocks only; "
                 "set model.scan_blocks=true, or gather=false"
             )
-    if any("first_latent" in stage.takes for stage in config.pipeline.stages.values()) and not config.model.scan_blocks:
+    if "first_latent" in values_taken(config) and not config.model.scan_blocks:
         yield f"model.scan_blocks=false: pipeline={config.pipeline.name} needs the blocks in a loop; set true"
     for key in ("batch", "heads", "ulysses", "ring"):
         axis = config.sharding.attention[key]
@@ -432,4 +466,6 @@ CHECKS = (
     prompt_problems, picture_problems, mesh_problems, host_problems, table_problems, op_problems, tune_problems,
     plan_problems,
 )
-LATER_CHECKS = (missing_problems, channel_problems, token_problems, side_problems, kernel_problems)
+LATER_CHECKS = (
+    missing_problems, channel_problems, token_problems, control_problems, side_problems, kernel_problems,
+)

@@ -6,15 +6,22 @@ import jax
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from wan_torchax.config.schema import ConfigError
+
 log = logging.getLogger("wan")
 
 
 def construct(kind: type, architecture: DictConfig) -> torch.nn.Module:
-    """A module on the meta device: shapes and names, no memory. What its class does not take is left out, and said."""
+    """A module on the meta device: shapes and names, no memory. A setting that its class does not take is an error,
+    unless it is off: Wan 2.2's VAE says clip_output: false."""
     architecture, taken = OmegaConf.to_container(architecture), inspect.signature(kind.__init__).parameters
-    for name in architecture.keys() - taken.keys():
-        log.info("%s: %s=%s in the checkpoint's config.json is left out: this version does not take it",
-                 kind.__name__, name, architecture[name])
+    for name in sorted(architecture.keys() - taken.keys()):
+        if architecture[name] not in (None, False):
+            raise ConfigError(
+                f"{name}={architecture[name]} in the checkpoint's config.json: {kind.__name__} does not know it; "
+                "a newer version of diffusers may"
+            )
+        log.info("%s: %s=%s in the checkpoint's config.json is left out", kind.__name__, name, architecture[name])
     with torch.device("meta"):
         return kind(**{name: value for name, value in architecture.items() if name in taken}).eval()
 

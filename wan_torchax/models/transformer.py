@@ -1,4 +1,5 @@
 """Wan's transformer: its blocks under one loop, its attention through the project's kernels."""
+import functools
 from dataclasses import dataclass
 
 import diffusers
@@ -6,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from wan_torchax.config.schema import ConfigError
 from wan_torchax.kernels.attention import Attend
 from wan_torchax.models.modules import construct
 from wan_torchax.patches import call_module, interop
@@ -17,7 +19,10 @@ class Transformer:
     @staticmethod
     def build(config) -> torch.nn.Module:
         """The module on the meta device, its blocks under a loop where the config says so."""
-        module = construct(diffusers.WanTransformer3DModel, config.model.architecture.transformer)
+        architecture = config.model.architecture.transformer
+        controlled = "vace_layers" in architecture
+        kind = diffusers.WanVACETransformer3DModel if controlled else diffusers.WanTransformer3DModel
+        module = construct(kind, architecture)
         settings = module.config
         # RoPE's tables are computed when the module is made, which the meta device does not do.
         module.rope = type(module.rope)(
@@ -25,6 +30,8 @@ class Transformer:
         )
         if config.model.scan_blocks:
             module.blocks = torch.nn.ModuleList([ScannedBlocks(module.blocks)])
+            if controlled:
+                interleave_control(module)
         return module
 
 
@@ -78,12 +85,17 @@ class ScannedBlocks(torch.nn.Module):
     With `given_tokens`, so many tokens at the start are of a picture that is given, at time 0, and the modulation has a
     row for them and one for the others. Which is whose is said in each block anew, where XLA makes it part of the sums:
     a row for every token would be (tokens, 6, channels), gigabytes.
+
+    With `control`, tokens of a control video (batch, tokens, channels) and a scale for every control block, the blocks
+    run in groups of one control block and the main blocks up to the next: a control block's hint is added to the first
+    of them and is gone, where all hints together would be gigabytes.
     """
 
     def __init__(self, blocks):
         super().__init__()
         self.block, self.layers = blocks[0], len(blocks)
         self.gathered, self.multiple, self.same_video, self.given_tokens = None, 1, False, 0
+        self.control_blocks, self.control = [], None  # in a list, so that its parameters keep their own names
 
     def forward(self, hidden_states, text, modulation, rotary):
         """hidden_states (batch, tokens, channels); rotary: two tables (1, tokens, 1, head_dim)."""
@@ -96,20 +108,79 @@ class ScannedBlocks(torch.nn.Module):
             return by_token(modulation[:batch], self.given_tokens, hidden.shape[1])
 
         def one_block(layer, hidden):
-            weights = jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False), stacked)
-            if self.gathered is not None:
-                weights = jax.lax.with_sharding_constraint(weights, self.gathered)
+            weights = self.layer_of(stacked, layer)
             return call_module(self.block, weights, hidden, text, modulate(hidden.shape[0]), tuple(rotary))
 
         first, layers = int(self.same_video and hidden.shape[0] > 1), len(next(iter(stacked.values())))
-        if first:
-            hidden = one_block(0, hidden[:1])
-        hidden = jax.lax.fori_loop(first, layers, one_block, hidden)
+        if self.control is not None:
+            control_block = functools.partial(self.control_block, text, modulation, tuple(rotary))
+            hidden = self.in_groups(first, layers, one_block, control_block, hidden)
+        else:
+            if first:
+                hidden = one_block(0, hidden[:1])
+            hidden = jax.lax.fori_loop(first, layers, one_block, hidden)
         return interop.torch_view(hidden[:, :tokens])
+
+    def layer_of(self, stacked, layer):
+        """The weights of one layer, gathered where that is asked for."""
+        weights = jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False), stacked)
+        return weights if self.gathered is None else jax.lax.with_sharding_constraint(weights, self.gathered)
+
+    def control_block(self, text, modulation, rotary, layer, control):
+        """(hint, control) of one control block. It has no use for the video's tokens beyond those it began with."""
+        blocks = self.control_blocks[0]
+        weights = self.layer_of(interop.jax_view(dict(blocks.block.named_parameters())), layer)
+        return call_module(blocks.block, weights, None, text, control, modulation[: control.shape[0]], rotary)
+
+    def in_groups(self, first, layers, one_block, control_block, hidden):
+        control, scales = interop.jax_view(self.control)
+        control = interop.jax_view(self.control_blocks[0].proj_in(interop.torch_view(self.pad(control)))) + hidden
+        groups = len(scales)
+        stride = layers // groups
+
+        def one_group(group, carry):
+            hidden, control = carry
+            hint, control = control_block(group, control)
+            hidden = one_block(group * stride, hidden) + scales[group] * hint
+            rest = jax.lax.fori_loop(1, stride, lambda place, hidden: one_block(group * stride + place, hidden), hidden)
+            return rest, control
+
+        carry = hidden, control
+        if first:
+            carry = one_group(0, (hidden[:1], control[:1]))
+        return jax.lax.fori_loop(first, groups, one_group, carry)[0]
 
     def pad(self, array):
         """Zeros after the last token."""
         return jnp.pad(array, [(0, 0), (0, -array.shape[1] % self.multiple)] + [(0, 0)] * (array.ndim - 2))
+
+
+class ControlBlocks(torch.nn.Module):
+    """VACE's control blocks with stacked weights, and what the first of them does before the others' work."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.proj_in, blocks[0].proj_in = blocks[0].proj_in, None
+        self.block, self.layers = blocks[0], len(blocks)
+
+
+def interleave_control(module: torch.nn.Module) -> None:
+    """Have VACE's transformer run its control blocks between the main ones, in place of all of them first."""
+    layers, groups = module.blocks[0].layers, len(module.vace_blocks)
+    if list(module.config.vace_layers) != list(range(0, layers, layers // groups)):
+        raise ConfigError(
+            f"model.architecture.transformer.vace_layers={list(module.config.vace_layers)}: not every n-th of {layers} "
+            "layers, as a loop needs them; set model.scan_blocks=false"
+        )
+    module.vace_blocks = torch.nn.ModuleList([ControlBlocks(module.vace_blocks)])
+    module.blocks[0].control_blocks.append(module.vace_blocks[0])
+
+    def forward(*arguments, control_hidden_states, control_hidden_states_scale, **named):
+        tokens = module.vace_patch_embedding(control_hidden_states).flatten(2).transpose(1, 2)
+        module.blocks[0].control = tokens, control_hidden_states_scale
+        return diffusers.WanTransformer3DModel.forward(module, *arguments, **named)
+
+    module.forward = forward
 
 
 def by_token(rows, given: int, tokens: int):

@@ -123,14 +123,16 @@ def write_failure(folder: Path, overrides: list[str], message: str) -> None:
 
 
 def copy_pictures(folder: Path, config) -> None:
-    """The pictures a video is made from, for those who replay it: inputs/image.jpg."""
+    """The files a video is made from, for those who replay it: inputs/image.jpg, inputs/references.0.png."""
     for key in inputs.taken(config):
-        source = Path(config[key])
-        target = folder / "inputs" / f"{key}{source.suffix}"
-        target.parent.mkdir(exist_ok=True)
-        if not (target.exists() and target.samefile(source)):
-            with whole(target) as partial:
-                shutil.copyfile(source, partial)
+        files = inputs.paths(config, key)
+        for number, source in enumerate(files):
+            place = f".{number}" if OmegaConf.is_list(config[key]) else ""
+            target = folder / "inputs" / f"{key}{place}{source.suffix}"
+            target.parent.mkdir(exist_ok=True)
+            if not (target.exists() and target.samefile(source)):
+                with whole(target) as partial:
+                    shutil.copyfile(source, partial)
 
 
 def write_order(folder: Path, names: list[str]) -> None:

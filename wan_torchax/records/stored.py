@@ -60,14 +60,17 @@ def take_over(config: DictConfig, overrides: list[str]) -> DictConfig:
 
 
 def with_pictures(now: DictConfig, source: Path, stored: Stored) -> DictConfig:
-    """The pictures that a run folder holds a copy of; of others it is said that they are missing."""
+    """The files that a run folder holds a copy of; of others it is said that they are missing."""
+    recorded = stored.metrics.get("inputs")
     for key in inputs.taken(now):
-        copies = sorted((source / "inputs").glob(f"{key}.*"))  # not a link to somewhere else
-        copy = next((path for path in copies if path.resolve().is_relative_to(source.resolve())), None)
-        if now[key] is None and copy is not None:
-            now[key] = literal(str(copy))
-        elif now[key] is None and isinstance(stored.metrics.get("inputs"), dict):
-            log.warning("%s: was made from a picture that is not there; give it: %s=<file>", source, key)
+        if inputs.paths(now, key):
+            continue
+        found = sorted((source / "inputs").glob(f"{key}.*"), key=lambda path: (len(path.name), path.name))
+        copies = [literal(str(path)) for path in found if path.resolve().is_relative_to(source.resolve())]
+        if copies:  # none of them a link to somewhere else
+            now[key] = copies if OmegaConf.is_list(now[key]) else copies[0]
+        elif isinstance(recorded, dict) and (key in recorded or key not in now.pipeline.optional):
+            log.warning("%s: was made from a file that is not there; give it: %s=<file>", source, key)
     return now
 
 

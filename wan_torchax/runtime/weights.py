@@ -113,10 +113,10 @@ def rule_for(name: str, rules, problems: list[str], key: str) -> str | None:
 
 def sources_of(module, name: str) -> tuple[list[str], bool]:
     """The checkpoint names of a parameter, and whether they are the layers of a scan."""
-    head = "blocks.0.block."  # models.transformer.ScannedBlocks
-    if not (name.startswith(head) and hasattr(module.blocks[0], "layers")):
+    stack = re.match(r"(\w*blocks)\.0\.block\.", name)  # models.transformer: ScannedBlocks, ControlBlocks
+    if stack is None or not hasattr(blocks := getattr(module, stack[1])[0], "layers"):
         return [name], False
-    return [name.replace(head, f"blocks.{layer}.", 1) for layer in range(module.blocks[0].layers)], True
+    return [f"{stack[1]}.{layer}.{name[stack.end():]}" for layer in range(blocks.layers)], True
 
 
 def dtype_of(module, name: str, dtype: str) -> str:

@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy
 
-from wan_torchax.config.geometry import Geometry, expert_at, guidance_at, prompt_count
+from wan_torchax.config.geometry import (
+    Geometry,
+    expert_at,
+    guidance_at,
+    prompt_count,
+    reference_count,
+    steps_skipped,
+)
 from wan_torchax.devices.mesh import memory_bytes
 from wan_torchax.devices.sharding import replicated, struct
 from wan_torchax.events import Advanced, Stepped
@@ -16,12 +23,13 @@ from wan_torchax.kernels.settings import Kernel, Parallel
 from wan_torchax.runtime import weights
 from wan_torchax.runtime.programs import NotFinite, Program
 from wan_torchax.stages.image import Image
-from wan_torchax.stages.sampling import advance, noise, scheduler_table
+from wan_torchax.stages.sampling import advance, noise, scheduler_table, start_sigma
 from wan_torchax.stages.stage import Stage
 
 log = logging.getLogger("wan")
 LANES = 128  # of a tile in a TPU's memory
-CONDITIONS = ("embeddings", "condition", "first_latent", "image_embeddings")  # values that are the same in every step
+# Values that are the same in every step.
+CONDITIONS = ("embeddings", "condition", "first_latent", "image_embeddings", "control", "conditioning_scale")
 SPARE_BYTES = 2 * 2**30  # to leave free beside weights and what a step needs
 
 
@@ -34,7 +42,10 @@ class Denoise(Stage):
         schedule    timestep, coefficients (slots, slots + 1), guidance_scale: of one step
         conditions  embeddings (prompts, tokens, width); condition (1, channels, frames, height, width), which joins the
                     latents as further channels; first_latent (1, channels, 1, height, width), which is the first frame
-                    of the latents, without noise; image_embeddings (pictures, tokens, width)
+                    of the latents, without noise; image_embeddings (pictures, tokens, width); control (1, channels,
+                    frames, height, width), of which VACE's control blocks make hints that count conditioning_scale
+
+    Reference pictures are latent frames in front of the video's: denoised with them, and left out of the result.
     """
 
     settings = ("attention.self", "attention.cross", "guidance", "model.text_tokens", "sharding.attention")
@@ -48,7 +59,8 @@ class Denoise(Stage):
         pictures = "image" in resolved.graph.stages and Image.result_shapes(resolved.config)["image_embeddings"]
         return {
             "prompts": prompt_count(resolved.config),
-            "latent_shape": resolved.latent_shape,
+            "latent_shape": resolved.denoised_shape,
+            "references": reference_count(resolved.config),
             "tokens": resolved.tokens,
             "slots": scheduler_table(resolved.config)[1].shape[1],
             "conditions": [name for name in resolved.graph.stages["denoise"].takes if name in CONDITIONS],
@@ -63,29 +75,37 @@ class Denoise(Stage):
         from wan_torchax.patches import call_module
 
         derived, dtype = self.recipe.derived, self.config.model.dtype.transformer
-        module, given = self.spread_module(), self.given_tokens()
+        module, given, references = self.spread_module(), self.given_tokens(), derived["references"]
         prompts, batched = derived["prompts"], self.config.guidance == "batched"
         everywhere = replicated(self.mesh)
 
-        def forward(arrays, latents, timestep, embeddings, pictures):
+        def forward(arrays, latents, timestep, embeddings, conditions):
             """The model's input (1, …) repeated for each of the embeddings (batch, tokens, width)."""
-            batch = embeddings.shape[0]
+            batch, named = embeddings.shape[0], {}
+
+            def repeated(array):
+                return jnp.broadcast_to(array.astype(dtype), (batch, *array.shape[1:]))
+
             timestep = jnp.stack([jnp.zeros_like(timestep), timestep]) if given else timestep
-            pictures = None if pictures is None else jnp.tile(pictures, (batch, 1, 1))
-            hidden = jnp.broadcast_to(latents.astype(dtype), (batch, *latents.shape[1:]))
             times = jnp.broadcast_to(timestep, (batch, *timestep.shape))
-            velocity = call_module(module, arrays, hidden, times, embeddings, pictures, return_dict=False)[0]
+            if "image_embeddings" in conditions:
+                named["encoder_hidden_states_image"] = jnp.tile(conditions["image_embeddings"], (batch, 1, 1))
+            if "control" in conditions:
+                named["control_hidden_states"] = repeated(conditions["control"])
+                named["control_hidden_states_scale"] = conditions["conditioning_scale"].astype(dtype)
+            hidden = repeated(latents)
+            velocity = call_module(module, arrays, hidden, times, embeddings, **named, return_dict=False)[0]
             # Small, and what follows would otherwise be spread over the devices in pieces to be put together again.
             return jax.lax.with_sharding_constraint(velocity.astype(jnp.float32), everywhere)
 
         def predict(arrays, latents, schedule, conditions):
-            embeddings, pictures = conditions["embeddings"], conditions.get("image_embeddings")
+            embeddings = conditions["embeddings"]
             if "condition" in conditions:
                 latents = jnp.concatenate([latents, conditions["condition"]], axis=1)
             latents = with_first(latents, conditions)
 
             def velocity(embeddings):
-                return forward(arrays, latents, schedule["timestep"], embeddings, pictures)
+                return forward(arrays, latents, schedule["timestep"], embeddings, conditions)
 
             if prompts == 1:
                 return velocity(embeddings)
@@ -99,7 +119,8 @@ class Denoise(Stage):
             slots = state["slots"]
             velocity = predict(arrays, slots[0], schedule, conditions)
             # Where the flow would end: what previews show, of the first frame, the only one that can be decoded alone.
-            estimate = with_first(slots[0] - schedule["timestep"] / 1000 * velocity, conditions)[:, :, :1]
+            estimate = with_first(slots[0] - schedule["timestep"] / 1000 * velocity, conditions)
+            estimate = estimate[:, :, references : references + 1]
             slots = advance(slots, velocity, schedule["coefficients"])
             return {"slots": slots}, jnp.isfinite(slots[0]).all(), estimate
 
@@ -125,6 +146,10 @@ class Denoise(Stage):
             conditions["first_latent"] = array(batch, channels, 1, *sides)
         if "image_embeddings" in derived["conditions"]:
             conditions["image_embeddings"] = array(*derived["pictures"], dtype=dtype)
+        if "control" in derived["conditions"]:
+            batch, _, *sizes = derived["latent_shape"]
+            conditions["control"] = array(batch, architecture.vace_in_channels, *sizes)
+            conditions["conditioning_scale"] = array(len(architecture.vace_layers))
         return [{"slots": array(slots, *derived["latent_shape"])}, schedule, conditions]
 
     def given_tokens(self) -> int:
@@ -163,7 +188,7 @@ class Denoise(Stage):
 
     @classmethod
     def amount(cls, resolved):
-        return resolved.config.steps, "step"
+        return resolved.config.steps - steps_skipped(resolved.config), "step"
 
     def components_first(self, resolved):
         if self.are_resident(resolved):
@@ -188,10 +213,14 @@ class Denoise(Stage):
 
     def run(self, resolved, values, tell):
         config, (timesteps, coefficients) = resolved.config, scheduler_table(resolved.config)
-        slots = numpy.zeros((coefficients.shape[1], *resolved.latent_shape), numpy.float32)
-        slots[0] = noise(config.seed, resolved.latent_shape)
+        slots = numpy.zeros((coefficients.shape[1], *resolved.denoised_shape), numpy.float32)
+        slots[0] = self.first_latents(resolved, values)
         first = {"timestep": timesteps[0], "coefficients": coefficients[0], "guidance_scale": config.guidance_scale}
-        inputs = {"slots": slots}, first, {name: values[name] for name in values if name in CONDITIONS}
+        given = {name: values[name] for name in values if name in CONDITIONS}
+        if "control" in given:
+            scale, layers = given["conditioning_scale"], config.model.architecture.transformer.vace_layers
+            given["conditioning_scale"] = numpy.full(len(layers), 1.0 if scale is None else scale)
+        inputs = {"slots": slots}, first, given
         state, schedule, conditions = self.programs.put("step", inputs)
         tables = {"timestep": timesteps, "coefficients": coefficients}
         tables["guidance_scale"] = numpy.float32([guidance_at(config, timestep) for timestep in timesteps])
@@ -206,14 +235,22 @@ class Denoise(Stage):
                 schedule[name] = weights.put(table[index], schedule[name].sharding)
             state, finite, estimate = self("step", state, schedule, conditions, component=expert)
             if not bool(finite):
-                what = f"the latents are not finite after step {index + 1} of {config.steps}"
+                what = f"the latents are not finite after step {index + 1} of {len(experts)}"
                 raise NotFinite(what, config, "transformer")
-            tell(Stepped(index + 1, config.steps, time.perf_counter() - began, estimate))
+            tell(Stepped(index + 1, len(experts), time.perf_counter() - began, estimate))
             tell(Advanced(self.name, 1))
-        latents = numpy.array(state["slots"])[0]
+        latents = numpy.array(state["slots"])[0][:, :, reference_count(config) :]
         if "first_latent" in values:
             latents[:, :, :1] = values["first_latent"]
         return {"latents": latents}
+
+    def first_latents(self, resolved, values) -> numpy.ndarray:
+        """Noise; or a video's latents with as much noise in them as the first step expects."""
+        drawn = noise(resolved.config.seed, resolved.denoised_shape)
+        if "video_latents" not in values:
+            return drawn
+        sigma = start_sigma(resolved.config)
+        return (1 - sigma) * values["video_latents"] + sigma * drawn
 
     @classmethod
     def flops(cls, resolved) -> dict[str, int]:
@@ -223,10 +260,12 @@ class Denoise(Stage):
         """
         config, tokens, text = resolved.config, resolved.tokens, resolved.config.model.text_tokens
         transformer = config.model.architecture.transformer
-        dim, layers = transformer.num_attention_heads * transformer.attention_head_dim, transformer.num_layers
+        dim, controls = transformer.num_attention_heads * transformer.attention_head_dim, control_layers(transformer)
+        layers = transformer.num_layers + controls
         flops = {
-            # q, k, v, out and q, out; k, v of the text
-            "projections": layers * (2 * tokens * dim * dim * 6 + 2 * text * dim * dim * 2),
+            # q, k, v, out and q, out; k, v of the text; one of each control block
+            "projections": layers * (2 * tokens * dim * dim * 6 + 2 * text * dim * dim * 2)
+            + controls * 2 * tokens * dim * dim,
             "feed-forward": layers * 4 * tokens * dim * transformer.ffn_dim,
             "self-attention": layers * 4 * tokens * tokens * dim,
             "cross-attention": layers * 4 * tokens * text * dim,
@@ -254,6 +293,10 @@ class Denoise(Stage):
         rows = math.ceil(batch / size(parallel.batch)) * resolved.tokens / shards
         dim = transformer.num_attention_heads * transformer.attention_head_dim
         return rows * (transformer.ffn_dim / size(parallel.heads) * 2 + dim * (4 + 2 * 4))
+
+
+def control_layers(transformer) -> int:
+    return len(transformer.get("vace_layers", ()))
 
 
 def with_first(latents, conditions: dict):

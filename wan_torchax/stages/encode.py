@@ -1,5 +1,6 @@
-"""Pictures to what a model is conditioned on: their latents, and which frames they are."""
+"""Pictures and videos to what a model is conditioned on: their latents, and which frames they are."""
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,28 +12,19 @@ from wan_torchax.devices.sharding import struct
 from wan_torchax.events import Advanced
 from wan_torchax.runtime.programs import NotFinite
 from wan_torchax.stages.chunks import add_chunks, statistics
-from wan_torchax.stages.pictures import read_picture
+from wan_torchax.stages.pictures import pixels_of, read_picture, read_video
 from wan_torchax.stages.stage import Stage
 
 
-class Encode(Stage):
-    """The first picture, and the last if there is one, to a condition (1, mask + channels, frames, height, width).
-
-    The VAE encodes a video of these pictures with grey between them. In front of its latents goes a mask: a channel for
-    every frame that a latent frame stands for, 1 where a picture is given.
-    """
+class Encoder(Stage):
+    """What all stages have in common that encode pixels with the VAE: `first` takes a frame, `later` as many as a
+    latent frame stands for, each with the caches for the next."""
 
     result_settings = (
         "model.path", "model.revision", "model.dtype.vae", "resolution.height", "resolution.width", "resolution.frames",
         "fit", "ops",
     )
     parts: ClassVar = {"vae": r"(encoder|quant_conv)\..*"}
-
-    @classmethod
-    def result_shapes(cls, config):
-        geometry = Geometry.of(config.model.architecture)
-        batch, channels, *sizes = geometry.latent_shape(config.resolution)
-        return {"condition": (batch, geometry.frame_scale + channels, *sizes)}
 
     @classmethod
     def derived(cls, resolved):
@@ -61,25 +53,19 @@ class Encode(Stage):
     def amount(cls, resolved):
         return resolved.config.resolution.frames, "frame"
 
-    def run(self, resolved, values, tell):
-        size, scale = resolved.config.resolution, resolved.geometry.frame_scale
-        given = {0: "image", size.frames - 1: "last_image"}
-        pictures = {
-            frame: read_picture(Path(values[name]), size.height, size.width, resolved.config.fit)
-            for frame, name in given.items()
-            if name in values
-        }
-        latents, caches = [], None
-        for start in range(1 - scale, size.frames, scale):  # the first piece is one frame, all others `scale`
-            piece = video(pictures, range(max(start, 0), start + scale), size)
-            pixels = self.programs.put("first", (piece,))
-            latent, finite, caches = self("later", *pixels, caches) if latents else self("first", *pixels)
+    def encode(self, resolved, frames: int, pixels: Callable[[range], numpy.ndarray], tell) -> numpy.ndarray:
+        """Latents (1, channels, latent frames, height, width) of a video whose pixels (1, 3, frames, height, width) in
+        -1..1 come piece by piece."""
+        scale, latents, caches = resolved.geometry.frame_scale, [], None
+        for start in range(1 - scale, frames, scale):  # the first piece is one frame, all others `scale`
+            piece = range(max(start, 0), start + scale)
+            array = self.programs.put("first", (pixels(piece),))
+            latent, finite, caches = self("later", *array, caches) if latents else self("first", *array)
             if not bool(finite):
-                raise NotFinite(f"the condition is not finite at frame {max(start, 0)}", resolved.config, "vae")
+                raise NotFinite(f"what is given has no finite latents at frame {piece[0]}", resolved.config, "vae")
             latents.append(numpy.asarray(latent))
-            tell(Advanced(self.name, piece.shape[2]))
-        latents = numpy.concatenate(latents, axis=2)
-        return {"condition": numpy.concatenate([mask(pictures, scale, latents.shape), latents], axis=1)}
+            tell(Advanced(self.name, len(piece)))
+        return numpy.concatenate(latents, axis=2)
 
     @classmethod
     def temporaries(cls, resolved):
@@ -89,7 +75,33 @@ class Encode(Stage):
         return 6 * size.height * size.width * frames * vae.get("base_dim", 96) * 4 / devices
 
 
-class EncodeFirst(Encode):
+class Encode(Encoder):
+    """The first picture, and the last if there is one, to a condition (1, mask + channels, frames, height, width).
+
+    The VAE encodes a video of these pictures with grey between them. In front of its latents goes a mask: a channel for
+    every frame that a latent frame stands for, 1 where a picture is given.
+    """
+
+    @classmethod
+    def result_shapes(cls, config):
+        geometry = Geometry.of(config.model.architecture)
+        batch, channels, *sizes = geometry.latent_shape(config.resolution)
+        return {"condition": (batch, geometry.frame_scale + channels, *sizes)}
+
+    def run(self, resolved, values, tell):
+        size = resolved.config.resolution
+        given = {0: "image", size.frames - 1: "last_image"}
+        pictures = {
+            frame: read_picture(Path(values[name]), size.height, size.width, resolved.config.fit)
+            for frame, name in given.items()
+            if name in values
+        }
+        latents = self.encode(resolved, size.frames, lambda piece: video(pictures, piece, size), tell)
+        marks = mask(pictures, resolved.geometry.frame_scale, latents.shape)
+        return {"condition": numpy.concatenate([marks, latents], axis=1)}
+
+
+class EncodeFirst(Encoder):
     """A picture to its latents alone (1, channels, 1, height, width): the first latent frame of the video, as it is."""
 
     @classmethod
@@ -104,11 +116,20 @@ class EncodeFirst(Encode):
     def run(self, resolved, values, tell):
         size = resolved.config.resolution
         picture = read_picture(Path(values["image"]), size.height, size.width, resolved.config.fit)
-        latent, finite, _ = self("first", *self.programs.put("first", (picture[None, :, None],)))
-        if not bool(finite):
-            raise NotFinite("the picture's latents are not finite", resolved.config, "vae")
-        tell(Advanced(self.name, 1))
-        return {"first_latent": numpy.asarray(latent)}
+        return {"first_latent": self.encode(resolved, 1, lambda _: picture[None, :, None], tell)}
+
+
+class EncodeVideo(Encoder):
+    """A video to its latents (1, channels, frames, height, width), for a sampling that starts from them."""
+
+    @classmethod
+    def result_shapes(cls, config):
+        return {"video_latents": Geometry.of(config.model.architecture).latent_shape(config.resolution)}
+
+    def run(self, resolved, values, tell):
+        frames = read_video(Path(values["video"]), resolved.config.resolution, resolved.config.fit)
+        latents = self.encode(resolved, len(frames), lambda piece: pixels_of(frames[piece.start : piece.stop]), tell)
+        return {"video_latents": latents}
 
 
 def video(pictures: dict[int, numpy.ndarray], frames: range, size) -> numpy.ndarray:

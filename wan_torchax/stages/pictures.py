@@ -1,4 +1,4 @@
-"""Pictures that the user gives, as a model wants them."""
+"""Pictures and videos that the user gives, as a model wants them."""
 import functools
 import json
 import logging
@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy
 from PIL import Image, ImageOps
 
+from wan_torchax.config import clips
+from wan_torchax.config.inputs import is_picture
 from wan_torchax.config.schema import ConfigError
 
 log = logging.getLogger("wan")
@@ -17,13 +19,58 @@ BICUBIC = int(Image.Resampling.BICUBIC)
 def read_picture(path: Path, height: int, width: int, fit: str) -> numpy.ndarray:
     """Float32 (3, height, width) from -1 to 1, upright as the camera held it. `fit` says how it meets the frame:
     cover (scaled, what is too much cut off on both sides), contain (scaled, the rest black) or stretch."""
-    picture = open_picture(path)
-    size, filtering = (width, height), Image.Resampling.LANCZOS
+    return pixels_of(numpy.asarray(fitted(open_picture(path), (width, height), fit))[None])[0, :, 0]
+
+
+def fitted(picture: Image.Image, size: tuple[int, int], fit: str) -> Image.Image:
+    """In the size (width, height)."""
+    filtering = Image.Resampling.LANCZOS
     if fit == "stretch":
-        picture = picture.resize(size, filtering)
-    else:
-        picture = {"cover": ImageOps.fit, "contain": ImageOps.pad}[fit](picture, size, filtering)
-    return numpy.asarray(picture, numpy.float32).transpose(2, 0, 1) / 255 * 2 - 1
+        return picture.resize(size, filtering)
+    return {"cover": ImageOps.fit, "contain": ImageOps.pad}[fit](picture, size, filtering)
+
+
+def read_video(path: Path, size, fit: str) -> numpy.ndarray:
+    """Uint8 (frames, height, width, 3): as many frames as the resolution says, at its rate, in its size. A picture is a
+    video that stands still."""
+    if is_picture(path):
+        frame = numpy.asarray(fitted(open_picture(path), (size.width, size.height), fit))
+        return numpy.broadcast_to(frame, (size.frames, *frame.shape))
+    frames = clips.read_frames(path, size.frames, size.fps)
+    return numpy.stack([
+        numpy.asarray(fitted(Image.fromarray(frame), (size.width, size.height), fit)) for frame in frames
+    ])
+
+
+def pixels_of(frames: numpy.ndarray) -> numpy.ndarray:
+    """Uint8 (frames, height, width, 3) to float32 (1, 3, frames, height, width) from -1 to 1."""
+    return frames.astype(numpy.float32).transpose(3, 0, 1, 2)[None] / 255 * 2 - 1
+
+
+def on_white(path: Path, height: int, width: int, multiple: int) -> numpy.ndarray:
+    """Float32 (1, 3, 1, height, width): the whole picture in the middle of a white frame. As diffusers does for
+    references: to a multiple of the VAE's scale first, then bilinear, without averaging what is made smaller."""
+    picture = open_picture(path)
+    size = [side // multiple * multiple for side in picture.size]
+    pixels = pixels_of(numpy.asarray(fitted(picture, size, "stretch"))[None])[0, :, 0]
+    scale = min(height / pixels.shape[1], width / pixels.shape[2])
+    scaled = bilinear(pixels, int(pixels.shape[1] * scale), int(pixels.shape[2] * scale))
+    top, left = (height - scaled.shape[1]) // 2, (width - scaled.shape[2]) // 2
+    canvas = numpy.ones((3, height, width), numpy.float32)
+    canvas[:, top : top + scaled.shape[1], left : left + scaled.shape[2]] = scaled
+    return canvas[None, :, None]
+
+
+def bilinear(pixels: numpy.ndarray, height: int, width: int) -> numpy.ndarray:
+    """(channels, height, width) in another size, each pixel from the four around its centre."""
+    for axis, size in ((1, height), (2, width)):
+        old = pixels.shape[axis]
+        places = numpy.clip((numpy.arange(size, dtype=numpy.float32) + 0.5) * numpy.float32(old / size) - 0.5, 0, None)
+        below = places.astype(int)
+        above = numpy.minimum(below + 1, old - 1)
+        shares = (places - below).reshape((-1, 1) if axis == 1 else -1)
+        pixels = pixels.take(below, axis) * (1 - shares) + pixels.take(above, axis) * shares
+    return pixels
 
 
 def open_picture(path: Path) -> Image.Image:

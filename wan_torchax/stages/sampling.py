@@ -7,6 +7,7 @@ from typing import Any
 import numpy
 from omegaconf import OmegaConf
 
+from wan_torchax.config.geometry import steps_skipped
 from wan_torchax.config.schema import ConfigError
 
 USUAL = "use scheduler=unipc, euler or dpm"
@@ -32,7 +33,7 @@ def scheduler_table(config) -> tuple[numpy.ndarray, numpy.ndarray]:
     """
     target, arguments = config.scheduler.target, OmegaConf.to_container(config.scheduler.arguments, resolve=True)
     try:
-        return read_off(target, json.dumps(arguments, sort_keys=True), config.steps)
+        return read_off(target, json.dumps(arguments, sort_keys=True), config.steps, steps_skipped(config))
     except ConfigError:
         raise
     except Exception as error:  # whatever the scheduler makes of arguments that are not its own
@@ -40,13 +41,14 @@ def scheduler_table(config) -> tuple[numpy.ndarray, numpy.ndarray]:
 
 
 @functools.lru_cache(maxsize=8)  # building and running a stage both ask
-def read_off(target: str, arguments: str, steps: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+def read_off(target: str, arguments: str, steps: int, begin: int = 0) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """The table from step `begin` on, where the scheduler has no memory yet."""
     import torch
 
-    velocities = torch.randn(steps + 1, 1, 4, 1, 1, 2, generator=torch.Generator().manual_seed(0))
-    slots, expected = rehearse(make_scheduler(target, arguments, steps), velocities)
-    scheduler, size, rows = make_scheduler(target, arguments, steps), len(slots) + 1, []
-    for timestep in scheduler.timesteps:
+    velocities = torch.randn(steps - begin + 1, 1, 4, 1, 1, 2, generator=torch.Generator().manual_seed(0))
+    slots, expected = rehearse(make_scheduler(target, arguments, steps, begin), begin, velocities)
+    scheduler, size, rows = make_scheduler(target, arguments, steps, begin), len(slots) + 1, []
+    for timestep in scheduler.timesteps[begin:]:
         for number, slot in enumerate(slots, start=1):
             if slot.get(scheduler) is not None:
                 slot.set(scheduler, unit_vector(number, size))
@@ -59,14 +61,21 @@ def read_off(target: str, arguments: str, steps: int) -> tuple[numpy.ndarray, nu
     same = numpy.allclose(replay(coefficients, velocities), expected, atol=1e-3)
     if getattr(scheduler, "init_noise_sigma", 1) != 1 or not same:
         raise ConfigError(f"{key}: with {arguments} it is not deterministic and linear; {USUAL}")
-    return scheduler.timesteps.numpy().astype(numpy.float32), coefficients
+    return scheduler.timesteps.numpy()[begin:].astype(numpy.float32), coefficients
 
 
-def rehearse(scheduler, velocities):
+def start_sigma(config) -> float:
+    """The share of noise in what the first step of the table takes."""
+    arguments = OmegaConf.to_container(config.scheduler.arguments, resolve=True)
+    scheduler = make_scheduler(config.scheduler.target, json.dumps(arguments), config.steps)
+    return float(scheduler.sigmas[steps_skipped(config)])
+
+
+def rehearse(scheduler, begin, velocities):
     """Where a scheduler keeps tensors between steps, and what it makes of made-up velocities, the last of them as
     noise."""
     latents = velocities[-1]
-    for timestep, velocity in zip(scheduler.timesteps, velocities):
+    for timestep, velocity in zip(scheduler.timesteps[begin:], velocities):
         latents = scheduler.step(velocity, timestep, latents, return_dict=False)[0]
 
     def is_remembered(value):
@@ -90,7 +99,7 @@ def replay(coefficients: numpy.ndarray, velocities) -> numpy.ndarray:
     return state[0]
 
 
-def make_scheduler(target: str, arguments: str, steps: int):
+def make_scheduler(target: str, arguments: str, steps: int, begin: int = 0):
     import diffusers
 
     kind = getattr(diffusers, target, None)
@@ -98,7 +107,7 @@ def make_scheduler(target: str, arguments: str, steps: int):
         raise ConfigError(f"scheduler.target={target}: not a scheduler in diffusers; {USUAL}")
     scheduler = kind(**json.loads(arguments))
     scheduler.set_timesteps(steps)
-    scheduler.set_begin_index(0)
+    scheduler.set_begin_index(begin)
     return scheduler
 
 

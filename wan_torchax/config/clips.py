@@ -1,0 +1,61 @@
+"""Videos that the user gives, decoded by ffmpeg. No JAX, no torch."""
+import contextlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+
+# Containers that hold their own frames: a playlist would have ffmpeg open what it lists.
+FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpegts,mpeg,ogg,flv"
+SAFE = ["-protocol_whitelist", "file", "-format_whitelist", FORMATS]
+
+
+@dataclass(frozen=True)
+class Clip:
+    """What a video's header says."""
+
+    width: int
+    height: int
+    fps: float
+
+
+def probe(path: Path) -> Clip:
+    """Raises OSError, with what ffmpeg says, for what is no video."""
+    with opened(path) as frames:
+        meta = next(frames)
+        return Clip(*meta["size"], meta["fps"])
+
+
+def read_frames(path: Path, count: int, fps: float) -> Iterator[numpy.ndarray]:
+    """Up to `count` frames (height, width, 3) in uint8 at so many a second, each the one nearest in time."""
+    with opened(path) as frames:
+        meta = next(frames)
+        width, height = meta["size"]
+        rate = meta["fps"] / fps if meta["fps"] else 1.0
+        places = (int(index * rate + 0.5) for index in range(count))
+        wanted = next(places)
+        for index, frame in enumerate(frames):
+            while index == wanted:  # more than once, where the video has fewer a second
+                yield numpy.frombuffer(frame, numpy.uint8).reshape(height, width, 3)
+                wanted = next(places, None)
+            if wanted is None:
+                return
+
+
+def count_frames(path: Path, most: int, fps: float) -> int:
+    """How many `read_frames` would give."""
+    return sum(1 for _ in itertools.islice(read_frames(path, most, fps), most))
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator:
+    """imageio-ffmpeg's generator: what the header says, then frames as bytes. ffmpeg ends with the block."""
+    import imageio_ffmpeg
+
+    frames = imageio_ffmpeg.read_frames(f"file:{path}", pix_fmt="rgb24", input_params=SAFE)
+    try:
+        yield frames
+    finally:
+        frames.close()
