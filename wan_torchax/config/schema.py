@@ -31,6 +31,11 @@ def first_given(*values):
     return next((value for value in values if value is not None), None)
 
 
+def length(values) -> int | None:
+    """Of a list, null of null: ${length:${scheduler.sigmas}}."""
+    return None if values is None else len(values)
+
+
 def home() -> str:
     """The user's folder. Where HOME is not set, as in containers and cron, the user's entry in the system has it."""
     folder = os.path.expanduser("~")
@@ -42,6 +47,7 @@ OmegaConf.register_new_resolver("longer_side", longer_side, replace=True)
 
 OmegaConf.register_new_resolver("home", home, replace=True)
 OmegaConf.register_new_resolver("first", first_given, replace=True)
+OmegaConf.register_new_resolver("length", length, replace=True)
 OmegaConf.register_new_resolver("text", lambda text: text, replace=True)  # "???" is no text to OmegaConf
 
 
@@ -197,6 +203,8 @@ class Scheduler:
     name: str = MISSING
     target: str = MISSING  # a class in diffusers
     arguments: dict[str, Any] = field(default_factory=dict)
+    sigmas: Optional[list[float]] = offered(None)  # noise at the start of each step, before the shift; null: its own
+    noise_scale: float = offered(1.0)  # of the first latents
 
 
 @dataclass

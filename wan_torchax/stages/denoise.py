@@ -16,7 +16,7 @@ from wan_torchax.kernels.settings import Kernel, Parallel
 from wan_torchax.runtime import weights
 from wan_torchax.runtime.programs import NotFinite, Program
 from wan_torchax.stages.image import Image
-from wan_torchax.stages.sampling import advance, noise, scheduler_table
+from wan_torchax.stages.sampling import advance, noises, scheduler_table
 from wan_torchax.stages.stage import Stage
 
 log = logging.getLogger("wan")
@@ -31,7 +31,8 @@ class Denoise(Stage):
     What goes from step to step and what stays the same are named arrays:
 
         state       slots: the latents (slot 0) and what the scheduler remembers, (slots, 1, channels, frames, …)
-        schedule    timestep, coefficients (slots, slots + 1), guidance_scale: of one step
+        schedule    timestep, coefficients (slots, slots + 1), guidance_scale: of one step; with a scheduler that draws
+                    noise also that, like the latents, and coefficients (slots, slots + 2)
         conditions  embeddings (prompts, tokens, width); condition (1, channels, frames, height, width), which joins the
                     latents as further channels; first_latent (1, channels, 1, height, width), which is the first frame
                     of the latents, without noise; image_embeddings (pictures, tokens, width)
@@ -45,12 +46,14 @@ class Denoise(Stage):
 
     @classmethod
     def derived(cls, resolved):
+        _, slots, terms = scheduler_table(resolved.config)[1].shape
         pictures = "image" in resolved.graph.stages and Image.result_shapes(resolved.config)["image_embeddings"]
         return {
             "prompts": prompt_count(resolved.config),
             "latent_shape": resolved.latent_shape,
             "tokens": resolved.tokens,
-            "slots": scheduler_table(resolved.config)[1].shape[1],
+            "slots": slots,
+            "renoised": terms == slots + 2,
             "conditions": [name for name in resolved.graph.stages["denoise"].takes if name in CONDITIONS],
             "pictures": pictures,
         }
@@ -100,7 +103,7 @@ class Denoise(Stage):
             velocity = predict(arrays, slots[0], schedule, conditions)
             # Where the flow would end: what previews show, of the first frame, the only one that can be decoded alone.
             estimate = with_first(slots[0] - schedule["timestep"] / 1000 * velocity, conditions)[:, :, :1]
-            slots = advance(slots, velocity, schedule["coefficients"])
+            slots = advance(slots, velocity, schedule["coefficients"], schedule.get("noise"))
             return {"slots": slots}, jnp.isfinite(slots[0]).all(), estimate
 
         # One program: the experts of a model are of one architecture.
@@ -114,7 +117,10 @@ class Denoise(Stage):
         def array(*shape, dtype="float32"):
             return struct(self.mesh, shape, dtype)
 
-        schedule = {"timestep": array(), "coefficients": array(slots, slots + 1), "guidance_scale": array()}
+        terms = slots + 1 + derived["renoised"]
+        schedule = {"timestep": array(), "coefficients": array(slots, terms), "guidance_scale": array()}
+        if derived["renoised"]:
+            schedule["noise"] = array(*derived["latent_shape"])
         dtype = self.config.model.dtype.transformer
         conditions = {"embeddings": array(derived["prompts"], *text, dtype=dtype)}
         if "condition" in derived["conditions"]:
@@ -189,8 +195,10 @@ class Denoise(Stage):
     def run(self, resolved, values, tell):
         config, (timesteps, coefficients) = resolved.config, scheduler_table(resolved.config)
         slots = numpy.zeros((coefficients.shape[1], *resolved.latent_shape), numpy.float32)
-        slots[0] = noise(config.seed, resolved.latent_shape)
+        draws = noises(config.seed, resolved.latent_shape)
+        slots[0] = config.scheduler.noise_scale * next(draws)
         first = {"timestep": timesteps[0], "coefficients": coefficients[0], "guidance_scale": config.guidance_scale}
+        first |= {"noise": slots[0]} if self.recipe.derived["renoised"] else {}
         inputs = {"slots": slots}, first, {name: values[name] for name in values if name in CONDITIONS}
         state, schedule, conditions = self.programs.put("step", inputs)
         tables = {"timestep": timesteps, "coefficients": coefficients}
@@ -204,6 +212,8 @@ class Denoise(Stage):
             self.bring(expert, tell)
             for name, table in tables.items():
                 schedule[name] = weights.put(table[index], schedule[name].sharding)
+            if "noise" in schedule:
+                schedule["noise"] = weights.put(next(draws), schedule["noise"].sharding)
             state, finite, estimate = self("step", state, schedule, conditions, component=expert)
             if not bool(finite):
                 what = f"the latents are not finite after step {index + 1} of {config.steps}"
