@@ -60,19 +60,20 @@ class FolderError(ConfigError):
 
 
 # What a stranger's video, folder, list, workflow or request may choose; all else is the owner's (trust.py).
-OFFERED, GROUP = "offered", "group"
+OFFERED, GROUP, ROWS = "offered", "group", "rows"
 
 
 def offered(default: Any = MISSING) -> Any:
     """A key whose value an artefact may say."""
-    if isinstance(default, type):
+    if callable(default):
         return field(default_factory=default, metadata={OFFERED: True})
     return field(default=default, metadata={OFFERED: True})
 
 
-def group(kind: type) -> Any:
-    """A part of the config of which an artefact may choose one of conf/'s files by name."""
-    return field(default_factory=kind, metadata={GROUP: True})
+def group(kind: type, rows: type | None = None) -> Any:
+    """A part of the config of which an artefact may choose one of conf/'s files by name; of one that is a table of
+    rows, several."""
+    return field(default_factory=kind, metadata={GROUP: True, ROWS: rows})
 
 
 # ---------------------------------------------------------------- groups
@@ -208,6 +209,18 @@ class Scheduler:
 
 
 @dataclass
+class Adapter:
+    """One file that adds to a transformer's weights."""
+
+    path: Optional[str] = None  # a .safetensors file; or on the Hub:
+    repo: Optional[str] = None
+    file: Optional[str] = None  # in the repository
+    revision: Optional[str] = None
+    strength: float = offered(1.0)  # what it adds is multiplied by this; 0 is off
+    target: list[str] = offered(lambda: ["all"])  # all | high | low | transformer | transformer_2
+
+
+@dataclass
 class Prompt:
     text: Optional[str] = offered(None)
     negative: Optional[str] = offered("")
@@ -300,6 +313,8 @@ class Config:
     attention: Attention = group(Attention)
     ops: dict[str, Any] = group(dict)  # rows of Op; Any, so that a command line can add one
     scheduler: Scheduler = group(Scheduler)
+    # Rows of Adapter by name; Any, so that a command line can add one.
+    adapter: dict[str, Any] = group(lambda: {"allow_unmatched": False}, rows=Adapter)
     prompt: Prompt = group(Prompt)
     compile: Compile = field(default_factory=Compile)
     output: Output = field(default_factory=Output)
@@ -313,4 +328,5 @@ def root() -> DictConfig:
     config = OmegaConf.structured(Config)
     for node in (config.attention, config.attention.self, config.attention.cross, config.sharding.attention):
         OmegaConf.set_readonly(node, False)
+    OmegaConf.set_struct(config.adapter, False)  # adapter.style={…} adds a row
     return config

@@ -17,6 +17,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from wan_torchax.config import inputs
+from wan_torchax.config.adapters import adapter_problems
 from wan_torchax.config.attention import attention_problems, takes_dtype
 from wan_torchax.config.geometry import Geometry, guided
 from wan_torchax.config.graph import Graph
@@ -449,6 +450,6 @@ def op_problems(config: Config) -> Iterator[str]:
 CHECKS = (
     unknown_problems, choice_problems, pipeline_problems, stage_problems, resolution_problems, sampling_problems,
     prompt_problems, picture_problems, mesh_problems, host_problems, table_problems, op_problems, tune_problems,
-    plan_problems,
+    plan_problems, adapter_problems,
 )
 LATER_CHECKS = (missing_problems, channel_problems, token_problems, side_problems, kernel_problems)

@@ -14,7 +14,7 @@ from wan_torchax.devices.sharding import replicated, struct
 from wan_torchax.events import Advanced, Stepped
 from wan_torchax.kernels.settings import Kernel, Parallel
 from wan_torchax.runtime import weights
-from wan_torchax.runtime.programs import NotFinite, Program
+from wan_torchax.runtime.programs import NotFinite, Program, own_compilation
 from wan_torchax.stages.image import Image
 from wan_torchax.stages.sampling import advance, noises, scheduler_table
 from wan_torchax.stages.stage import Stage
@@ -190,7 +190,8 @@ class Denoise(Stage):
             return
         for other in self.components.values():
             other.free()
-        self.components[name].load(self.tensors[name], tell)
+        with own_compilation():
+            self.components[name].load(self.tensors[name], tell)
 
     def run(self, resolved, values, tell):
         config, (timesteps, coefficients) = resolved.config, scheduler_table(resolved.config)
