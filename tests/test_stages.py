@@ -22,7 +22,7 @@ from wan_torchax.stages.text import tokenize
 def test_the_table_steps_as_diffusers_does(scheduler, steps):
     """A made-up model that depends on latents and time, through diffusers' scheduler and through our coefficients."""
     config = make_config(f"scheduler={scheduler}", f"steps={steps}")
-    timesteps, coefficients = sampling.scheduler_table(config)
+    timesteps, coefficients, _ = sampling.scheduler_table(config)
     theirs = getattr(diffusers, config.scheduler.target)(**config.scheduler.arguments)
     theirs.set_timesteps(steps)
     latents = torch.randn(1, 4, 3, 2, 2, generator=torch.Generator().manual_seed(0))
@@ -40,11 +40,9 @@ def test_a_scheduler_that_is_none_is_told():
         sampling.scheduler_table(make_config("scheduler.target=WanPipeline"))
 
 
-@pytest.mark.parametrize("argument", ["algorithm_type=sde-dpmsolver++", "+thresholding=true"])
-def test_a_scheduler_that_no_table_can_stand_for_is_told(argument):
-    sign, argument = ("+", argument[1:]) if argument[0] == "+" else ("", argument)
-    with pytest.raises(ConfigError, match="is not deterministic and linear"):
-        sampling.scheduler_table(make_config("scheduler=dpm", f"{sign}scheduler.arguments.{argument}", "steps=8"))
+def test_a_scheduler_that_no_table_can_stand_for_is_told():
+    with pytest.raises(ConfigError, match="its steps are not linear"):
+        sampling.scheduler_table(make_config("scheduler=dpm", "+scheduler.arguments.thresholding=true", "steps=8"))
 
 
 @pytest.mark.parametrize("override", ["scheduler.arguments.prediction_type=none", "+scheduler.arguments.shift=3"])
@@ -111,7 +109,7 @@ def test_the_decode_programs_do_not_grow_with_the_video():
 
 
 def test_numbers_that_overflow_stop_the_run_and_write_nothing(generate, tmp_path, monkeypatch):
-    monkeypatch.setattr(denoise, "noise", lambda seed, shape: numpy.full(shape, numpy.inf, numpy.float32))
+    monkeypatch.setattr(denoise, "noises", lambda seed, shape: iter([numpy.full(shape, numpy.inf, numpy.float32)]))
     message = r"after step 1 of 3: the checkpoint may be damaged; a guidance_scale that is too high"
     with pytest.raises(NotFinite, match=message):
         generate()

@@ -24,6 +24,7 @@ from wan_torchax.config.graph import Graph
 from wan_torchax.config.resolve import Resolved, key_of, resolve
 from wan_torchax.devices.start import start, warm_up
 from wan_torchax.events import Advanced, Began, Ended, Finished, Listener, Previewed, Stepped, silence
+from wan_torchax.runtime import adapters
 from wan_torchax.runtime.checkpoint import find_all, find_present, fingerprints
 from wan_torchax.runtime.components import Component
 from wan_torchax.runtime.programs import Programs, compiling, no_compilation
@@ -52,6 +53,7 @@ class Session:
         needed = graph.components(names)
         loaded = [name for name in graph.components(graph.stages) if name in self.components and name not in needed]
         checkpoints = find_present(config.model, loaded) | find_all(config.model, needed, required=weights)
+        checkpoints = adapters.on(checkpoints, config) if weights else checkpoints
         with self.lock, phase("start", tell):
             imports = threading.Thread(target=importlib.import_module, args=["wan_torchax.models"], name="imports")
             devices = start(config, meanwhile=imports.start)  # torch and diffusers are imported while the devices start

@@ -41,7 +41,8 @@ class Checkpoint:
 
     folder: Path
     architecture: dict  # its config.json and what conf/model says of it
-    fingerprint: str  # changes with its weights
+    fingerprint: str  # changes with its weights, and with what adapters add to them
+    adapters: tuple = ()  # runtime.adapters.File
 
 
 @dataclass(frozen=True)

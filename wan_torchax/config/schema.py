@@ -31,6 +31,11 @@ def first_given(*values):
     return next((value for value in values if value is not None), None)
 
 
+def length(values) -> int | None:
+    """Of a list, null of null: ${length:${scheduler.sigmas}}."""
+    return None if values is None else len(values)
+
+
 def home() -> str:
     """The user's folder. Where HOME is not set, as in containers and cron, the user's entry in the system has it."""
     folder = os.path.expanduser("~")
@@ -42,6 +47,7 @@ OmegaConf.register_new_resolver("longer_side", longer_side, replace=True)
 
 OmegaConf.register_new_resolver("home", home, replace=True)
 OmegaConf.register_new_resolver("first", first_given, replace=True)
+OmegaConf.register_new_resolver("length", length, replace=True)
 OmegaConf.register_new_resolver("text", lambda text: text, replace=True)  # "???" is no text to OmegaConf
 
 
@@ -54,19 +60,20 @@ class FolderError(ConfigError):
 
 
 # What a stranger's video, folder, list, workflow or request may choose; all else is the owner's (trust.py).
-OFFERED, GROUP = "offered", "group"
+OFFERED, GROUP, ROWS = "offered", "group", "rows"
 
 
 def offered(default: Any = MISSING) -> Any:
     """A key whose value an artefact may say."""
-    if isinstance(default, type):
+    if callable(default):
         return field(default_factory=default, metadata={OFFERED: True})
     return field(default=default, metadata={OFFERED: True})
 
 
-def group(kind: type) -> Any:
-    """A part of the config of which an artefact may choose one of conf/'s files by name."""
-    return field(default_factory=kind, metadata={GROUP: True})
+def group(kind: type, rows: type | None = None) -> Any:
+    """A part of the config of which an artefact may choose one of conf/'s files by name; of one that is a table of
+    rows, several."""
+    return field(default_factory=kind, metadata={GROUP: True, ROWS: rows})
 
 
 # ---------------------------------------------------------------- groups
@@ -203,6 +210,20 @@ class Scheduler:
     name: str = MISSING
     target: str = MISSING  # a class in diffusers
     arguments: dict[str, Any] = field(default_factory=dict)
+    sigmas: Optional[list[float]] = offered(None)  # noise at the start of each step, before the shift; null: its own
+    noise_scale: float = offered(1.0)  # of the first latents
+
+
+@dataclass
+class Adapter:
+    """One file that adds to a transformer's weights."""
+
+    path: Optional[str] = None  # a .safetensors file; or on the Hub:
+    repo: Optional[str] = None
+    file: Optional[str] = None  # in the repository
+    revision: Optional[str] = None
+    strength: float = offered(1.0)  # what it adds is multiplied by this; 0 is off
+    target: list[str] = offered(lambda: ["all"])  # all | high | low | transformer | transformer_2
 
 
 @dataclass
@@ -303,6 +324,8 @@ class Config:
     attention: Attention = group(Attention)
     ops: dict[str, Any] = group(dict)  # rows of Op; Any, so that a command line can add one
     scheduler: Scheduler = group(Scheduler)
+    # Rows of Adapter by name; Any, so that a command line can add one.
+    adapter: dict[str, Any] = group(lambda: {"allow_unmatched": False}, rows=Adapter)
     prompt: Prompt = group(Prompt)
     compile: Compile = field(default_factory=Compile)
     output: Output = field(default_factory=Output)
@@ -316,4 +339,5 @@ def root() -> DictConfig:
     config = OmegaConf.structured(Config)
     for node in (config.attention, config.attention.self, config.attention.cross, config.sharding.attention):
         OmegaConf.set_readonly(node, False)
+    OmegaConf.set_struct(config.adapter, False)  # adapter.style={…} adds a row
     return config

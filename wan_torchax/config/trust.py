@@ -34,9 +34,10 @@ WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 def override(key: str, value: Any) -> str:
     """What an artefact says of one key, as an override for `compose`; an error where it may not say that."""
     if key in groups():
-        if value not in options(key):
+        several = value if isinstance(value, list) and key in tables() else [value]
+        if not all(name in options(key) for name in several):
             raise ConfigError(f"{key}={shown(value)}: no such option; one of: {', '.join(options(key))}")
-        return f"{key}={value}"
+        return f"{key}=[{','.join(several)}]" if several is value else f"{key}={value}"
     return f"{key}={written(offered_value(key, value))}"
 
 
@@ -63,7 +64,7 @@ def offered_value(key: str, value: Any) -> Any:
     """The value, in the key's type; an error if it is of another, or the key is not offered."""
     kind = kind_of(key)
     if kind is None:
-        if key not in known_keys():
+        if key not in known_keys() and key.partition(".")[0] not in tables():
             raise ConfigError(f"{shown(key) or repr(key)}: no such key; {nearest(key, [*offered(), *groups()])}")
         raise ConfigError(f"{key}: may only be given on the command line")
     if isinstance(value, str) and str not in (kind, *typing.get_args(kind)):  # a table of texts
@@ -81,6 +82,9 @@ def is_offered(key: str) -> bool:
 def kind_of(key: str) -> Any:
     """The type of an offered key; None for any other."""
     parent, _, name = key.rpartition(".")
+    table, _, row = parent.partition(".")
+    if table in tables():
+        return offered().get(f"{table}.*.{name}") if re.fullmatch(r"\w+", row) else None
     kind = offered().get(key)
     if kind is None and typing.get_origin(offered().get(parent)) is dict and re.fullmatch(r"\w+", name):
         return typing.get_args(offered()[parent])[1]
@@ -96,7 +100,14 @@ def offered() -> dict[str, Any]:
 @functools.cache
 def groups() -> tuple[str, ...]:
     """The groups an artefact may choose an option of."""
-    return "preset", *(entry.name for entry in dataclasses.fields(schema.Config) if schema.GROUP in entry.metadata)
+    named = (entry.name for entry in dataclasses.fields(schema.Config) if schema.GROUP in entry.metadata)
+    return "preset", "sampling", *named
+
+
+@functools.cache
+def tables() -> tuple[str, ...]:
+    """The groups whose options are rows: of these an artefact may choose several."""
+    return tuple(entry.name for entry in dataclasses.fields(schema.Config) if entry.metadata.get(schema.ROWS))
 
 
 def walk(kind, prefix: str, inside: bool):
@@ -105,6 +116,8 @@ def walk(kind, prefix: str, inside: bool):
         key, hint, marked = prefix + entry.name, hints[entry.name], inside or schema.OFFERED in entry.metadata
         if dataclasses.is_dataclass(hint):
             yield from walk(hint, f"{key}.", marked)
+        elif entry.metadata.get(schema.ROWS):
+            yield from walk(entry.metadata[schema.ROWS], f"{key}.*.", False)
         elif marked:
             yield key, hint
 

@@ -17,6 +17,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from wan_torchax.config import inputs
+from wan_torchax.config.adapters import adapter_problems
 from wan_torchax.config.attention import attention_problems, takes_dtype
 from wan_torchax.config.geometry import Geometry, guided, steps_skipped
 from wan_torchax.config.graph import Graph
@@ -37,10 +38,11 @@ from wan_torchax.config.wording import listed, nearest, nearest_multiple, one_of
 SEEDS = 2**32
 MOST_LETTERS = 1_000_000  # of a prompt
 MOST_TOKENS = 8192
-SCHEDULERS = (  # of diffusers', those that are linear and draw no noise: stages/sampling.py writes them as a table
-    "UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler",
-    "DPMSolverSinglestepScheduler", "DEISMultistepScheduler",
+SCHEDULERS = (  # of diffusers', those that are linear: stages/sampling.py writes them as a table
+    "UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler", "FlowMatchLCMScheduler",
+    "DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler", "DEISMultistepScheduler",
 )
+SIGMAS_TAKEN = SCHEDULERS[:3]  # by these, and shifted as their own are
 PROBLEMS_SHOWN = 30
 
 
@@ -165,6 +167,7 @@ def unknown_problems(config: Config) -> Iterator[str]:
 def sampling_problems(config: Config) -> Iterator[str]:
     if not 1 <= config.steps <= 1000:
         yield f"steps={config.steps}: must be from 1 to 1000; nearest {min(max(config.steps, 1), 1000)}"
+    yield from sigma_problems(config)
     if not 0 <= config.guidance_scale <= 20 or math.isnan(config.guidance_scale):
         usual = config.model.guidance_scale
         yield f"guidance_scale={config.guidance_scale}: must be from 0 to 20; usual {usual} (up to 1 there is none)"
@@ -191,6 +194,23 @@ def sampling_problems(config: Config) -> Iterator[str]:
         yield f"preview_every={config.preview_every}: previews need the decoder; {remedy}"
     if not 0 <= config.seed < SEEDS:  # torch's generator takes 32 bits: larger ones would give the same noise again
         yield f"seed={config.seed}: must be from 0 to {SEEDS - 1}; {config.seed % SEEDS} gives the same noise"
+
+
+def sigma_problems(config: Config) -> Iterator[str]:
+    """Steps that are given by their noise."""
+    scheduler = config.scheduler
+    if not 0 < scheduler.noise_scale <= 10:
+        yield f"scheduler.noise_scale={scheduler.noise_scale}: must be above 0 and at most 10; usual 1.0"
+    if scheduler.sigmas is None:
+        return
+    sigmas = list(scheduler.sigmas)
+    falling = all(before > after for before, after in zip([1.0 + 1e-6, *sigmas], [*sigmas, 0.0]))
+    if not sigmas or not falling:
+        yield f"scheduler.sigmas={sigmas}: must fall from 1 to above 0, before the shift; e.g. [1,0.75,0.5,0.25]"
+    if scheduler.target not in SIGMAS_TAKEN:
+        yield f"scheduler.sigmas={sigmas}: {scheduler.target} takes none; use scheduler=euler, unipc or renoise"
+    if config.steps != len(sigmas):
+        yield f"steps={config.steps}: scheduler.sigmas are {len(sigmas)} steps; steps={len(sigmas)}, or leave it out"
 
 
 def prompt_problems(config: Config) -> Iterator[str]:
@@ -464,7 +484,7 @@ def op_problems(config: Config) -> Iterator[str]:
 CHECKS = (
     unknown_problems, choice_problems, pipeline_problems, stage_problems, resolution_problems, sampling_problems,
     prompt_problems, picture_problems, mesh_problems, host_problems, table_problems, op_problems, tune_problems,
-    plan_problems,
+    plan_problems, adapter_problems,
 )
 LATER_CHECKS = (
     missing_problems, channel_problems, token_problems, control_problems, side_problems, kernel_problems,

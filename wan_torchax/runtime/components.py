@@ -1,4 +1,5 @@
 """Components: one model of a checkpoint each, loaded, shared by stages and freed as one."""
+import functools
 import logging
 import re
 import threading
@@ -7,9 +8,9 @@ import time
 import jax
 
 from wan_torchax.config import registry
-from wan_torchax.config.resolve import Resolved
+from wan_torchax.config.resolve import Resolved, key_of
 from wan_torchax.events import Advanced, Began, Ended, Listener
-from wan_torchax.runtime import weights
+from wan_torchax.runtime import adapters, weights
 
 log = logging.getLogger("wan")
 READ_BYTES = 1 << 26
@@ -36,13 +37,20 @@ class Component:
 
     @staticmethod
     def key_for(name: str, resolved: Resolved) -> str:
-        """What the arrays are made from: the recipe of their plan, and the checkpoint."""
-        checkpoint = resolved.checkpoints.get(name)
-        return f"{resolved.recipe(settings_of(name)).key}-{checkpoint and checkpoint.fingerprint}"
+        """What the arrays are made from: the recipe of their plan, and the checkpoint with its adapters."""
+        checkpoint, recipe = resolved.checkpoints.get(name), resolved.recipe(settings_of(name))
+        allowed = checkpoint and [adapter.allow_unmatched for adapter in checkpoint.adapters]
+        return key_of([recipe.key, checkpoint and checkpoint.fingerprint, allowed])
 
     def check(self) -> None:
-        """Hold the plan against the headers of the checkpoint's files."""
+        """Hold the plan against the headers of the checkpoint's files, and of the adapters'."""
         weights.check(self.tensors, self.checkpoint.folder, self.ignored, self.prefix)
+        len(self.changes)  # asked for, they raise what does not fit
+
+    @functools.cached_property
+    def changes(self) -> dict[str, list[weights.Change]]:
+        """What adapters add, by checkpoint name."""
+        return adapters.place(self.checkpoint.adapters, weights.source_shapes(self.tensors))
 
     def part(self, pattern: str) -> dict[str, weights.Tensor]:
         """The tensors whose names match."""
@@ -60,7 +68,7 @@ class Component:
         def progress(count):
             tell(Advanced(phase, count))
 
-        self.arrays |= weights.load(absent, self.checkpoint.folder, progress, self.prefix)
+        self.arrays |= weights.load(absent, self.checkpoint.folder, progress, self.prefix, self.changes)
         seconds = time.perf_counter() - began
         tell(Ended(phase, seconds))
         log.info("%s: %.3f GiB loaded in %.1f s", self.name, weights.gib(total), seconds)

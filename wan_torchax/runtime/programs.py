@@ -146,6 +146,14 @@ def no_compilation(stage: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def own_compilation() -> Iterator[None]:
+    """What is compiled in here is none of the stage's programs: merging the adapters of weights that it brings."""
+    before = compilations[threading.get_ident()]
+    yield
+    compilations[threading.get_ident()] = before
+
+
+@contextlib.contextmanager
 def compiling(stages: dict[str, Programs], tell: Listener) -> Iterator[None]:
     """Compile the programs of every stage in a thread, in order, while the `with` block loads and runs what is ready.
 

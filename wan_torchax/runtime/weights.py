@@ -4,6 +4,8 @@
     check(tensors, folder)                                  # against the files' headers
     arrays = load(tensors, folder, progress)                # {name: jax.Array}
 
+What adapters add (`Change`) is merged on the way, tensor by tensor, on the devices.
+
 Threads read a few tensors ahead of the one that is sent to the devices, and host memory never holds more than those.
 They read plainly, at the offsets that a file's header names: opening a file for every tensor with `safe_open` takes
 longer than reading a few MB, and keeping it open would keep in memory what was read, since it is mapped.
@@ -12,10 +14,11 @@ import functools
 import math
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 import numpy
@@ -58,6 +61,14 @@ class Tensor:
     @property
     def bytes_per_device(self):
         return int(numpy.prod(self.sharding.shard_shape(self.shape))) * numpy.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Change:
+    """What an adapter adds to one tensor of a checkpoint: scale · up · down, or scale · whole."""
+
+    scale: float
+    factors: tuple[Stored, ...]  # (up, down) of shapes (rows, rank) and (rank, …), or one like the tensor
 
 
 # ---------------------------------------------------------------- the plan
@@ -164,12 +175,14 @@ def gib(count: float) -> float:
 
 
 def load(
-    tensors: dict[str, Tensor], folder: Path, progress: Callable[[int], None], prefix: str = ""
+    tensors: dict[str, Tensor], folder: Path, progress: Callable[[int], None], prefix: str = "",
+    changes: Mapping[str, list[Change]] = MappingProxyType({}),
 ) -> dict[str, jax.Array]:
-    """Read every planned tensor from a component's folder to its devices; `progress` hears of bytes as they arrive."""
+    """Read every planned tensor from a component's folder to its devices; `progress` hears of bytes as they arrive.
+    `changes`, by checkpoint name, are added on the way."""
     files = without_prefix(index(folder), prefix)
     jobs = [
-        (files[source], tensor.dtype, layer_sharding(tensor))
+        (files[source], tensor.dtype, layer_sharding(tensor), changes.get(source, ()))
         for tensor in tensors.values()
         for source in tensor.sources
     ]
@@ -180,7 +193,7 @@ def load(
         elif tensor.stacked:
             arrays[name] = stack(tensor, layers)
         else:
-            arrays[name] = send(tensor.shape, tensor.sharding, next(layers))
+            arrays[name] = merge(next(layers), tensor.shape, tensor.sharding, tensor.dtype)
         jax.block_until_ready(arrays[name])
         progress(tensor.bytes)
     return arrays
@@ -198,11 +211,17 @@ def without_prefix(files: dict[str, Stored], prefix: str) -> dict[str, Stored]:
     return {name.removeprefix(prefix): stored for name, stored in files.items()}
 
 
-def check(tensors: dict[str, Tensor], folder: Path, ignored: Iterable[str] = (), prefix: str = "") -> None:
-    """One error that lists every missing, unexpected and mis-shaped tensor; from the files' headers alone."""
-    files, shapes = without_prefix(index(folder), prefix), {}
+def source_shapes(tensors: dict[str, Tensor]) -> dict[str, tuple]:
+    """The shape of every checkpoint tensor that a plan needs, by its name."""
+    shapes = {}
     for tensor in tensors.values():
         shapes |= dict.fromkeys(tensor.sources, tensor.shape[1:] if tensor.stacked else tensor.shape)
+    return shapes
+
+
+def check(tensors: dict[str, Tensor], folder: Path, ignored: Iterable[str] = (), prefix: str = "") -> None:
+    """One error that lists every missing, unexpected and mis-shaped tensor; from the files' headers alone."""
+    files, shapes = without_prefix(index(folder), prefix), source_shapes(tensors)
     surplus = [name for name in files if name not in shapes and not any(re.match(rule, name) for rule in ignored)]
     problems = [f"missing: {name}" for name in shapes if name not in files]
     problems += [f"unexpected: {name}" for name in surplus]
@@ -217,15 +236,42 @@ def check(tensors: dict[str, Tensor], folder: Path, ignored: Iterable[str] = (),
 
 
 def read_ahead(jobs):
-    """What `read` gives for each job, in their order, the next ones being read meanwhile."""
+    """What `read_source` gives for each job, in their order, the next ones being read meanwhile."""
     with ThreadPoolExecutor(READERS) as pool:
         reading = deque()
         for job in jobs:
-            reading.append(pool.submit(read, *job))
+            reading.append(pool.submit(read_source, *job))
             if len(reading) == READERS:
                 yield reading.popleft().result()
         while reading:
             yield reading.popleft().result()
+
+
+def read_source(stored: Stored, dtype: str, sharding, changes: Iterable[Change]) -> tuple[dict, list]:
+    """The parts of one of a tensor's sources, and of what is added to it: [(scale, factors), …], each factor the shape,
+    sharding and parts that `send` takes. What is added to is not cast yet."""
+    if not changes:
+        return read(stored, dtype, sharding), []
+    added = []
+    for change in changes:
+        factors = zip(change.factors, factor_shardings(sharding, len(change.factors)))
+        added.append((change.scale, [(one.shape, spread, read(one, sent_as(one), spread)) for one, spread in factors]))
+    return read(stored, sent_as(stored), sharding), added
+
+
+def sent_as(stored: Stored) -> str:
+    """The dtype that a tensor goes to the devices in before it is cast there: its own, if JAX computes with it."""
+    kind = STORED_DTYPES[stored.dtype]
+    return kind if kind in ("float32", "bfloat16", "float16") else "float32"
+
+
+def factor_shardings(sharding, count: int) -> list:
+    """`up` lies on the devices as the tensor's rows, `down` as the rest of it: their product needs no communication."""
+    if count == 1:
+        return [sharding]
+    rows, *rest = [*sharding.spec, None]
+    specs = jax.sharding.PartitionSpec(rows), jax.sharding.PartitionSpec(None, *rest)
+    return [jax.sharding.NamedSharding(sharding.mesh, spec) for spec in specs]
 
 
 def read(stored: Stored, dtype, sharding) -> dict[str, numpy.ndarray]:
@@ -268,9 +314,36 @@ def stack(tensor: Tensor, layers) -> jax.Array:
     devices."""
     array, sharding = zeros(tensor.struct), layer_sharding(tensor)
     for layer in range(len(tensor.sources)):
-        array = write_layer(array, send(tensor.shape[1:], sharding, next(layers)), layer)
+        value = merge(next(layers), tensor.shape[1:], sharding, tensor.dtype)
+        array = write_layer(array, value, layer)
         jax.block_until_ready(array)  # or the layers queue up in host memory faster than they are written
     return array
+
+
+def merge(source: tuple[dict, list], shape, sharding, dtype: str) -> jax.Array:
+    """One of a tensor's sources on the devices, with what adapters add to it."""
+    parts, added = source
+    array = send(shape, sharding, parts)
+    if not added:
+        return array
+    scales = [numpy.float32(scale) for scale, _ in added]
+    factors = [[send(*factor) for factor in change] for _, change in added]
+    return merge_program(sharding, dtype)(array, scales, factors)
+
+
+@functools.cache
+def merge_program(sharding, dtype: str):
+    """base + Σ scale · product of factors, in float32 and cast once. A TPU would multiply in bfloat16 unasked."""
+
+    def program(base, scales, added):
+        total = base.astype(jax.numpy.float32)
+        for scale, factors in zip(scales, added):
+            first, *second = (factor.astype(jax.numpy.float32) for factor in factors)
+            product = jax.numpy.tensordot(first, second[0], 1, precision="highest") if second else first
+            total = total + scale * product
+        return total.astype(dtype)
+
+    return jax.jit(program, out_shardings=sharding)
 
 
 def put(value: numpy.ndarray, sharding) -> jax.Array:

@@ -21,9 +21,9 @@ from wan_torchax.devices.sharding import replicated, struct
 from wan_torchax.events import Advanced, Stepped
 from wan_torchax.kernels.settings import Kernel, Parallel
 from wan_torchax.runtime import weights
-from wan_torchax.runtime.programs import NotFinite, Program
+from wan_torchax.runtime.programs import NotFinite, Program, own_compilation
 from wan_torchax.stages.image import Image
-from wan_torchax.stages.sampling import advance, noise, scheduler_table, start_sigma
+from wan_torchax.stages.sampling import advance, noises, scheduler_table
 from wan_torchax.stages.stage import Stage
 
 log = logging.getLogger("wan")
@@ -39,7 +39,8 @@ class Denoise(Stage):
     What goes from step to step and what stays the same are named arrays:
 
         state       slots: the latents (slot 0) and what the scheduler remembers, (slots, 1, channels, frames, …)
-        schedule    timestep, coefficients (slots, slots + 1), guidance_scale: of one step
+        schedule    timestep, coefficients (slots, slots + 1), guidance_scale: of one step; with a scheduler that draws
+                    noise also that, like the latents, and coefficients (slots, slots + 2)
         conditions  embeddings (prompts, tokens, width); condition (1, channels, frames, height, width), which joins the
                     latents as further channels; first_latent (1, channels, 1, height, width), which is the first frame
                     of the latents, without noise; image_embeddings (pictures, tokens, width); control (1, channels,
@@ -56,13 +57,15 @@ class Denoise(Stage):
 
     @classmethod
     def derived(cls, resolved):
+        _, slots, terms = scheduler_table(resolved.config)[1].shape
         pictures = "image" in resolved.graph.stages and Image.result_shapes(resolved.config)["image_embeddings"]
         return {
             "prompts": prompt_count(resolved.config),
             "latent_shape": resolved.denoised_shape,
             "references": reference_count(resolved.config),
             "tokens": resolved.tokens,
-            "slots": scheduler_table(resolved.config)[1].shape[1],
+            "slots": slots,
+            "renoised": terms == slots + 2,
             "conditions": [name for name in resolved.graph.stages["denoise"].takes if name in CONDITIONS],
             "pictures": pictures,
         }
@@ -121,7 +124,7 @@ class Denoise(Stage):
             # Where the flow would end: what previews show, of the first frame, the only one that can be decoded alone.
             estimate = with_first(slots[0] - schedule["timestep"] / 1000 * velocity, conditions)
             estimate = estimate[:, :, references : references + 1]
-            slots = advance(slots, velocity, schedule["coefficients"])
+            slots = advance(slots, velocity, schedule["coefficients"], schedule.get("noise"))
             return {"slots": slots}, jnp.isfinite(slots[0]).all(), estimate
 
         # One program: the experts of a model are of one architecture.
@@ -135,7 +138,10 @@ class Denoise(Stage):
         def array(*shape, dtype="float32"):
             return struct(self.mesh, shape, dtype)
 
-        schedule = {"timestep": array(), "coefficients": array(slots, slots + 1), "guidance_scale": array()}
+        terms = slots + 1 + derived["renoised"]
+        schedule = {"timestep": array(), "coefficients": array(slots, terms), "guidance_scale": array()}
+        if derived["renoised"]:
+            schedule["noise"] = array(*derived["latent_shape"])
         dtype = self.config.model.dtype.transformer
         conditions = {"embeddings": array(derived["prompts"], *text, dtype=dtype)}
         if "condition" in derived["conditions"]:
@@ -209,13 +215,16 @@ class Denoise(Stage):
             return
         for other in self.components.values():
             other.free()
-        self.components[name].load(self.tensors[name], tell)
+        with own_compilation():
+            self.components[name].load(self.tensors[name], tell)
 
     def run(self, resolved, values, tell):
-        config, (timesteps, coefficients) = resolved.config, scheduler_table(resolved.config)
+        config, (timesteps, coefficients, sigmas) = resolved.config, scheduler_table(resolved.config)
+        draws = noises(config.seed, resolved.denoised_shape)
         slots = numpy.zeros((coefficients.shape[1], *resolved.denoised_shape), numpy.float32)
-        slots[0] = self.first_latents(resolved, values)
+        slots[0] = first_latents(config, values, next(draws), sigmas[0])
         first = {"timestep": timesteps[0], "coefficients": coefficients[0], "guidance_scale": config.guidance_scale}
+        first |= {"noise": slots[0]} if self.recipe.derived["renoised"] else {}
         given = {name: values[name] for name in values if name in CONDITIONS}
         if "control" in given:
             scale, layers = given["conditioning_scale"], config.model.architecture.transformer.vace_layers
@@ -233,6 +242,8 @@ class Denoise(Stage):
             self.bring(expert, tell)
             for name, table in tables.items():
                 schedule[name] = weights.put(table[index], schedule[name].sharding)
+            if "noise" in schedule:
+                schedule["noise"] = weights.put(next(draws), schedule["noise"].sharding)
             state, finite, estimate = self("step", state, schedule, conditions, component=expert)
             if not bool(finite):
                 what = f"the latents are not finite after step {index + 1} of {len(experts)}"
@@ -243,14 +254,6 @@ class Denoise(Stage):
         if "first_latent" in values:
             latents[:, :, :1] = values["first_latent"]
         return {"latents": latents}
-
-    def first_latents(self, resolved, values) -> numpy.ndarray:
-        """Noise; or a video's latents with as much noise in them as the first step expects."""
-        drawn = noise(resolved.config.seed, resolved.denoised_shape)
-        if "video_latents" not in values:
-            return drawn
-        sigma = start_sigma(resolved.config)
-        return (1 - sigma) * values["video_latents"] + sigma * drawn
 
     @classmethod
     def flops(cls, resolved) -> dict[str, int]:
@@ -293,6 +296,13 @@ class Denoise(Stage):
         rows = math.ceil(batch / size(parallel.batch)) * resolved.tokens / shards
         dim = transformer.num_attention_heads * transformer.attention_head_dim
         return rows * (transformer.ffn_dim / size(parallel.heads) * 2 + dim * (4 + 2 * 4))
+
+
+def first_latents(config, values, noise: numpy.ndarray, sigma: float) -> numpy.ndarray:
+    """Noise; or a video's latents with as much noise in them as the first step expects."""
+    if "video_latents" not in values:
+        return config.scheduler.noise_scale * noise
+    return (1 - sigma) * values["video_latents"] + sigma * noise
 
 
 def control_layers(transformer) -> int:

@@ -1,8 +1,11 @@
 """diffusers' schedulers as tables of numbers, so that a step of theirs runs inside the compiled program."""
+import contextlib
 import functools
 import json
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 from omegaconf import OmegaConf
@@ -10,30 +13,55 @@ from omegaconf import OmegaConf
 from wan_torchax.config.geometry import steps_skipped
 from wan_torchax.config.schema import ConfigError
 
-USUAL = "use scheduler=unipc, euler or dpm"
+USUAL = "use scheduler=unipc, euler, dpm or renoise"
 
 
-def advance(state, velocity, coefficients):
-    """new slot = Σ coefficient · (old slots and the model's output): (slots, 1, channels, frames, height, width).
+def advance(state, velocity, coefficients, noise=None):
+    """new slot = Σ coefficient · (old slots, the model's output and, where the scheduler draws some, fresh noise):
+    (slots, 1, channels, frames, height, width).
 
     Written as sums of scaled arrays, not as a matrix product, which a TPU would round to bfloat16.
     """
     import jax.numpy as jnp
 
-    terms = [*state, velocity]
+    terms = [*state, velocity] if noise is None else [*state, velocity, noise]
     return jnp.stack([sum(row[index] * term for index, term in enumerate(terms)) for row in coefficients])
 
 
-def scheduler_table(config) -> tuple[numpy.ndarray, numpy.ndarray]:
+class Table(NamedTuple):
+    """What a scheduler does, a row a step."""
+
+    timesteps: numpy.ndarray  # (steps,): what the model is told
+    coefficients: numpy.ndarray  # (steps, slots, slots + 1), or + 2
+    sigmas: numpy.ndarray  # (steps,): the share of noise in what a step takes
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How many steps a scheduler has, or its sigmas before the shift, and from which on they are taken."""
+
+    count: int
+    sigmas: tuple[float, ...] | None = None
+    begin: int = 0
+
+    @property
+    def taken(self) -> int:
+        return self.count - self.begin
+
+
+def scheduler_table(config) -> Table:
     """What diffusers' scheduler does in each step: timesteps (steps,) and coefficients (steps, slots, slots + 1).
 
-    A deterministic scheduler's step is linear in the latents, the model's output and what it remembers of earlier
-    steps. So each of those is given to it as a unit vector, and what comes back are the coefficients. The step then
-    runs inside the compiled program, for any scheduler, with no tensor leaving the device. Slot 0 is the latents.
+    A scheduler's step is linear in the latents, the model's output, what it remembers of earlier steps and the noise it
+    draws. So each of those is given to it as a unit vector, and what comes back are the coefficients. The step then
+    runs inside the compiled program, for any scheduler, with no tensor leaving the device. Slot 0 is the latents. One
+    that draws noise has a column more, the last.
     """
     target, arguments = config.scheduler.target, OmegaConf.to_container(config.scheduler.arguments, resolve=True)
     try:
-        return read_off(target, json.dumps(arguments, sort_keys=True), config.steps, steps_skipped(config))
+        sigmas = config.scheduler.sigmas and tuple(config.scheduler.sigmas)
+        steps = Steps(config.steps, sigmas, steps_skipped(config))
+        return read_off(target, json.dumps(arguments, sort_keys=True), steps)
     except ConfigError:
         raise
     except Exception as error:  # whatever the scheduler makes of arguments that are not its own
@@ -41,42 +69,43 @@ def scheduler_table(config) -> tuple[numpy.ndarray, numpy.ndarray]:
 
 
 @functools.lru_cache(maxsize=8)  # building and running a stage both ask
-def read_off(target: str, arguments: str, steps: int, begin: int = 0) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """The table from step `begin` on, where the scheduler has no memory yet."""
+def read_off(target: str, arguments: str, steps: Steps) -> Table:
     import torch
 
-    velocities = torch.randn(steps - begin + 1, 1, 4, 1, 1, 2, generator=torch.Generator().manual_seed(0))
-    slots, expected = rehearse(make_scheduler(target, arguments, steps, begin), begin, velocities)
-    scheduler, size, rows = make_scheduler(target, arguments, steps, begin), len(slots) + 1, []
-    for timestep in scheduler.timesteps[begin:]:
-        for number, slot in enumerate(slots, start=1):
-            if slot.get(scheduler) is not None:
-                slot.set(scheduler, unit_vector(number, size))
-        sample = scheduler.step(unit_vector(size, size), timestep, unit_vector(0, size), return_dict=False)[0]
-        after = [sample, *(slot.get(scheduler) for slot in slots)]
-        rows.append([numpy.zeros(size + 1) if vector is None else vector.flatten().numpy() for vector in after])
+    made_up = torch.randn(2, steps.taken + 1, 1, 4, 1, 1, 2, generator=torch.Generator().manual_seed(0))
+    slots, expected = rehearse(make_scheduler(target, arguments, steps), steps, *made_up)
+    scheduler, count, rows = make_scheduler(target, arguments, steps), len(slots) + 3, []
+    latents, *remembered, velocity, noise = (unit_vector(index, count) for index in range(count))
+    with given_noise(scheduler) as given:
+        for timestep in scheduler.timesteps[steps.begin :]:
+            for slot, vector in zip(slots, remembered):
+                if slot.get(scheduler) is not None:
+                    slot.set(scheduler, vector)
+            given[:] = [noise]
+            sample = scheduler.step(velocity, timestep, latents, return_dict=False)[0]
+            after = [sample, *(slot.get(scheduler) for slot in slots)]
+            rows.append([numpy.zeros(count) if vector is None else vector.flatten().numpy() for vector in after])
     coefficients, key = numpy.asarray(rows, dtype=numpy.float32), f"scheduler.target={target}"
     if not numpy.isfinite(coefficients).all():
-        raise ConfigError(f"{key}: not finite with steps={steps} and {arguments}; use more steps or scheduler=unipc")
-    same = numpy.allclose(replay(coefficients, velocities), expected, atol=1e-3)
+        remedy = "use more steps or scheduler=unipc"
+        raise ConfigError(f"{key}: not finite with steps={steps.count} and {arguments}; {remedy}")
+    same = numpy.allclose(replay(coefficients, *made_up), expected, atol=1e-3)
+    coefficients = coefficients if coefficients[..., -1].any() else coefficients[..., :-1]
     if getattr(scheduler, "init_noise_sigma", 1) != 1 or not same:
-        raise ConfigError(f"{key}: with {arguments} it is not deterministic and linear; {USUAL}")
-    return scheduler.timesteps.numpy()[begin:].astype(numpy.float32), coefficients
+        raise ConfigError(f"{key}: with {arguments} its steps are not linear; {USUAL}")
+    times = scheduler.timesteps.numpy(), scheduler.sigmas.numpy()[: len(scheduler.timesteps)]
+    timesteps, sigmas = (values[steps.begin :].astype(numpy.float32) for values in times)
+    return Table(timesteps, coefficients, sigmas)
 
 
-def start_sigma(config) -> float:
-    """The share of noise in what the first step of the table takes."""
-    arguments = OmegaConf.to_container(config.scheduler.arguments, resolve=True)
-    scheduler = make_scheduler(config.scheduler.target, json.dumps(arguments), config.steps)
-    return float(scheduler.sigmas[steps_skipped(config)])
-
-
-def rehearse(scheduler, begin, velocities):
-    """Where a scheduler keeps tensors between steps, and what it makes of made-up velocities, the last of them as
-    noise."""
+def rehearse(scheduler, steps: Steps, velocities, noises):
+    """Where a scheduler keeps tensors between steps, and what it makes of made-up velocities, the last of them as first
+    latents, and of made-up noise."""
     latents = velocities[-1]
-    for timestep, velocity in zip(scheduler.timesteps[begin:], velocities):
-        latents = scheduler.step(velocity, timestep, latents, return_dict=False)[0]
+    with given_noise(scheduler) as given:
+        for timestep, velocity, noise in zip(scheduler.timesteps[steps.begin :], velocities, noises):
+            given[:] = [noise]
+            latents = scheduler.step(velocity, timestep, latents, return_dict=False)[0]
 
     def is_remembered(value):
         return hasattr(value, "numpy") and value.shape == latents.shape
@@ -90,32 +119,50 @@ def rehearse(scheduler, begin, velocities):
     return slots, latents.numpy()
 
 
-def replay(coefficients: numpy.ndarray, velocities) -> numpy.ndarray:
+@contextlib.contextmanager
+def given_noise(scheduler) -> Iterator[list]:
+    """A list that a scheduler's next step takes its noise from. diffusers' schedulers draw by a function that their
+    module has imported, if they draw any."""
+    module, given = sys.modules[type(scheduler).__module__], []
+    draw = getattr(module, "randn_tensor", None)
+    if draw is None:
+        yield given
+        return
+    module.randn_tensor = lambda *_, **__: given.pop()
+    try:
+        yield given
+    finally:
+        module.randn_tensor = draw
+
+
+def replay(coefficients: numpy.ndarray, velocities, noises) -> numpy.ndarray:
     """The rehearsal's end by the table."""
     state = numpy.zeros((coefficients.shape[1], *velocities.shape[1:]), numpy.float32)
     state[0] = velocities[-1]
-    for rows, velocity in zip(coefficients, velocities.numpy()):
-        state = numpy.einsum("ij,j...->i...", rows, numpy.stack([*state, velocity]))
+    for rows, velocity, noise in zip(coefficients, velocities.numpy(), noises.numpy()):
+        state = numpy.einsum("ij,j...->i...", rows, numpy.stack([*state, velocity, noise]))
     return state[0]
 
 
-def make_scheduler(target: str, arguments: str, steps: int, begin: int = 0):
+def make_scheduler(target: str, arguments: str, steps: Steps):
     import diffusers
 
     kind = getattr(diffusers, target, None)
     if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
         raise ConfigError(f"scheduler.target={target}: not a scheduler in diffusers; {USUAL}")
     scheduler = kind(**json.loads(arguments))
-    scheduler.set_timesteps(steps)
-    scheduler.set_begin_index(begin)
+    # Given sigmas are shifted as the scheduler's own are.
+    given = {"num_inference_steps": steps.count} if steps.sigmas is None else {"sigmas": numpy.float32(steps.sigmas)}
+    scheduler.set_timesteps(**given)
+    scheduler.set_begin_index(steps.begin)
     return scheduler
 
 
-def unit_vector(index: int, size: int):
-    """A video of one pixel whose channels are the basis: (1, size + 1, 1, 1, 1)."""
+def unit_vector(index: int, count: int):
+    """A video of one pixel whose channels are the basis: (1, count, 1, 1, 1)."""
     import torch
 
-    return torch.nn.functional.one_hot(torch.tensor(index), size + 1).float().reshape(1, -1, 1, 1, 1)
+    return torch.nn.functional.one_hot(torch.tensor(index), count).float().reshape(1, -1, 1, 1, 1)
 
 
 @dataclass
@@ -137,8 +184,15 @@ class Slot:
 
 
 def noise(seed: int, shape: tuple[int, ...]) -> numpy.ndarray:
-    """The first latents, from a CPU generator: the same on every backend and mesh, and in diffusers."""
+    """The first latents."""
+    return next(noises(seed, shape))
+
+
+def noises(seed: int, shape: tuple[int, ...]) -> Iterator[numpy.ndarray]:
+    """The first latents, then what each step draws, from a CPU generator: the same on every backend and mesh, and in
+    diffusers."""
     import torch
 
     generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float32).numpy()
+    while True:
+        yield torch.randn(shape, generator=generator, dtype=torch.float32).numpy()

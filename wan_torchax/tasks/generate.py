@@ -15,6 +15,7 @@ from wan_torchax.records import outputs, results
 from wan_torchax.records.clock import Clock
 from wan_torchax.records.files import claimed
 from wan_torchax.records.stored import compare_replay
+from wan_torchax.runtime import adapters
 from wan_torchax.runtime.checkpoint import find_present, fingerprints
 from wan_torchax.session import phase, session
 from wan_torchax.stages.denoise import Denoise
@@ -61,6 +62,7 @@ def generate_into(config, folder: Path, overrides) -> float:
     if first:
         metrics = outputs.metrics(settled, weights, resolved.mesh, overrides)
         metrics["floor_seconds_per_step"] = Denoise.floor_seconds(resolved)
+        metrics["adapters"] = adapters.described(config)
         with phase("write", tell):
             made = outputs.write_outputs(folder, settled, values, metrics)
         outputs.write_metrics(folder, metrics | clock.report())
@@ -98,7 +100,7 @@ def read_results(config, graph: Graph) -> tuple[dict, dict[str, str]]:
 def weights_here(config, graph: Graph) -> dict[str, str]:
     """Fingerprints of the pipeline's components, as far as they are on this machine, and of its pictures."""
     present = find_present(config.model, graph.components(graph.stages))
-    return fingerprints(present) | inputs.fingerprints(config)
+    return fingerprints(adapters.on(present, config, local_only=True)) | inputs.fingerprints(config)
 
 
 def to_run(config, graph: Graph, values: dict) -> list[str]:

@@ -1,0 +1,88 @@
+"""Adapters that a config names, each a row of conf/adapter. No JAX, no torch.
+
+    rows(config)                    # {"style": Adapter(path="x.safetensors", strength=0.8, target=["high"]), …}
+    components(row, experts)        # ["transformer"]
+"""
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from wan_torchax.config.schema import Adapter
+from wan_torchax.config.wording import one_of
+
+ALLOW = "allow_unmatched"  # the one key of the group that is no row
+TARGETS = ("all", "high", "low", "transformer", "transformer_2")
+MOST_STRENGTH = 10
+SHAPE = "a path, or repo and file; it may have revision, strength and target"
+
+
+def rows(config: DictConfig) -> dict[str, Adapter]:
+    """Every adapter, also those of strength 0, in the order they are named."""
+    return {name: OmegaConf.to_object(typed(row)) for name, row in config.adapter.items() if name != ALLOW}
+
+
+def typed(row) -> DictConfig:
+    return OmegaConf.merge(OmegaConf.structured(Adapter), row)
+
+
+def components(row: Adapter, experts: list[str]) -> list[str]:
+    """The transformers that an adapter changes."""
+    high, low = experts[0], experts[-1]
+    names = {"all": experts, "high": [high], "low": [low]}
+    return [name for name in experts if any(name in names.get(target, [target]) for target in row.target)]
+
+
+# ---------------------------------------------------------------- validation
+
+
+def adapter_problems(config: DictConfig) -> Iterator[str]:
+    """Rows that are none, files that are not there; what is in them is looked at with the checkpoints."""
+    if not isinstance(config.adapter.get(ALLOW, False), bool):
+        yield f"adapter.{ALLOW}={config.adapter[ALLOW]}: must be true or false"
+    for name in config.adapter:
+        if name == ALLOW:
+            continue
+        key = f"adapter.{name}"
+        if not re.fullmatch(r"\w+", str(name)):
+            yield f"{key}: a name is letters, digits and _"
+        try:
+            row = typed(config.adapter[name])
+        except (OmegaConfBaseException, ValueError, TypeError):
+            yield f"{key}={config.adapter[name]}: needs {SHAPE}, e.g. {{path: style.safetensors, strength: 0.8}}"
+            continue
+        yield from place_problems(key, row, config.task == "plan", named(config))
+        yield from number_problems(key, row, list(config.model.experts))
+
+
+def named(config: DictConfig) -> str:
+    """The adapters that have a file, for those who name another."""
+    files = {name: row for name, row in config.adapter.items() if OmegaConf.is_dict(row)}
+    having = [name for name, row in files.items() if row.get("path") or row.get("repo")]
+    return f"those that are configured: {', '.join(having) or 'none'}"
+
+
+def place_problems(key: str, row: DictConfig, planned: bool, configured: str) -> Iterator[str]:
+    """Where the file is. A plan needs none."""
+    if row.path is None and None in (row.repo, row.file):
+        yield f"{key}: needs {SHAPE}; {configured}"
+    elif row.path is not None and (row.repo or row.file):
+        yield f"{key}: has a path and a Hub id; give one of the two"
+    name = row.path or row.file
+    if name is not None and not name.endswith(".safetensors"):
+        yield f"{key}: {name} can run code when opened and is not read; convert it to safetensors"
+    elif row.path is not None and not planned and not Path(row.path).expanduser().is_file():
+        yield f"{key}.path={row.path}: no such file"
+
+
+def number_problems(key: str, row: DictConfig, experts: list[str]) -> Iterator[str]:
+    if not abs(row.strength) <= MOST_STRENGTH:  # not a number neither
+        yield f"{key}.strength={row.strength}: must be from -{MOST_STRENGTH} to {MOST_STRENGTH}; usual 1.0, 0 is off"
+    if not row.target:
+        yield f"{key}.target=[]: name at least one of {', '.join(TARGETS)}; strength=0 turns an adapter off"
+    for target in row.target:
+        yield from one_of(f"{key}.target", target, TARGETS)
+        if target in ("low", "transformer_2") and len(experts) == 1:
+            yield f"{key}.target={target}: this model has one transformer; leave it out, or use all"

@@ -1,0 +1,353 @@
+"""Adapters: what trainers have learned to add to a transformer's weights, from any trainer's file.
+
+    checkpoints = on(checkpoints, config)       # each with its adapters: files found, hashed, their headers read
+    changes = place(adapters, shapes)           # {checkpoint name: [Change, …]}
+
+Every key of a file is accounted for: it is applied, or belongs to another model of the family (told), or to none
+(refused). Rank and alpha are read from the file. weights.py merges while it loads; nothing here needs a device.
+
+Trainers name modules as Wan's own code does, with dots or underscores, or as diffusers does; `translate` knows both.
+"""
+import functools
+import hashlib
+import json
+import logging
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy
+from omegaconf import DictConfig
+from safetensors import safe_open
+
+from wan_torchax.config import adapters as config_adapters
+from wan_torchax.config.resolve import Checkpoint
+from wan_torchax.config.schema import Adapter, ConfigError
+from wan_torchax.config.wording import listed
+from wan_torchax.runtime.checkpoint import Stored, read_header
+from wan_torchax.runtime.weights import STORED_DTYPES, Change
+
+log = logging.getLogger("wan")
+PROBLEMS_SHOWN = 20
+EXAMPLES = 3
+INTEGERS = {"I64": "int64", "I32": "int32"}  # that an alpha may be stored as
+
+# ---------------------------------------------------------------- names
+
+# Wan's own names -> diffusers', of a block and of the rest.
+ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
+BLOCK = {
+    **{f"self_attn.{name}": f"attn1.{theirs}" for name, theirs in ATTENTION.items()},
+    **{f"cross_attn.{name}": f"attn2.{theirs}" for name, theirs in ATTENTION.items()},
+    "cross_attn.k_img": "attn2.add_k_proj", "cross_attn.v_img": "attn2.add_v_proj",
+    "cross_attn.norm_k_img": "attn2.norm_added_k", "ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2",
+    "norm1": "norm1", "norm2": "norm3", "norm3": "norm2", "modulation": "scale_shift_table",
+    "before_proj": "proj_in", "after_proj": "proj_out",
+}
+EMBEDDER = "condition_embedder"
+REST = {
+    "patch_embedding": "patch_embedding", "vace_patch_embedding": "vace_patch_embedding", "head.head": "proj_out",
+    "head.modulation": "scale_shift_table", "time_projection.1": f"{EMBEDDER}.time_proj",
+    **{f"{kind}_embedding.{old}": f"{EMBEDDER}.{kind}_embedder.linear_{new}"
+       for kind in ("time", "text") for old, new in ((0, 1), (2, 2))},
+    "img_emb.proj.0": f"{EMBEDDER}.image_embedder.norm1", "img_emb.proj.4": f"{EMBEDDER}.image_embedder.norm2",
+    "img_emb.proj.1": f"{EMBEDDER}.image_embedder.ff.net.0.proj",
+    "img_emb.proj.3": f"{EMBEDDER}.image_embedder.ff.net.2", "img_emb.emb_pos": f"{EMBEDDER}.image_embedder.pos_embed",
+}
+BARE = ("scale_shift_table", "pos_embed")  # parameters that are not a module's weight
+PREFIX = r"(?:base_model\.model\.)?(?:(?:model\.)?diffusion_model\.|transformer\.|lora_unet__?)?"
+THEIRS = re.compile(rf"attn[12]|ffn[._]net|{EMBEDDER}|scale_shift_table|proj_(?:in|out)\b")  # diffusers' names alone
+
+# Ends of keys -> what they hold. DiffSynth and PEFT put an adapter's name before the last word.
+ENDS = {
+    r"lora_(?:A|down)(?:\.\w+)?\.weight|lora\.down\.weight": "down",
+    r"lora_(?:B|up)(?:\.\w+)?\.weight|lora\.up\.weight": "up",
+    r"lora_B(?:\.\w+)?\.bias": "up_bias", r"alpha": "alpha",
+    r"diff": "diff", r"diff_b": "diff_b", r"diff_m": "diff_m",
+}
+OTHER_KINDS = {
+    "lokr_": "LoKr", "hada_": "LoHa", "dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", "oft_": "OFT",
+    "lora_mid": "a Tucker decomposition", "set_weight": "a whole set of weights",
+}
+
+
+def with_underscores(names: Mapping[str, str]) -> dict[str, str]:
+    """The same, also found by names in which the dots are underscores."""
+    return {spelt: theirs for name, theirs in names.items() for spelt in (name, name.replace(".", "_"))}
+
+
+def same(names: Mapping[str, str]) -> dict[str, str]:
+    return {theirs: theirs for theirs in names.values()}
+
+
+TABLES = {  # by whether a file has diffusers' names: of a block, and of the rest
+    False: (with_underscores(BLOCK), with_underscores(REST)),
+    True: (with_underscores(same(BLOCK)), with_underscores(same(REST))),
+}
+
+
+def translate(module: str, theirs: bool) -> str | None:
+    """A module of a file by diffusers' name: blocks_0_self_attn_q -> blocks.0.attn1.to_q; None if no Wan model has
+    it."""
+    blocks, rest = TABLES[theirs]
+    match = re.fullmatch(r"((?:vace_)?blocks)[._](\d+)[._](.+)", module)
+    if match is None:
+        return rest.get(module)
+    part = blocks.get(match[3])
+    return part and f"{match[1]}.{match[2]}.{part}"
+
+
+# ---------------------------------------------------------------- files
+
+
+@dataclass(frozen=True)
+class File:
+    """One adapter, as it goes onto a transformer."""
+
+    name: str
+    path: Path
+    sha256: str
+    strength: float
+    allow_unmatched: bool
+
+
+def on(checkpoints: Mapping[str, Checkpoint], config: DictConfig, local_only: bool = False) -> dict[str, Checkpoint]:
+    """The checkpoints with the adapters that a config puts on them. Where only local files are looked at, a component
+    whose adapters are not all here is left out."""
+    adapted, experts = dict(checkpoints), list(config.model.experts)
+    for name, row in config_adapters.rows(config).items():
+        for component in config_adapters.components(row, experts) if row.strength else ():
+            if component not in adapted:
+                continue
+            path = find(name, row, local_only)
+            if path is None:
+                del adapted[component]
+                continue
+            parse(path)
+            file = File(name, path, sha256_of(path), row.strength, config.adapter[config_adapters.ALLOW])
+            base = adapted[component]
+            fingerprint = f"{base.fingerprint}+{file.sha256[:16]}*{row.strength}"
+            adapted[component] = replace(base, fingerprint=fingerprint, adapters=(*base.adapters, file))
+    return adapted
+
+
+def described(config: DictConfig) -> dict[str, dict]:
+    """What a run's metrics and its video say of its adapters: by name the file's hash, the strength and the target."""
+    rows = {name: row for name, row in config_adapters.rows(config).items() if row.strength}
+    paths = {name: find(name, row, local_only=True) for name, row in rows.items()}
+    return {
+        name: {"sha256": paths[name] and sha256_of(paths[name]), "strength": row.strength, "target": row.target}
+        for name, row in rows.items()
+    }
+
+
+def find(name: str, row: Adapter, local_only: bool) -> Path | None:
+    """An adapter's file: local, or downloaded from the Hub."""
+    if row.path is not None:
+        return Path(row.path).expanduser()
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    key = f"adapter.{name}: {row.repo}, {row.file}"
+    try:
+        return Path(hf_hub_download(row.repo, row.file, revision=row.revision, local_files_only=local_only))
+    except LocalEntryNotFoundError as error:
+        if local_only:
+            return None
+        remedy = "connect once, or download it elsewhere and set path"
+        raise ConfigError(f"{key}: the Hub cannot be reached and it is not in the local cache; {remedy}") from error
+    except (EntryNotFoundError, OSError, ValueError) as error:
+        raise ConfigError(f"{key}: not on the Hub, or not yours to read ({type(error).__name__})") from error
+
+
+def sha256_of(path: Path) -> str:
+    """Of the whole file. In the Hub's cache a file's name is its hash."""
+    if re.fullmatch(r"[0-9a-f]{64}", path.resolve().name):
+        return path.resolve().name
+    return hash_file(path, path.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)  # by when it was changed
+def hash_file(path: Path, _) -> str:
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+# ---------------------------------------------------------------- what a file holds
+
+
+@dataclass
+class Contents:
+    """A file's keys by module, in diffusers' names, and those that are of no Wan model."""
+
+    modules: dict[str, dict[str, Stored]] = field(default_factory=lambda: defaultdict(dict))
+    keys: dict[tuple[str, str], str] = field(default_factory=dict)  # (module, kind) -> the key in the file
+    unknown: list[str] = field(default_factory=list)
+    settings: dict = field(default_factory=dict)  # PEFT's
+
+
+def parse(path: Path) -> Contents:
+    """From the header alone."""
+    try:
+        header = read_header(path)
+    except Exception as error:
+        raise ConfigError(f"{path}: not a readable safetensors file ({error}); download it again") from error
+    contents, keys = Contents(settings=peft_settings(path)), {}
+    for key in header:
+        kind = next((name for part, name in OTHER_KINDS.items() if re.search(rf"[._]{part}", key)), None)
+        if kind is not None:
+            raise ConfigError(f"{path}: {key} is {kind}, which is not implemented; low-rank adapters and diffs are")
+        keys[key] = re.fullmatch(rf"{PREFIX}(?P<module>[\w.]+?)\.(?P<end>{'|'.join(ENDS)})", key)
+    theirs = any(match and THEIRS.search(match["module"]) for match in keys.values())
+    for key, match in keys.items():
+        kind = match and next(kind for end, kind in ENDS.items() if re.fullmatch(end, match["end"]))
+        module = match and translate(match["module"], theirs)
+        if kind == "diff_m" and module is None:  # it is said of the block or the head
+            module = translate(f"{match['module']}.modulation", theirs=False)
+        if module is None or (module, kind) in contents.keys:
+            contents.unknown.append(key)
+        else:
+            contents.modules[module][kind], contents.keys[module, kind] = header[key], key
+    return contents
+
+
+def peft_settings(path: Path) -> dict:
+    """lora_alpha and its patterns, which PEFT's tensors do not tell: in the header of a file that diffusers wrote, beside
+    one that PEFT did."""
+    try:
+        with safe_open(path, framework="numpy") as handle:
+            text = (handle.metadata() or {}).get("lora_adapter_metadata")
+        if text is not None:
+            settings = {key.removeprefix("transformer."): value for key, value in json.loads(text).items()}
+        elif path.name == "adapter_model.safetensors" and (beside := path.with_name("adapter_config.json")).is_file():
+            settings = dict(json.loads(beside.read_text()))
+        else:
+            return {}
+        patterns = {name: float(value) for name, value in (settings.get("alpha_pattern") or {}).items()}
+        alpha = settings.get("lora_alpha")
+        return {
+            "lora_alpha": None if alpha is None else float(alpha), "alpha_pattern": patterns,
+            "use_rslora": settings.get("use_rslora") is True,
+        }
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{path}: its settings cannot be read ({error})") from error
+
+
+def scale_of(contents: Contents, module: str, rank: int) -> float:
+    """alpha / rank: as the file says, else 1."""
+    alpha, settings = contents.modules[module].get("alpha"), contents.settings
+    if alpha is not None:
+        return read_number(alpha) / rank
+    patterns = settings.get("alpha_pattern", {})
+    named = [value for name, value in patterns.items() if f".{module}".endswith(f".{name}")]
+    alpha = (*named, settings.get("lora_alpha"))[0]
+    if alpha is None:
+        return 1.0
+    return alpha / (math.sqrt(rank) if settings["use_rslora"] else rank)
+
+
+def read_number(stored: Stored) -> float:
+    kind = STORED_DTYPES.get(stored.dtype) or INTEGERS.get(stored.dtype)
+    if kind is None or math.prod(stored.shape) != 1:
+        raise ConfigError(f"{stored.file}: an alpha of {stored.dtype} and shape {stored.shape}; it must be one number")
+    return float(numpy.fromfile(stored.file, kind, 1, offset=stored.offset)[0])
+
+
+# ---------------------------------------------------------------- where it goes
+
+
+def place(adapters: tuple[File, ...], shapes: Mapping[str, tuple]) -> dict[str, list[Change]]:
+    """What adapters add to the tensors of these names and shapes. Raises one error that lists what fits nowhere."""
+    changes = defaultdict(list)
+    for adapter in adapters:
+        contents = parse(adapter.path)
+        placed, elsewhere, problems = place_one(contents, shapes)
+        problems += [f"{key}: no Wan model has such a tensor" for key in contents.unknown]
+        told = f"adapter.{adapter.name} ({adapter.path.name})"
+        if not placed:
+            problems += [f"{key}: no place in this model" for key in elsewhere]
+            raise ConfigError(f"{told} is for another model; nothing in it fits:\n{listed(problems, PROBLEMS_SHOWN)}")
+        if problems and not adapter.allow_unmatched:
+            remedy = "choose the one for this model, or adapter.allow_unmatched=true to leave these out"
+            raise ConfigError(f"{told} does not fit; {remedy}:\n{listed(problems, PROBLEMS_SHOWN)}")
+        for name, scale, factors in placed:
+            changes[name].append(Change(adapter.strength * scale, factors))
+        log.info("%s: added to %d tensors, strength %g", told, len({name for name, *_ in placed}), adapter.strength)
+        for what, left in (("are of another model and found no place", elsewhere), ("are left out", problems)):
+            if left:
+                log.warning("%s: %d keys %s, e.g. %s", told, len(left), what, "; ".join(left[:EXAMPLES]))
+    return dict(changes)
+
+
+def place_one(contents: Contents, shapes: Mapping[str, tuple]) -> tuple[list, list[str], list[str]]:
+    """(tensor's name, scale, factors) of what is applied; keys of other models; problems."""
+    placed, elsewhere, problems = [], [], []
+    for module, parts in contents.modules.items():
+        for name, kinds, scale, factors in additions(contents, module, parts):
+            keys = [contents.keys[module, kind] for kind in kinds]
+            if name not in shapes and not is_deeper(name, shapes):
+                elsewhere += keys
+                continue
+            fitted, problem = fit(factors, shapes.get(name))
+            if problem is not None:
+                problems += [f"{key}: {problem}" for key in keys]
+            else:
+                placed.append((name, scale, fitted))
+        problems += lonely(contents, module, parts)
+    return placed, elsewhere, problems
+
+
+def additions(contents: Contents, module: str, parts: dict[str, Stored]):
+    """What a file says of a module: the tensor's name, the kinds of keys it says it by, the scale and the factors."""
+    weight = module if module.endswith(BARE) else f"{module}.weight"
+    paired = {"down", "up"} <= parts.keys()
+    scale = scale_of(contents, module, max((*parts["down"].shape, 1)[0], 1)) if paired else 1.0
+    if paired:
+        yield weight, [kind for kind in ("down", "up", "alpha") if kind in parts], scale, (parts["up"], parts["down"])
+    for kind, name, times in (
+        ("diff", weight, 1.0), ("diff_m", weight, 1.0), ("diff_b", f"{module}.bias", 1.0),
+        ("up_bias", f"{module}.bias", scale),
+    ):
+        if kind in parts:
+            yield name, [kind], times, (parts[kind],)
+
+
+def lonely(contents: Contents, module: str, parts: dict[str, Stored]) -> list[str]:
+    """Keys whose other half is missing."""
+    if {"down", "up"} <= parts.keys():
+        return []
+    kinds = [kind for kind in ("down", "up", "alpha") if kind in parts]
+    return [f"{contents.keys[module, kind]}: its other half is missing" for kind in kinds]
+
+
+def is_deeper(name: str, shapes: Mapping[str, tuple]) -> bool:
+    """Whether it is of a block that the model would have if it had more of them."""
+    return re.sub(r"blocks\.\d+", "blocks.0", name) in shapes
+
+
+def fit(factors: tuple[Stored, ...], shape: tuple | None) -> tuple[tuple[Stored, ...], str | None]:
+    """The factors in the shapes that `Change` has, or why they do not fit."""
+    if shape is None:
+        return (), "the model has fewer blocks"
+    strange = [one.dtype for one in factors if one.dtype not in STORED_DTYPES]
+    if strange:
+        return (), f"stored as {strange[0]}, which is none of {', '.join(STORED_DTYPES)}"
+    if len(factors) == 1:
+        wanted = [shape]
+    else:
+        up, down = (one.shape for one in factors)
+        if len(up) < 2 or len(down) < 2 or up[1] != down[0] or not down[0]:
+            return (), f"ranks differ: {up} and {down}"
+        wanted = [(shape[0], down[0]), (down[0], *shape[1:])]
+    for one, fitting in zip(factors, wanted):
+        if without_ones(one.shape) != without_ones(fitting):
+            return (), f"shape {one.shape}, the model's tensor is {shape}"
+    return tuple(replace(one, shape=fitting) for one, fitting in zip(factors, wanted)), None
+
+
+def without_ones(shape: tuple) -> tuple:
+    """1 x 1 convolutions and modulations are written with and without dimensions of one."""
+    return tuple(size for size in shape if size != 1)
