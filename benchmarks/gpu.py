@@ -58,6 +58,18 @@ MESH = ["mesh=gpu_1"] if DEVICE == "cuda" else []
 PROMPT = "a red circle moving to the right"
 STEPS = 4  # of the whole pipeline
 FLOOR = "floor of a guided step"
+FEW = ["guidance_scale=1", "scheduler=euler", "scheduler.sigmas=[1,0.75,0.5,0.25]"]
+RUNS = {  # of whole denoisings
+    "magcache, 50 steps": ["steps=50", "cache=magcache"], "four steps": FEW,
+    "magcache and guidance, 50 steps": ["steps=50", "cache=magcache_guidance"],
+    "easycache, 5 steps": ["steps=5", "cache=easycache"],
+}
+DENOISED = {  # minutes, so not each of them everywhere
+    "1.3b-480p": ["magcache, 50 steps", "four steps"],
+    "14b-480p": ["magcache, 50 steps", "magcache and guidance, 50 steps", "four steps"],
+    "14b-720p": ["four steps"],
+    "smoke": ["four steps", "easycache, 5 steps"],
+}
 rows, skipped = [], []
 
 
@@ -317,7 +329,7 @@ def step_values(config, latents, texts, row=None):
     """What the step program takes, from torch tensors; `row` are coefficients, by default of the scheduler's first."""
     from wan_torchax.stages.sampling import scheduler_table
 
-    _, coefficients = scheduler_table(config)
+    coefficients = scheduler_table(config).coefficients
     slots = numpy.zeros((coefficients.shape[1], *latent_shape(config)), numpy.float32)
     slots[0] = latents.cpu().numpy()
     embeddings = torch.cat(list(texts[: prompt_count(config)])).float().cpu().numpy()
@@ -325,6 +337,29 @@ def step_values(config, latents, texts, row=None):
     schedule = {"timestep": numpy.float32(500.0), "coefficients": row, "guidance_scale": config.guidance_scale}
     conditions = {name: value.cpu().numpy() for name, value in random_conditions(config).items()}
     return {"slots": slots}, schedule, {"embeddings": embeddings} | conditions
+
+
+def denoise(case, overrides, side, options):
+    """A whole video's denoising: exact, with caches, in four steps."""
+    from wan_torchax.events import Stepped
+
+    for what in DENOISED.get(case, DENOISED["smoke"]):
+        config = configure(*overrides, *RUNS[what])
+        stage, resolved, compile_seconds, peak = build(config, "denoise", transformer_module)
+        _, texts = random_inputs(config, getattr(torch, config.model.dtype.transformer))
+        values = {"embeddings": torch.cat(list(texts[: prompt_count(config)])).float().cpu().numpy()}
+        steps = []
+
+        def note(event, steps=steps):
+            steps.append(event) if isinstance(event, Stepped) else None
+
+        began = time.perf_counter()
+        stage.run(resolved, values, note)
+        record(f"denoise, {what}", case, "c", time.perf_counter() - began, compile_seconds, peak)
+        for kind in dict.fromkeys(event.work for event in steps):
+            seconds = [event.seconds for event in steps if event.work == kind]
+            rows[-1][kind] = {"steps": len(seconds), "median": statistics.median(seconds)}
+            print(f"    {kind}: {len(seconds)} steps, median {statistics.median(seconds):.4f} s", flush=True)
 
 
 def floor(case, overrides, side, options):
@@ -545,6 +580,7 @@ def write_checkpoint(config, folder: Path) -> Path:
 PARTS = {
     "transformer": (transformer, ("peers", "ours")),
     "floor": (floor, ("ours",)),
+    "denoise": (denoise, ("ours",)),
     "vae": (vae, ("peers", "ours")),
     "vae-bf16": (functools.partial(vae, dtype="bfloat16"), ("peers", "ours")),
     "encode": (encode, ("peers", "ours")),
@@ -553,8 +589,8 @@ PARTS = {
     "pipeline": (pipeline, ("peers",)),  # starts processes for both
     "whole": (whole, ("peers",)),
 }
-QUICK_PARTS = ["floor", "text", "correctness"]
-ALL_SIZES = ("transformer", "floor")  # the others with the first case alone
+QUICK_PARTS = ["floor", "text", "correctness", "denoise"]
+ALL_SIZES = ("transformer", "floor", "denoise")  # the others with the first case alone
 
 
 def measure(side, cases, options):

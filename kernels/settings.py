@@ -29,10 +29,11 @@ class Parallel:
 
     batch: Optional[str] = None
     heads: Optional[str] = None
-    ulysses: Optional[str] = None
+    ulysses: Optional[str] = None  # a program may name several, the slower first
     ring: Optional[str] = None
 
     @property
     def token_axes(self) -> tuple[str, ...]:
         """The axes that share the tokens, the slower first."""
-        return tuple(axis for axis in (self.ring, self.ulysses) if axis)
+        ulysses = self.ulysses if isinstance(self.ulysses, tuple) else (self.ulysses,)
+        return tuple(axis for axis in (self.ring, *ulysses) if axis)

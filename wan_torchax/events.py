@@ -47,6 +47,8 @@ class Stepped:
     steps: int
     seconds: float
     estimate: Any  # part of the latents as they would end if the video went straight on from here, on the devices
+    work: str = "full"  # how much of it was computed: full, prompt or reuse
+    measures: Any = None  # a few numbers that the step leaves, for those who calibrate
 
 
 @dataclass(frozen=True)

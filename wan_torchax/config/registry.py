@@ -26,6 +26,7 @@ TASKS = {
     "plan": "wan_torchax.tasks.plan.plan",
     "tune": "wan_torchax.tasks.tune.tune",
     "presets": "wan_torchax.tasks.presets.presets",
+    "calibrate": "wan_torchax.tasks.calibrate.calibrate",
 }
 
 

@@ -116,6 +116,7 @@ class Model:
     frames: int = 81
     fps: int = 16
     size_multiple: int = 16
+    curve: Optional[str] = None  # for cache=magcache; null: that of its own name
     min_size: int = 256
     max_size: int = 1280
     max_frames: int = 121
@@ -227,6 +228,25 @@ class Adapter:
 
 
 @dataclass
+class Cache:
+    """Which steps are not computed in full; conf/cache says what each key means."""
+
+    name: str = MISSING
+    mode: Optional[str] = offered(None)  # magcache | easycache
+    curve: Optional[str] = offered(None)
+    threshold: float = offered(0.12)
+    most_in_a_row: int = offered(2)
+    retention: float = offered(0.2)
+    last: int = offered(0)
+    guidance_every: int = offered(1)
+    guidance_start: float = offered(0.0)
+    guidance_stop: float = offered(1.0)
+    rest_start: float = offered(0.334)
+    rest_stop: float = offered(0.9)
+    rest_boost: float = offered(0.2)
+
+
+@dataclass
 class Prompt:
     text: Optional[str] = offered(None)
     negative: Optional[str] = offered("")
@@ -261,6 +281,11 @@ class Plan:
 class Tune:
     search: list[str] = field(default_factory=list)  # key=value,value,…
     repeats: int = MISSING
+
+
+@dataclass
+class Calibrate:
+    prompts: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -324,6 +349,7 @@ class Config:
     attention: Attention = group(Attention)
     ops: dict[str, Any] = group(dict)  # rows of Op; Any, so that a command line can add one
     scheduler: Scheduler = group(Scheduler)
+    cache: Cache = group(Cache)
     # Rows of Adapter by name; Any, so that a command line can add one.
     adapter: dict[str, Any] = group(lambda: {"allow_unmatched": False}, rows=Adapter)
     prompt: Prompt = group(Prompt)
@@ -331,6 +357,7 @@ class Config:
     output: Output = field(default_factory=Output)
     sweep: Sweep = field(default_factory=Sweep)
     tune: Tune = field(default_factory=Tune)
+    calibrate: Calibrate = field(default_factory=Calibrate)
     plan: Plan = field(default_factory=Plan)
 
 

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from wan_torchax.config import inputs
 from wan_torchax.config.adapters import adapter_problems
 from wan_torchax.config.attention import attention_problems, takes_dtype
+from wan_torchax.config.caches import cache_problems
 from wan_torchax.config.geometry import Geometry, guided, steps_skipped
 from wan_torchax.config.graph import Graph
 from wan_torchax.config.registry import COMPONENTS, STAGES, TASKS, described_by
@@ -487,5 +488,6 @@ CHECKS = (
     plan_problems, adapter_problems,
 )
 LATER_CHECKS = (
+    cache_problems,
     missing_problems, channel_problems, token_problems, control_problems, side_problems, kernel_problems,
 )

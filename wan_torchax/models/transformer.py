@@ -96,6 +96,7 @@ class ScannedBlocks(torch.nn.Module):
         self.block, self.layers = blocks[0], len(blocks)
         self.gathered, self.multiple, self.same_video, self.given_tokens = None, 1, False, 0
         self.control_blocks, self.control = [], None  # in a list, so that its parameters keep their own names
+        self.keeps, self.reused, self.residual = False, None, None  # what the blocks add: kept, or given instead
 
     def forward(self, hidden_states, text, modulation, rotary):
         """hidden_states (batch, tokens, channels); rotary: two tables (1, tokens, 1, head_dim)."""
@@ -112,13 +113,18 @@ class ScannedBlocks(torch.nn.Module):
             return call_module(self.block, weights, hidden, text, modulate(hidden.shape[0]), tuple(rotary))
 
         first, layers = int(self.same_video and hidden.shape[0] > 1), len(next(iter(stacked.values())))
-        if self.control is not None:
+        before = hidden
+        if self.reused is not None:
+            hidden = hidden + interop.jax_view(self.reused)
+        elif self.control is not None:
             control_block = functools.partial(self.control_block, text, modulation, tuple(rotary))
             hidden = self.in_groups(first, layers, one_block, control_block, hidden)
         else:
             if first:
                 hidden = one_block(0, hidden[:1])
             hidden = jax.lax.fori_loop(first, layers, one_block, hidden)
+        if self.keeps:
+            self.residual = interop.torch_view(hidden - before)
         return interop.torch_view(hidden[:, :tokens])
 
     def layer_of(self, stacked, layer):
@@ -179,6 +185,18 @@ def interleave_control(module: torch.nn.Module) -> None:
         tokens = module.vace_patch_embedding(control_hidden_states).flatten(2).transpose(1, 2)
         module.blocks[0].control = tokens, control_hidden_states_scale
         return diffusers.WanTransformer3DModel.forward(module, *arguments, **named)
+
+    module.forward = forward
+
+
+def keep_residual(module: torch.nn.Module) -> None:
+    """Have a transformer give what its blocks add beside its output, or add what it is given in their place."""
+    plain, blocks = module.forward, module.blocks[0]
+
+    def forward(*arguments, residual=None, **named):
+        blocks.keeps, blocks.reused = True, residual
+        (output,) = plain(*arguments, **named)
+        return output, blocks.residual
 
     module.forward = forward
 

@@ -15,6 +15,7 @@ class Clock:
     def __init__(self):
         self.seconds: dict[str, float] = {}
         self.steps: list[float] = []
+        self.work: list[str] = []
         self.programs: dict[str, dict] = {}
         self.began = time.perf_counter()
 
@@ -23,6 +24,7 @@ class Clock:
             self.seconds[event.phase] = event.seconds
         elif isinstance(event, Stepped):
             self.steps.append(event.seconds)
+            self.work.append(event.work)
         elif isinstance(event, Compiled):
             self.compiled(event)
 
@@ -38,7 +40,9 @@ class Clock:
         )
 
     def median_step(self) -> float | None:
-        return sorted(self.steps)[len(self.steps) // 2] if self.steps else None
+        """Of the steps that were computed in full."""
+        whole = sorted(seconds for seconds, work in zip(self.steps, self.work) if work == "full")
+        return whole[len(whole) // 2] if whole else None
 
     def report(self) -> dict:
         """Times with the device in step with the clock and compilation apart."""
@@ -47,5 +51,6 @@ class Clock:
             "seconds": {name: round(value, 4) for name, value in (self.seconds | {"total": total}).items()},
             "step_seconds": [round(value, 4) for value in self.steps],
             "step_seconds_median": median and round(median, 4),
+            "step_work": {kind: self.work.count(kind) for kind in dict.fromkeys(self.work)},
             "compile": self.programs,
         }

@@ -31,10 +31,19 @@ def constrain_module(module: torch.nn.Module, constrain) -> None:
 
 
 def constrain_tensor(tensor, sharding, key: str):
-    if tensor.shape[0] == 1:  # a batch of one cannot be spread
-        spec = jax.sharding.PartitionSpec(None, *sharding.spec[1:])
-        sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
+    if tensor.shape[0] == 1:
+        sharding = jax.sharding.NamedSharding(sharding.mesh, spec_of_one(sharding, tensor.shape))
     problem = spec_problem(sharding.spec, tensor.shape, sharding.mesh)
     if problem:
         raise ConfigError(f"{key}.spec: an activation of shape {tuple(tensor.shape)} {problem}")
     return interop.call_jax(jax.lax.with_sharding_constraint, tensor, sharding)
+
+
+def spec_of_one(sharding, shape) -> jax.sharding.PartitionSpec:
+    """A batch of one cannot be spread: its axis takes a share of the tokens, where those are spread and divide."""
+    batch, *others = *sharding.spec, *[None] * (2 - len(sharding.spec))
+    if isinstance(batch, str) and isinstance(others[0], str):
+        joined = jax.sharding.PartitionSpec(None, (batch, others[0]), *others[1:])
+        if spec_problem(joined, shape, sharding.mesh) is None:
+            return joined
+    return jax.sharding.PartitionSpec(None, *others)

@@ -45,10 +45,7 @@ class Programs:
 
     def put(self, name: str, values: tuple) -> tuple:
         """Send numpy values, in the trees that the program takes, to the devices."""
-        structs = tuple(self.entries[name].arguments)
-        return jax.tree.map(
-            lambda struct, value: weights.put(numpy.asarray(value, struct.dtype), struct.sharding), structs, values
-        )
+        return put(tuple(self.entries[name].arguments), values)
 
     def ready(self) -> bool:
         """Not so after a run that was cancelled, or failed, before the compiler got to the last program."""
@@ -92,6 +89,13 @@ class Programs:
                 return function(*arguments)
 
         return program
+
+
+def put(structs, values):
+    """numpy values on the devices, as structs of the same tree say."""
+    return jax.tree.map(
+        lambda struct, value: weights.put(numpy.asarray(value, struct.dtype), struct.sharding), structs, values
+    )
 
 
 class NotFinite(RuntimeError):

@@ -80,8 +80,9 @@ class Decode(Stage):
 
     @classmethod
     def temporaries(cls, resolved):
-        """Six of the widest activations of a latent frame."""
+        """Six of the widest activations of a latent frame, eight where shortcuts run beside them."""
         size, vae = resolved.config.resolution, resolved.config.model.architecture.vae
-        devices, frames = resolved.config.mesh.devices, resolved.geometry.frame_scale
-        pixels = size.height * size.width * frames * vae.get("base_dim", 96) * 2 * 4 / devices
-        return 6 * pixels
+        width = 2 * (vae.get("decoder_base_dim") or vae.get("base_dim", 96))
+        pixels = size.height * size.width * resolved.geometry.frame_scale / (vae.get("patch_size") or 1) ** 2
+        item = jnp.dtype(resolved.config.model.dtype.vae).itemsize
+        return (8 if vae.get("is_residual") else 6) * pixels * width * item / resolved.config.mesh.devices

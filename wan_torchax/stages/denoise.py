@@ -5,9 +5,9 @@ import time
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy
 
+from wan_torchax.config import caches
 from wan_torchax.config.geometry import (
     Geometry,
     expert_at,
@@ -21,16 +21,19 @@ from wan_torchax.devices.sharding import replicated, struct
 from wan_torchax.events import Advanced, Stepped
 from wan_torchax.kernels.settings import Kernel, Parallel
 from wan_torchax.runtime import weights
-from wan_torchax.runtime.programs import NotFinite, Program, own_compilation
+from wan_torchax.runtime.programs import NotFinite, Program, own_compilation, put
+from wan_torchax.stages import caching
 from wan_torchax.stages.image import Image
-from wan_torchax.stages.sampling import advance, noises, scheduler_table
+from wan_torchax.stages.sampling import noises, scheduler_table
 from wan_torchax.stages.stage import Stage
+from wan_torchax.stages.step import Step
 
 log = logging.getLogger("wan")
 LANES = 128  # of a tile in a TPU's memory
 # Values that are the same in every step.
 CONDITIONS = ("embeddings", "condition", "first_latent", "image_embeddings", "control", "conditioning_scale")
 SPARE_BYTES = 2 * 2**30  # to leave free beside weights and what a step needs
+PROGRAMS = {caching.FULL: "step", caching.PROMPT: "prompt", caching.REUSE: "reuse"}
 
 
 class Denoise(Stage):
@@ -53,10 +56,12 @@ class Denoise(Stage):
     result_settings = (
         "seed", "steps", "guidance_scale", "guidance_scale_2", "model.experts", "model.boundary", "scheduler",
         "resolution.height", "resolution.width", "resolution.frames", "resolution.flow_shift", "attention.self.window",
+        "cache",
     )
 
     @classmethod
     def derived(cls, resolved):
+        mode, rests = resolved.config.cache.mode, caches.rests(resolved.config)
         _, slots, terms = scheduler_table(resolved.config)[1].shape
         pictures = "image" in resolved.graph.stages and Image.result_shapes(resolved.config)["image_embeddings"]
         return {
@@ -68,6 +73,8 @@ class Denoise(Stage):
             "renoised": terms == slots + 2,
             "conditions": [name for name in resolved.graph.stages["denoise"].takes if name in CONDITIONS],
             "pictures": pictures,
+            "mode": mode,
+            "rests": rests,
         }
 
     @classmethod
@@ -75,62 +82,33 @@ class Denoise(Stage):
         return {"latents": Geometry.of(config.model.architecture).latent_shape(config.resolution)}
 
     def build(self):
-        from wan_torchax.patches import call_module
+        """One program for the exact step; with a cache, others beside it. The experts of a model share them."""
+        derived = self.recipe.derived
+        step = self.step(self.spread_module(derived["prompts"]), derived["prompts"])
+        structs = self.arguments(step)
+        programs = {"step": step.full}
+        if step.mode in ("magcache", "easycache"):
+            programs["reuse"] = step.reuse
+        if step.rests:
+            programs["prompt"] = self.step(self.spread_module(1), 1).prompt
+        for name, function in programs.items():
+            outputs = jax.tree.map(lambda struct: struct.sharding, structs[0]), *[replicated(self.mesh)] * 2
+            self.add(name, Program(function, "transformer", structs, outputs, donated=(1,)))
 
-        derived, dtype = self.recipe.derived, self.config.model.dtype.transformer
-        module, given, references = self.spread_module(), self.given_tokens(), derived["references"]
-        prompts, batched = derived["prompts"], self.config.guidance == "batched"
-        everywhere = replicated(self.mesh)
+    def step(self, module, prompts: int) -> Step:
+        """What the programs of a module compute."""
+        derived, config = self.recipe.derived, self.config
+        step = Step(
+            module, config.model.dtype.transformer, prompts, config.guidance == "batched", bool(self.given_tokens()),
+            derived["references"], replicated(self.mesh), derived["mode"], derived["rests"],
+        )
+        if step.mode in ("magcache", "calibrate"):
+            from wan_torchax.models.transformer import keep_residual
 
-        def forward(arrays, latents, timestep, embeddings, conditions):
-            """The model's input (1, …) repeated for each of the embeddings (batch, tokens, width)."""
-            batch, named = embeddings.shape[0], {}
+            keep_residual(module)
+        return step
 
-            def repeated(array):
-                return jnp.broadcast_to(array.astype(dtype), (batch, *array.shape[1:]))
-
-            timestep = jnp.stack([jnp.zeros_like(timestep), timestep]) if given else timestep
-            times = jnp.broadcast_to(timestep, (batch, *timestep.shape))
-            if "image_embeddings" in conditions:
-                named["encoder_hidden_states_image"] = jnp.tile(conditions["image_embeddings"], (batch, 1, 1))
-            if "control" in conditions:
-                named["control_hidden_states"] = repeated(conditions["control"])
-                named["control_hidden_states_scale"] = conditions["conditioning_scale"].astype(dtype)
-            hidden = repeated(latents)
-            velocity = call_module(module, arrays, hidden, times, embeddings, **named, return_dict=False)[0]
-            # Small, and what follows would otherwise be spread over the devices in pieces to be put together again.
-            return jax.lax.with_sharding_constraint(velocity.astype(jnp.float32), everywhere)
-
-        def predict(arrays, latents, schedule, conditions):
-            embeddings = conditions["embeddings"]
-            if "condition" in conditions:
-                latents = jnp.concatenate([latents, conditions["condition"]], axis=1)
-            latents = with_first(latents, conditions)
-
-            def velocity(embeddings):
-                return forward(arrays, latents, schedule["timestep"], embeddings, conditions)
-
-            if prompts == 1:
-                return velocity(embeddings)
-            if batched:
-                prompt, negative = jnp.split(velocity(embeddings), 2)
-            else:
-                prompt, negative = jax.lax.map(lambda one: velocity(one[None]), embeddings)
-            return negative + schedule["guidance_scale"] * (prompt - negative)
-
-        def step(arrays, state, schedule, conditions):
-            slots = state["slots"]
-            velocity = predict(arrays, slots[0], schedule, conditions)
-            # Where the flow would end: what previews show, of the first frame, the only one that can be decoded alone.
-            estimate = with_first(slots[0] - schedule["timestep"] / 1000 * velocity, conditions)
-            estimate = estimate[:, :, references : references + 1]
-            slots = advance(slots, velocity, schedule["coefficients"], schedule.get("noise"))
-            return {"slots": slots}, jnp.isfinite(slots[0]).all(), estimate
-
-        # One program: the experts of a model are of one architecture.
-        self.add("step", Program(step, "transformer", self.arguments(), everywhere, donated=(1,)))
-
-    def arguments(self):
+    def arguments(self, step: Step):
         """Structs of the state, the schedule and the conditions."""
         derived, architecture = self.recipe.derived, self.config.model.architecture.transformer
         slots, text = derived["slots"], (self.config.model.text_tokens, architecture.text_dim)
@@ -156,24 +134,49 @@ class Denoise(Stage):
             batch, _, *sizes = derived["latent_shape"]
             conditions["control"] = array(batch, architecture.vace_in_channels, *sizes)
             conditions["conditioning_scale"] = array(len(architecture.vace_layers))
-        return [{"slots": array(slots, *derived["latent_shape"])}, schedule, conditions]
+        if derived["rests"]:
+            schedule |= {"rest_weights": array(2), "resting": array()}
+        residual = self.residual_struct(step) if step.mode in ("magcache", "calibrate") else None
+        state = {"slots": array(slots, *derived["latent_shape"])}
+        return [state | step.state_structs(array, derived["latent_shape"], residual), schedule, conditions]
+
+    def residual_struct(self, step: Step):
+        """Of what the blocks add: (prompts, tokens, channels), on the devices as the blocks leave it."""
+        architecture, blocks = self.config.model.architecture.transformer, step.module.blocks[0]
+        width = architecture.num_attention_heads * architecture.attention_head_dim
+        tokens = self.recipe.derived["tokens"]
+        shape = step.prompts, tokens + -tokens % blocks.multiple, width
+        parallel = self.parallel(step.prompts)
+        spec = jax.sharding.PartitionSpec(parallel.batch, parallel.token_axes or None)
+        sharding = jax.sharding.NamedSharding(self.mesh, spec)
+        return jax.ShapeDtypeStruct(shape, self.config.model.dtype.transformer, sharding=sharding)
 
     def given_tokens(self) -> int:
         """Tokens of a first frame that is given, at the start of all."""
         derived = self.recipe.derived
         return derived["tokens"] // derived["latent_shape"][2] if "first_latent" in derived["conditions"] else 0
 
-    def spread_module(self):
+    def parallel(self, prompts: int) -> Parallel:
+        """Who shares heads, tokens and prompts. With one forward at a time there is no batch to spread: where tokens
+        are shared already, they are over the batch's axis too."""
+        config, parallel = self.config, Parallel(**self.config.sharding.attention)
+        if prompts > 1 and config.guidance == "batched":
+            return parallel
+        axis, parts = parallel.batch, self.mesh.shape.get(parallel.batch, 1)
+        parallel = replace(parallel, batch=None)
+        heads = config.model.architecture.transformer.num_attention_heads
+        if parts > 1 and parallel.ulysses and heads % (parts * self.mesh.shape[parallel.ulysses]) == 0:
+            return replace(parallel, ulysses=(axis, parallel.ulysses))
+        if parts > 1:
+            log.warning("one forward at a time: the %d parts of axis %s do the same work", parts, axis)
+        return parallel
+
+    def spread_module(self, prompts: int):
         """The transformer with its attention and its loop over the blocks as the mesh wants them."""
         from wan_torchax.kernels.attention import Attend
         from wan_torchax.models.transformer import AttentionProcessor, give_times_by_token
 
-        config, mesh, parallel = self.config, self.mesh, Parallel(**self.config.sharding.attention)
-        if self.recipe.derived["prompts"] == 1 or config.guidance == "sequential":  # a batch of one: nothing to spread
-            if parallel.batch and mesh.shape[parallel.batch] > 1:
-                parts = mesh.shape[parallel.batch]
-                log.warning("one forward at a time: the %d parts of axis %s do the same work", parts, parallel.batch)
-            parallel = replace(parallel, batch=None)
+        config, mesh, parallel = self.config, self.mesh, self.parallel(prompts)
         module, head_dim = self.module("transformer"), config.model.architecture.transformer.attention_head_dim
         kernels = {part: Kernel(**config.attention[part]) for part in ("self", "cross")}
         module.set_attn_processor(AttentionProcessor(
@@ -182,7 +185,9 @@ class Denoise(Stage):
             text_tokens=config.model.text_tokens,
         ))
         if config.model.scan_blocks:
-            blocks, shards = module.blocks[0], math.prod(mesh.shape[axis] for axis in parallel.token_axes)
+            # Programs that hand what the blocks add to each other pad alike.
+            widest = self.parallel(1) if self.recipe.derived["rests"] else parallel
+            blocks, shards = module.blocks[0], math.prod(mesh.shape[axis] for axis in widest.token_axes)
             blocks.gathered = replicated(mesh) if config.sharding.transformer.gather else None
             blocks.multiple = LANES * shards if shards > 1 else 1
             # Over several devices each would compute what the prompts share.
@@ -219,41 +224,55 @@ class Denoise(Stage):
             self.components[name].load(self.tensors[name], tell)
 
     def run(self, resolved, values, tell):
-        config, (timesteps, coefficients, sigmas) = resolved.config, scheduler_table(resolved.config)
+        config, table = resolved.config, scheduler_table(resolved.config)
         draws = noises(config.seed, resolved.denoised_shape)
-        slots = numpy.zeros((coefficients.shape[1], *resolved.denoised_shape), numpy.float32)
-        slots[0] = first_latents(config, values, next(draws), sigmas[0])
-        first = {"timestep": timesteps[0], "coefficients": coefficients[0], "guidance_scale": config.guidance_scale}
-        first |= {"noise": slots[0]} if self.recipe.derived["renoised"] else {}
-        given = {name: values[name] for name in values if name in CONDITIONS}
-        if "control" in given:
-            scale, layers = given["conditioning_scale"], config.model.architecture.transformer.vace_layers
-            given["conditioning_scale"] = numpy.full(len(layers), 1.0 if scale is None else scale)
-        inputs = {"slots": slots}, first, given
-        state, schedule, conditions = self.programs.put("step", inputs)
-        tables = {"timestep": timesteps, "coefficients": coefficients}
-        tables["guidance_scale"] = numpy.float32([guidance_at(config, timestep) for timestep in timesteps])
-        experts = [expert_at(config, timestep) for timestep in timesteps]
+        state, schedule, conditions = self.first_arguments(config, table, values, draws)
+        rows = schedule_rows(config, table)
+        experts = [expert_at(config, timestep) for timestep in table.timesteps]
         for name in set(experts[1:]):
             if not self.components[name].is_loaded():
                 self.components[name].read_ahead()
+        adaptive = caching.Adaptive(config, table) if config.cache.mode == "easycache" else None
+        work, resting = caching.plan(config, table), 0.0
+        tell_plan(config, work)
         for index, expert in enumerate(experts):
             began = time.perf_counter()
             self.bring(expert, tell)
-            for name, table in tables.items():
-                schedule[name] = weights.put(table[index], schedule[name].sharding)
+            kind = work[index] if adaptive is None else adaptive.choose(index, work[index])
+            resting = resting if kind == caching.REUSE else float(kind == caching.PROMPT)
+            row = {name: column[index] for name, column in rows.items()} | {"resting": numpy.float32(resting)}
+            schedule |= {name: weights.put(row[name], schedule[name].sharding) for name in row.keys() & schedule.keys()}
             if "noise" in schedule:
                 schedule["noise"] = weights.put(next(draws), schedule["noise"].sharding)
-            state, finite, estimate = self("step", state, schedule, conditions, component=expert)
+            state, finite, estimate = self(PROGRAMS[kind], state, schedule, conditions, component=expert)
             if not bool(finite):
                 what = f"the latents are not finite after step {index + 1} of {len(experts)}"
                 raise NotFinite(what, config, "transformer")
-            tell(Stepped(index + 1, len(experts), time.perf_counter() - began, estimate))
+            measures = numpy.asarray(state["measures"]) if "measures" in state else None
+            if adaptive is not None:
+                adaptive.learn(measures, kind)
+            tell(Stepped(index + 1, len(experts), time.perf_counter() - began, estimate, kind, measures))
             tell(Advanced(self.name, 1))
         latents = numpy.array(state["slots"])[0][:, :, reference_count(config) :]
         if "first_latent" in values:
             latents[:, :, :1] = values["first_latent"]
         return {"latents": latents}
+
+    def first_arguments(self, config, table, values, draws):
+        """State, schedule and conditions of the first step, on the devices."""
+        state, schedule, conditions = self.programs.entries["step"].arguments
+        slots = numpy.zeros(state["slots"].shape, numpy.float32)
+        slots[0] = first_latents(config, values, next(draws), table.sigmas[0])
+        given = {name: values[name] for name in values if name in CONDITIONS}
+        if "control" in given:
+            scale, layers = given["conditioning_scale"], config.model.architecture.transformer.vace_layers
+            given["conditioning_scale"] = numpy.full(len(layers), 1.0 if scale is None else scale)
+        with own_compilation():  # of zeros, which need not pass through the host
+            kept = {name: weights.zeros(struct) for name, struct in state.items() if name != "slots"}
+        empty = {name: numpy.zeros(struct.shape) for name, struct in schedule.items()}
+        structs = {"slots": state["slots"]}, schedule, conditions
+        first, schedule, conditions = put(structs, ({"slots": slots}, empty, given))
+        return kept | first, schedule, conditions
 
     @classmethod
     def flops(cls, resolved) -> dict[str, int]:
@@ -309,6 +328,23 @@ def control_layers(transformer) -> int:
     return len(transformer.get("vace_layers", ()))
 
 
-def with_first(latents, conditions: dict):
-    """The latents with the frame that is given, if one is, in its place."""
-    return latents.at[:, :, :1].set(conditions["first_latent"]) if "first_latent" in conditions else latents
+def schedule_rows(config, table) -> dict[str, numpy.ndarray]:
+    """What each step is told, a row a step."""
+    count = len(table.timesteps)
+    scales = [
+        guidance_at(config, timestep) if caching.in_interval(config, place, count) else 1.0
+        for place, timestep in enumerate(table.timesteps)
+    ]
+    return {
+        "timestep": table.timesteps, "coefficients": table.coefficients, "guidance_scale": numpy.float32(scales),
+        "rest_weights": caching.rest_weights(config, count),
+    }
+
+
+def tell_plan(config, work: list[str]) -> None:
+    """Which steps a cache leaves out, and where its curve does not quite fit."""
+    if caches.is_on(config) and config.cache.mode != "calibrate":
+        log.info("cache %s: %s", config.cache.name, caching.summary(work))
+    if config.cache.mode == "magcache":
+        for problem in caches.curve_warnings(config):
+            log.warning("cache.curve=%s: %s; skips may be too many or too few", caches.curve_name(config), problem)

@@ -31,7 +31,7 @@ from wan_torchax.devices.start import use_fake_devices
 from wan_torchax.runtime.checkpoint import find_all
 from wan_torchax.runtime.weights import gib
 from wan_torchax.session import Session
-from wan_torchax.stages.denoise import Denoise
+from wan_torchax.stages.denoise import Denoise, control_layers
 from wan_torchax.stages.stage import Stage
 from wan_torchax.tasks import compiler, plan_page
 
@@ -261,7 +261,8 @@ def rotary_seconds(resolved: Resolved) -> float:
     config, transformer = resolved.config, resolved.config.model.architecture.transformer
     width = transformer.num_attention_heads * transformer.attention_head_dim
     # Two arrays, both ways, two bytes.
-    moved = 2 * 2 * 2 * prompt_count(config) * resolved.tokens * width * transformer.num_layers
+    layers = transformer.num_layers + control_layers(transformer)
+    moved = 2 * 2 * 2 * prompt_count(config) * resolved.tokens * width * layers
     return moved / config.mesh.devices / (config.mesh.chip.hbm_gbs * 1e9)
 
 

@@ -1,0 +1,225 @@
+"""Steps that are not computed: which they are, that nothing else changes, and that what is reused is what it says."""
+import diffusers
+import numpy
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+
+from tests import tiny
+from tests.conftest import SMALL, build, make_config, resolve_here
+from tests.test_family import components, run, scheduler  # noqa: F401 - a fixture
+from tests.test_parity import NEGATIVE, PROMPT, relative_error
+from wan_torchax.config.caches import CURVES
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.validation import validate
+from wan_torchax.session import session
+from wan_torchax.stages import caching
+from wan_torchax.stages.sampling import Table, scheduler_table
+from wan_torchax.stages.step import guess
+from wan_torchax.tasks.calibrate import calibrate
+
+# Of 50 steps, what MagCache's own code leaves out at (threshold, most in a row).
+PUBLISHED = {(0.04, 2): (21, 21), (0.06, 2): (22, 23), (0.12, 2): (25, 25), (0.12, 4): (29, 29), (0.24, 6): (32, 32)}
+
+
+def published(ratios, threshold, most, steps=50):
+    """MagCache's algorithm as its authors have it, of one branch."""
+    product, error, count, skips = 1.0, 0.0, 0, []
+    for step, ratio in enumerate([1.0, *ratios]):
+        skip = False
+        if step >= int(0.2 * steps):
+            product *= ratio
+            count += 1
+            error += abs(1 - product)
+            skip = error < threshold and count <= most
+            if not skip:
+                product, error, count = 1.0, 0.0, 0
+        skips.append(skip)
+    return skips
+
+
+@pytest.mark.parametrize("settings", PUBLISHED, ids=str)
+@pytest.mark.parametrize("place, model", enumerate(["wan21_t2v_14b", "wan21_t2v_1_3b"]))
+def test_the_skipped_steps_are_those_of_the_published_algorithm(place, model, settings):
+    curve, stored = caching.read_curve(model), yaml.safe_load((CURVES / f"{model}.yaml").read_text())
+    overrides = [f"cache.threshold={settings[0]}", f"cache.most_in_a_row={settings[1]}", "steps=50"]
+    config = make_config(f"model={model}", "resolution=720p", "cache=magcache", *overrides)
+    validate(config)
+    own = Table(curve.sigmas * 1000, None, curve.sigmas)  # the schedule it was measured at
+    for table in (own, scheduler_table(config)):
+        skips = [kind == caching.REUSE for kind in caching.plan(config, table)]
+        assert skips == published(stored["ratios"], *settings) == published(stored["ratios_negative"], *settings)
+        assert sum(skips) == PUBLISHED[settings][place]
+
+
+def test_fewer_steps_are_not_told_the_ratios_of_more():
+    """Between two of 20 steps more changes than between two of 50: fewer can be left out than by the nearest ratio."""
+    found = []
+    for threshold, most in ((0.06, 2), (0.12, 2), (0.12, 4), (0.24, 6)):
+        overrides = [f"cache.threshold={threshold}", f"cache.most_in_a_row={most}", "steps=20"]
+        config = make_config("model=wan21_t2v_14b", "resolution=480p", "cache=magcache", *overrides)
+        found.append(caching.plan(config, scheduler_table(config)).count(caching.REUSE))
+    assert found == [6, 9, 9, 11]
+
+
+def test_a_curve_over_its_own_steps_is_itself():
+    curve = caching.read_curve("wan22_t2v_a14b")
+    numpy.testing.assert_allclose(curve.at(curve.sigmas)[1:], curve.ratios, rtol=1e-6)
+
+
+def test_each_expert_begins_with_steps_of_its_own():
+    config = make_config("model=wan22_t2v_a14b", "resolution=720p", "cache=magcache", "cache.threshold=1")
+    work = caching.plan(config, scheduler_table(config))
+    assert caching.REUSE not in work[:5] and work[5] == caching.REUSE
+    assert caching.REUSE not in work[26:28], "the second expert's first steps"
+
+
+def test_guidance_rests_in_every_step_but_the_fifth():
+    config = make_config("steps=50", "cache=guidance")
+    work = caching.plan(config, scheduler_table(config))
+    assert work.count(caching.PROMPT) == 23 and caching.REUSE not in work
+    assert [place for place in range(16, 45) if work[place] == caching.FULL] == [16, 21, 26, 31, 36, 41]
+    half = make_config("steps=10", "cache.guidance_stop=0.5")
+    assert caching.plan(half, scheduler_table(half)) == [caching.FULL] * 5 + [caching.PROMPT] * 5
+
+
+def test_the_adaptive_cache_sums_up_what_it_leaves_out():
+    config = make_config("steps=10", "cache=easycache", "cache.threshold=0.1", "cache.retention=0.2", "cache.last=1")
+    adaptive, kinds = caching.Adaptive(config, scheduler_table(config)), []
+    for place in range(10):
+        kinds.append(adaptive.choose(place, caching.FULL))
+        # the velocity changes by 0.6 times what the latents do, and is of size 1; the latents change by 0.1 a step
+        adaptive.learn(numpy.array([0.1, 1.0, 0.12, 0.2]), kinds[-1])
+    computed, left_out = caching.FULL, caching.REUSE  # 0.06 is little enough, 0.12 is not
+    assert kinds == [computed, computed, *[left_out, computed] * 4]
+
+
+def test_the_guess_is_the_formula():
+    generator = numpy.random.default_rng(0)
+    prompt, last = generator.normal(size=(1, 4, 3, 8, 12)), generator.normal(size=(2, 4, 3, 8, 12))
+    difference = numpy.fft.fft2(last[1:]) - numpy.fft.fft2(last[:1])
+    frequencies = numpy.abs(numpy.fft.fftfreq(8))[:, None], numpy.abs(numpy.fft.fftfreq(12))[None]
+    low = (frequencies[0] <= 1 / 8) & (frequencies[1] <= 1 / 8)
+    expected = numpy.fft.ifft2(numpy.fft.fft2(prompt) + numpy.where(low, 1.2, 1.0) * difference).real
+    made = guess(numpy.float32(prompt), numpy.float32(last), numpy.float32([1.2, 1.0]))
+    numpy.testing.assert_allclose(made, expected, atol=1e-4)
+
+
+# ---------------------------------------------------------------- runs
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny.make_checkpoint(tmp_path_factory.mktemp("cached") / "model")
+
+
+def test_without_a_cache_there_is_no_trace_of_one(checkpoint):
+    stage = build(resolve_here(*SMALL, *tiny.overrides(checkpoint)), "denoise")
+    assert list(stage.programs.entries) == ["step"] and list(stage.programs.entries["step"].arguments[0]) == ["slots"]
+
+
+def reference(checkpoint, config, work):
+    """diffusers' latents where the blocks are left out in some steps and what they added last is added again."""
+    pipeline = diffusers.WanPipeline(
+        **components(checkpoint, "text_encoder", "vae", "transformer"), scheduler=scheduler(config)
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    transformer, kept, calls = pipeline.transformer, {}, []
+    blocks = transformer.blocks
+
+    class Blocks(torch.nn.Module):
+        def forward(self, hidden, *rest):
+            branch, step = len(calls) % 2, len(calls) // 2
+            calls.append(None)
+            if work[step] == caching.REUSE:
+                return hidden + kept[branch]
+            out = hidden
+            for block in blocks:
+                out = block(out, *rest)
+            kept[branch] = out - hidden
+            return out
+
+    transformer.blocks = torch.nn.ModuleList([Blocks()])
+    return pipeline(
+        prompt=PROMPT, negative_prompt=NEGATIVE, num_inference_steps=config.steps, output_type="latent", height=64,
+        width=64, num_frames=5, guidance_scale=config.guidance_scale,
+        generator=torch.Generator().manual_seed(config.seed),
+    ).frames[0].numpy()
+
+
+MAGCACHE = ["cache=magcache", "cache.curve=wan21_t2v_1_3b", "steps=10", "stages=[text,denoise]"]
+LAYOUTS = {
+    "one device": [], "one prompt after the other": ["guidance=sequential"],
+    "eight devices": ["mesh=cpu_8", "mesh.axes={dp:2,sp:4,tp:1}", "sharding=sequence"],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_magcache_reuses_what_the_blocks_added(run, checkpoint, layout):  # noqa: F811
+    session.clear()
+    config, values = run(*tiny.overrides(checkpoint), *MAGCACHE, *layout)
+    work = caching.plan(config, scheduler_table(config))
+    assert 3 <= work.count(caching.REUSE) <= 6
+    assert relative_error(values["latents"], reference(checkpoint, config, work)) < 1e-4
+
+
+def test_resting_guidance_is_the_same_over_all_chips(run, checkpoint, tmp_path):  # noqa: F811
+    """On a mesh with guidance over dp the prompt alone has its tokens over dp too."""
+    session.clear()
+    mode = ["cache=magcache_guidance", *MAGCACHE[1:], "cache.guidance_every=3"]
+    _, one = run(*tiny.overrides(checkpoint), *mode)
+    session.clear()
+    config, eight = run(*tiny.overrides(checkpoint), *mode, *LAYOUTS["eight devices"], folder="eight")
+    assert caching.PROMPT in caching.plan(config, scheduler_table(config))
+    text = session.stages["denoise"].programs.lower()["prompt"].as_text()
+    assert '{"dp", "sp"}' in text or '"dp","sp"' in text.replace(" ", ""), "tokens over both axes"
+    assert relative_error(eight["latents"], one["latents"]) < 1e-4
+
+
+def test_easycache_leaves_steps_out_and_says_so(run, checkpoint, tmp_path):  # noqa: F811
+    session.clear()
+    mode = ["cache=easycache", "cache.threshold=1", "steps=8", "stages=[text,denoise]"]
+    run(*tiny.overrides(checkpoint), *mode)
+    metrics = yaml.safe_load((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["step_work"]["reuse"] >= 3 and sum(metrics["step_work"].values()) == 8
+
+
+def test_calibration_writes_a_curve_that_a_run_can_use(checkpoint, tmp_path, cache, monkeypatch):
+    session.clear()
+    arguments = [*SMALL, *tiny.overrides(checkpoint), cache, "steps=6"]
+    prompts = 'calibrate.prompts=["a red ball","a blue star"]'
+    config = make_config("task=calibrate", *arguments, prompts)
+    validate(config)
+    calibrate(config, tmp_path)
+    stored = yaml.safe_load((tmp_path / "demo.yaml").read_text())
+    assert len(stored["ratios"]) == len(stored["ratios_negative"]) == 5 and stored["solver"] == "unipc"
+    assert all(0.2 < ratio < 5 for ratio in stored["ratios"]) and (tmp_path / "curve.png").is_file()
+    monkeypatch.setattr(caching, "CURVES", tmp_path)
+    caching.read_curve.cache_clear()
+    assert len(caching.plan(make_config(*arguments, "cache=magcache"), scheduler_table(config))) == 6
+    caching.read_curve.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["cache=magcache", "cache.curve=nobody"], "cache.curve=nobody: there is no such curve; cache=easycache needs"),
+        (["cache=guidance", "guidance_scale=1"], "cache=guidance: lets guidance rest, and guidance_scale=1.0 is none"),
+        (["cache=easycache", "model.scan_blocks=false"], "cache.mode=easycache: works on the transformer's scanned"),
+        (["cache.mode=calibrate"], "cache.mode=calibrate: unknown; one of: magcache, easycache"),
+        (["cache.guidance_start=0.6", "cache.guidance_stop=0.5"], "guidance_start=0.6: must be below guidance_stop"),
+        (["cache=easycache", "scheduler=renoise"], "scheduler=renoise draws noise in every step"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(make_config(*overrides))
+
+
+def test_every_curve_says_where_it_is_from():
+    for path in CURVES.glob("*.yaml"):
+        stored = yaml.safe_load(path.read_text())
+        assert {"source", "commit", "licence", "steps", "shift", "solver"} <= stored.keys(), path
+        assert len(stored["ratios"]) == len(stored["ratios_negative"]) == stored["steps"] - 1
+        assert OmegaConf.load(path) is not None and path.read_text().startswith("# ")

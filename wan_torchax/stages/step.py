@@ -1,0 +1,174 @@
+"""What the programs of a denoising step compute, in JAX, around the transformer.
+
+The exact step is `full`. With a cache (stages/caching.py) three programs share a state and the host chooses among them:
+
+    full        both prompts through the whole model
+    prompt      the prompt alone; the negative prompt's velocity is guessed from the last two that were computed
+    reuse       no block at all: what the blocks added last time (MagCache), or the model as a whole (EasyCache)
+"""
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy
+
+from wan_torchax.stages.sampling import advance
+
+LOW_FREQUENCIES = 1 / 8  # cycles a latent pixel: the lowest quarter
+
+
+@dataclass(frozen=True)
+class Step:
+    """The functions of one module's programs."""
+
+    module: Any
+    dtype: str
+    prompts: int  # in one step: prompt and negative prompt, or the prompt alone
+    batched: bool
+    given: bool  # the first frame is given, at time 0
+    references: int  # latent frames in front of the video's
+    replicated: Any  # a sharding
+    mode: str | None = None  # magcache | easycache | calibrate; null: nothing is kept
+    rests: bool = False  # the negative prompt's velocity is guessed in some steps
+
+    # ------------------------------------------------------------ the model
+
+    def forward(self, arrays, latents, timestep, conditions, embeddings, residual=None):
+        """Velocity of the model's input (1, …) for each of the embeddings (batch, tokens, width), and what its blocks
+        added, if that is kept."""
+        from wan_torchax.patches import call_module
+
+        batch, named = embeddings.shape[0], {}
+
+        def repeated(array):
+            return jnp.broadcast_to(array.astype(self.dtype), (batch, *array.shape[1:]))
+
+        timestep = jnp.stack([jnp.zeros_like(timestep), timestep]) if self.given else timestep
+        times = jnp.broadcast_to(timestep, (batch, *timestep.shape))
+        if "image_embeddings" in conditions:
+            named["encoder_hidden_states_image"] = jnp.tile(conditions["image_embeddings"], (batch, 1, 1))
+        if "control" in conditions:
+            named["control_hidden_states"] = repeated(conditions["control"])
+            named["control_hidden_states_scale"] = conditions["conditioning_scale"].astype(self.dtype)
+        if residual is not None:
+            named["residual"] = residual
+        velocity, *kept = call_module(
+            self.module, arrays, repeated(latents), times, embeddings, **named, return_dict=False
+        )
+        # Small, and what follows would otherwise be spread over the devices in pieces to be put together again.
+        velocity = jax.lax.with_sharding_constraint(velocity.astype(jnp.float32), self.replicated)
+        return velocity, kept[0] if kept else None
+
+    def velocities(self, arrays, latents, schedule, conditions, residual=None):
+        """One for each prompt, (prompts, channels, frames, height, width), and what the blocks added."""
+        if "condition" in conditions:
+            latents = jnp.concatenate([latents, conditions["condition"]], axis=1)
+        latents = with_first(latents, conditions)
+
+        def one(embeddings, residual):
+            return self.forward(arrays, latents, schedule["timestep"], conditions, embeddings, residual)
+
+        embeddings = conditions["embeddings"][: self.prompts]
+        if self.prompts == 1 or self.batched:
+            return one(embeddings, residual)
+        each = (embeddings[:, None],) if residual is None else (embeddings[:, None], residual[:, None])
+        results = jax.lax.map(lambda prompt: one(*prompt) if residual is not None else one(*prompt, None), each)
+        return jax.tree.map(lambda array: array[:, 0], results)
+
+    # ------------------------------------------------------------ programs
+
+    def full(self, arrays, state, schedule, conditions):
+        """Every prompt through every block."""
+        latents = state["slots"][0]
+        velocities, residual = self.velocities(arrays, latents, schedule, conditions)
+        state = state | self.kept(state, latents, velocities, residual)
+        if self.rests:
+            state["velocities"] = velocities
+        return self.finish(state, velocities, schedule, conditions)
+
+    def prompt(self, arrays, state, schedule, conditions):
+        """The prompt alone through the blocks."""
+        latents = state["slots"][0]
+        velocity, residual = self.velocities(arrays, latents, schedule, conditions)
+        velocities = jnp.concatenate([velocity, guess(velocity, state["velocities"], schedule["rest_weights"])])
+        if residual is not None:
+            residual = state["residual"].at[:1].set(residual)
+        state = state | self.kept(state, latents, velocities, residual)
+        return self.finish(state, velocities, schedule, conditions)
+
+    def reuse(self, arrays, state, schedule, conditions):
+        """What was kept, on the latents as they are now."""
+        latents = state["slots"][0]
+        if self.mode == "easycache":
+            velocities = latents + state["offsets"]
+        else:
+            velocities, _ = self.velocities(arrays, latents, schedule, conditions, state["residual"])
+        if self.rests:
+            guessed = guess(velocities[:1], state["velocities"], schedule["rest_weights"])
+            velocities = jnp.where(schedule["resting"] > 0, jnp.concatenate([velocities[:1], guessed]), velocities)
+        return self.finish(state, velocities, schedule, conditions)
+
+    def finish(self, state, velocities, schedule, conditions):
+        """Guidance, the scheduler's step, and a look at where the flow would end."""
+        velocity = velocities
+        if len(velocities) == 2:
+            prompt, negative = jnp.split(velocities, 2)
+            velocity = negative + schedule["guidance_scale"] * (prompt - negative)
+        slots = state["slots"]
+        # What previews show, of the first frame, the only one that can be decoded alone.
+        estimate = with_first(slots[0] - schedule["timestep"] / 1000 * velocity, conditions)
+        estimate = estimate[:, :, self.references : self.references + 1]
+        after = advance(slots, velocity, schedule["coefficients"], schedule.get("noise"))
+        state = state | {"slots": after}
+        if self.mode == "easycache":
+            change = jnp.abs(after[0] - slots[0]).mean()
+            state["measures"] = state["measures"].at[0].set(change)
+        return state, jnp.isfinite(after[0]).all(), estimate
+
+    # ------------------------------------------------------------ what is kept
+
+    def kept(self, state, latents, velocities, residual) -> dict:
+        """Of a step that was computed, for those that will not be."""
+        if self.mode == "magcache":
+            return {"residual": residual}
+        if self.mode == "easycache":
+            before = state["offsets"][:1] + state["latents"]  # what the prompt gave at the last computed step
+            measures = [
+                jnp.zeros(()), jnp.abs(velocities[:1]).mean(), jnp.abs(velocities[:1] - before).mean(),
+                jnp.abs(latents - state["latents"]).mean(),
+            ]
+            return {"offsets": velocities - latents, "latents": latents, "measures": jnp.stack(measures)}
+        if self.mode == "calibrate":
+            sizes = [jnp.linalg.norm(array.astype(jnp.float32), axis=2) for array in (residual, state["residual"])]
+            real = sizes[1] > 0  # not the padding, and nothing in the first step
+            ratios = jnp.where(real, sizes[0] / jnp.where(real, sizes[1], 1), 0).sum(1) / jnp.maximum(real.sum(1), 1)
+            return {"residual": residual, "measures": ratios}
+        return {}
+
+    def state_structs(self, array, shape: tuple[int, ...], residual_struct) -> dict:
+        """What the state holds beside the scheduler's slots; `array` makes a struct of a shape."""
+        pair = (self.prompts, *shape[1:])
+        structs = {
+            "magcache": {"residual": residual_struct},
+            "easycache": {"offsets": array(*pair), "latents": array(*shape), "measures": array(4)},
+            "calibrate": {"residual": residual_struct, "measures": array(self.prompts)},
+            None: {},
+        }[self.mode]
+        return structs | ({"velocities": array(*pair)} if self.rests else {})
+
+
+def guess(prompt, last, weights):
+    """The negative prompt's velocity (1, channels, frames, height, width) from the prompt's and from both of the last
+    step that computed both: their difference, low and high frequencies weighted apart."""
+    height, width = prompt.shape[-2:]
+    rows, columns = numpy.abs(numpy.fft.fftfreq(height)), numpy.abs(numpy.fft.rfftfreq(width))
+    low = (rows[:, None] <= LOW_FREQUENCIES) & (columns[None] <= LOW_FREQUENCIES)
+    weight = jnp.where(low, weights[0], weights[1])
+    difference = jnp.fft.irfft2(jnp.fft.rfft2(last[1:] - last[:1]) * weight, (height, width))
+    return prompt + difference
+
+
+def with_first(latents, conditions: dict):
+    """The latents with the frame that is given, if one is, in its place."""
+    return latents.at[:, :, :1].set(conditions["first_latent"]) if "first_latent" in conditions else latents
