@@ -17,6 +17,7 @@ from wan_torchax.config.caches import CURVES, curve_name
 from wan_torchax.config.geometry import expert_at, guided
 
 FULL, PROMPT, REUSE = "full", "prompt", "reuse"
+SAME_SIGMA = 0.005  # diffusers ends its schedule at 0.001, Wan's own code at 0: the same steps to a curve
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,10 @@ class Curve:
     def at(self, sigmas: numpy.ndarray) -> numpy.ndarray:
         """The ratio of every step of another schedule to the one before: sizes are multiplied along the way, so that
         their logarithms can be read between the points."""
-        sizes = numpy.concatenate([[0.0], numpy.cumsum(numpy.log(self.ratios))])
-        there = numpy.interp(-sigmas, -self.sigmas, sizes)
+        sizes, own = numpy.concatenate([[0.0], numpy.cumsum(numpy.log(self.ratios))]), self.sigmas
+        if len(sigmas) == len(own) and numpy.abs(sigmas - own).max() < SAME_SIGMA:
+            sigmas = own
+        there = numpy.interp(-sigmas, -own, sizes)
         return numpy.exp(numpy.diff(there, prepend=there[0]))
 
 
