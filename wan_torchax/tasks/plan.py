@@ -31,11 +31,14 @@ from wan_torchax.devices.start import use_fake_devices
 from wan_torchax.runtime.checkpoint import find_all
 from wan_torchax.runtime.weights import gib
 from wan_torchax.session import Session
+from wan_torchax.stages import caching
 from wan_torchax.stages.denoise import Denoise, control_layers
+from wan_torchax.stages.sampling import scheduler_table
 from wan_torchax.stages.stage import Stage
 from wan_torchax.tasks import compiler, plan_page
 
 log = logging.getLogger("wan")
+REUSED = 0.005  # of a step's time, at most, that one takes whose blocks are left out (measured: 0.0007 to 0.003)
 # The part of the program an op belongs to, by the names its scopes have; the first that matches counts.
 GROUPS = {
     "rope": r"/rope/",
@@ -86,9 +89,12 @@ def make(config, folder: Path) -> dict:
     }
     if tpu_compiler(config):
         report["compiler"] = {name: compile_stage(resolved, stages[name]) for name in config.stages}
+        if "denoise" in config.stages and "prompt" in stages["denoise"].programs.entries:
+            report["compiler"]["denoise, prompt alone"] = compile_stage(resolved, stages["denoise"], "prompt")
     report["memory"] = memory(resolved, stages, report)
     report["fits"] = all(row["fits"] for row in report["memory"].values())
     report["estimate"] = estimate(resolved, report)
+    report["denoising"] = denoising(resolved, report)
     report["why"] = why_not(config, report)
     (folder / "plan.json").write_text(json.dumps(report, indent=1) + "\n")
     (folder / "plan.md").write_text(plan_page.render(config, report))
@@ -166,11 +172,13 @@ def tpu_compiler(config) -> list[str] | None:
     return [sys.executable] if importlib.util.find_spec("libtpu") else None
 
 
-def compile_stage(resolved: Resolved, stage: Stage) -> dict:
-    """Export a stage's last program (the one that runs most) and have libtpu compile it for the mesh's topology."""
+def compile_stage(resolved: Resolved, stage: Stage, program: str | None = None) -> dict:
+    """Export a stage's program, by default the one that runs most, and have libtpu compile it for the mesh's
+    topology."""
+    program = program or ("step" if stage.name == "denoise" else list(stage.programs.entries)[-1])
     with jax.sharding.use_abstract_mesh(resolved.mesh), tempfile.TemporaryDirectory() as scratch:
         lowered = stage.programs.lower(platforms=("tpu",))
-        jitted, structs = stage.programs.jitted(list(stage.programs.entries)[-1], lowered)
+        jitted, structs = stage.programs.jitted(program, lowered)
         artifact = Path(scratch) / "program.bin"
         artifact.write_bytes(jax.export.export(jitted, platforms=["tpu"])(*structs).serialize())
         return call_compiler(resolved.config, artifact)
@@ -225,18 +233,35 @@ def memory(resolved: Resolved, stages: dict[str, Stage], report: dict) -> dict:
     return rows
 
 
-def estimate(resolved: Resolved, report: dict) -> dict | None:
-    """Seconds of a step: the compiler's cycles, and what it gives none for: Pallas kernels and communication."""
-    compiled = (report["compiler"] or {}).get("denoise")
+def denoising(resolved: Resolved, report: dict) -> dict:
+    """How many steps of which kind a video takes, and their seconds, where those were estimated."""
+    work = caching.plan(resolved.config, scheduler_table(resolved.config))
+    counts = {kind: work.count(kind) for kind in dict.fromkeys(work)}
+    alone = estimate(resolved, report, "denoise, prompt alone", 0.5)
+    seconds = {
+        caching.FULL: report["estimate"] and report["estimate"]["seconds_per_step"],
+        caching.PROMPT: alone and alone["seconds_per_step"],
+        caching.REUSE: report["estimate"] and REUSED * report["estimate"]["seconds_per_step"],
+    }
+    known = all(seconds[kind] is not None for kind in counts)
+    total = sum(count * seconds[kind] for kind, count in counts.items()) if known else None
+    return {"steps": counts, "seconds_each": {kind: seconds[kind] for kind in counts}, "seconds": total,
+            "plan": caching.summary(work), "adaptive": resolved.config.cache.mode == "easycache"}
+
+
+def estimate(resolved: Resolved, report: dict, program: str = "denoise", share: float = 1.0) -> dict | None:
+    """Seconds of a step: the compiler's cycles, and what it gives none for: Pallas kernels and communication. `share`
+    is that of a whole step's arithmetic."""
+    compiled = (report["compiler"] or {}).get(program)
     if compiled is None:
         return None
     chip, flops = resolved.config.mesh.chip, report["flops_per_step"]
     all_chips = report["chips"] * chip.peak_tflops * 1e12
     parts = {group: cycles / (chip.clock_ghz * 1e9) for group, cycles in compiled["cycles_by_group"].items()}
     for kind in ("self", "cross"):
-        share = chip_fact(resolved.config, f"{kind}_attention_share")
-        parts[f"{kind}-attention kernel"] = flops[f"{kind}-attention"] / all_chips / share
-    parts["rope"] = parts.get("rope", 0) + rotary_seconds(resolved)
+        reached = chip_fact(resolved.config, f"{kind}_attention_share")
+        parts[f"{kind}-attention kernel"] = flops[f"{kind}-attention"] * share / all_chips / reached
+    parts["rope"] = parts.get("rope", 0) + rotary_seconds(resolved) * share
     link = chip.link_gbs * 1e9
     parts["communication"] = sum(travel_seconds(row, report["axes"], link) for row in compiled["collectives"])
     raw, correction = sum(parts.values()), chip_fact(resolved.config, "correction")

@@ -26,6 +26,11 @@ def render(config, report: dict) -> str:
     elif config.mesh.platform == "tpu":
         remedy = "install jax[tpu] (x86_64 Linux), or name a Python that has it in plan.compiler"
         lines.append(f"No libtpu here, so no estimated step time: {remedy}.")
+    whole = report["denoising"]
+    if whole["seconds"] is not None:
+        lines.append(f"**Estimated denoising of a video: {whole['seconds']:.0f} s**; {whole['plan']}.")
+    elif len(whole["steps"]) > 1:
+        lines.append(f"Cache: {whole['plan']}.")
     verdict = "Fits" if report["fits"] else f"**Does not fit**: {report['why']};"
     lines += [f"{verdict} with a margin of {config.plan.margin_gib} GiB.", ""]
     columns = "| stage | weights GiB/chip | temporaries GiB/chip | of GiB | fits | source |"
