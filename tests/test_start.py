@@ -45,6 +45,14 @@ def test_an_entry_is_found_by_what_it_was_made_from(kept):
     assert entry_of(kept).stat().st_mode & 0o777 == 0o600 and kept.folder.stat().st_mode & 0o777 == 0o700
 
 
+def test_numbers_come_back_as_they_went_however_they_lay_in_memory(tmp_path):
+    kept, table = Store(tmp_path / "store", 2**30), numpy.arange(24.0).reshape(2, 3, 4)
+    views = {"part": table[..., :-1], "turned": table.T, "one": table[:, 1]}
+    kept.write("table", {}, {}, views)
+    entry = kept.read("table", {})
+    assert all(numpy.array_equal(entry.arrays[name], view) for name, view in views.items())
+
+
 def flip(file, place):
     content = bytearray(file.read_bytes())
     content[place] ^= 1
@@ -312,6 +320,20 @@ def test_an_executable_that_cannot_be_loaded_is_made_again_and_told(configure, f
     assert numpy.isfinite(values["embeddings"]).all()
     for file, content in before.items():
         file.write_bytes(content)
+
+
+def test_what_is_kept_runs_also_if_jaxs_own_cache_had_it(configure, tmp_path):
+    """An executable that came out of that cache would be written without its functions, and fail where it runs."""
+    jaxs, ours = f"compile.cache_dir={tmp_path / 'jax'}", f"compile.store={tmp_path / 'store'}"
+    small = ["model.text_tokens=16", jaxs]
+    run(configure(*small, "compile.store=null"), ["text"])
+    expected, _ = run(configure(*small, ours), ["text"])
+    (tmp_path / "store").rename(tmp_path / "moved")
+    for file in (tmp_path / "moved").glob("result-*"):
+        file.unlink()
+    again, heard = run(configure(*small, f"compile.store={tmp_path / 'moved'}"), ["text"])
+    assert made(heard) == {"text.encode": True}
+    assert numpy.array_equal(expected["embeddings"], again["embeddings"])
 
 
 def misses(config, names=STAGES) -> set[str]:

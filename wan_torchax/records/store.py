@@ -83,6 +83,8 @@ class Store:
     def write(self, kind: str, made_from: dict, about: dict, arrays: dict[str, numpy.ndarray]) -> None:
         """Keep something for later. Where that cannot be, one line says so: the run has what it needs."""
         head = json.dumps(about | {"made_from": as_json(made_from)}).encode()
+        # Safetensors would save a view in the order of its memory.
+        arrays = {name: numpy.ascontiguousarray(array) for name, array in arrays.items()}
         rest = head + b"\n" + safetensors.numpy.save(arrays)
         try:
             self.folder.mkdir(parents=True, mode=0o700, exist_ok=True)

@@ -5,6 +5,7 @@
 
 What an entry was made from is the recipe, and all that stands behind every recipe: versions, sources, devices, flags.
 """
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -12,13 +13,15 @@ import logging
 import os
 import platform
 import re
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy
-from jax._src.config import enable_compilation_cache  # for one thread; it has no public name
+from jax._src import compilation_cache  # what says whether it is used has no public name
 from jax.experimental import serialize_executable
 
 from wan_torchax.config.resolve import Recipe, Resolved
@@ -174,7 +177,7 @@ def load_program(kept: Kept, about: dict, arrays: dict[str, Tensor], mesh) -> tu
 
 def compile_and_keep(kept: Kept, about: dict, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Without JAX's own cache: on a CPU, an executable that came out of it cannot be written again."""
-    with enable_compilation_cache(False):
+    with uncached():
         compiled = lowered.compile()
     try:
         memory = compiled.memory_analysis()
@@ -183,6 +186,21 @@ def compile_and_keep(kept: Kept, about: dict, lowered: jax.stages.Lowered) -> ja
     except Exception as error:  # a platform that cannot write executables says so in its own way
         log.warning("a program is not kept for the next run: it cannot be written (%s)", error)
     return compiled
+
+
+here = threading.local()
+is_cache_used = compilation_cache.is_cache_used
+
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """What this thread compiles in here is not looked up in JAX's cache. JAX reads its own switch once a process."""
+    compilation_cache.is_cache_used = lambda backend: not getattr(here, "uncached", False) and is_cache_used(backend)
+    here.uncached = True
+    try:
+        yield
+    finally:
+        here.uncached = False
 
 
 def structs(about: dict, mesh) -> list:
