@@ -6,6 +6,7 @@ import sys
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["WAN_TORCHAX_STORE"] = ""  # nothing is kept from test to test; tests/test_start.py has stores of its own
 os.environ["OMP_NUM_THREADS"] = "1"  # torch's: as many processes as cores run beside each other
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # most programs are compiled to run once
 

@@ -36,6 +36,7 @@ OTHERS = {
     r"sharding\..*\.unmatched": "error",
     r"scheduler\.target": "DPMSolverMultistepScheduler",
     r"compile\.matmul_precision": "highest",
+    r"compile\.store": None,
     r"resolution\.(height|width)": 128,
     r"resolution\.frames": 9,
     r"attention\..*\.block_(q|kv)": 8,
@@ -222,7 +223,8 @@ def test_the_hash_of_a_config_leaves_out_what_makes_neither():
     base = hash_of()
     uncounted = (
         "plan.margin_gib=9", "tune.repeats=9", "output.quality=9", "task=plan", "profile=true", "preview_every=3",
-        "compile.cache_dir=/elsewhere", "traceback=true", "+attention.devices.TPU_v9=xla",
+        "compile.cache_dir=/elsewhere", "compile.store=null", "compile.store_gib=1",
+        "traceback=true", "+attention.devices.TPU_v9=xla",
     )
     for override in uncounted:
         assert hash_of(override) == base, override

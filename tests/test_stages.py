@@ -52,11 +52,17 @@ def test_arguments_that_a_scheduler_does_not_take_are_told(override):
         sampling.scheduler_table(make_config(override))
 
 
+@pytest.mark.parametrize("shape", [(1, 16, 5, 16, 16), (1, 16, 3, 15, 13), (1, 3, 5, 7)], ids=str)
+@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1])
+def test_noise_is_torchs_to_the_last_bit_or_two(seed, shape):
+    """Also where the last group of sixteen is not whole."""
+    expected = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed)).numpy()
+    numpy.testing.assert_allclose(sampling.noise(seed, shape), expected, rtol=1e-6, atol=1e-7)
+
+
 def test_noise_is_the_seed_alone():
-    shape = 1, 16, 5, 16, 16
-    first, again, other = (sampling.noise(seed, shape) for seed in (1, 1, 2))
+    first, again, other = (sampling.noise(seed, (1, 16, 5, 16, 16)) for seed in (1, 1, 2))
     assert numpy.array_equal(first, again) and not numpy.array_equal(first, other)
-    assert numpy.array_equal(first, torch.randn(shape, generator=torch.Generator("cpu").manual_seed(1)).numpy())
 
 
 def test_a_prompt_that_is_too_long_is_cut_and_told_where(caplog):

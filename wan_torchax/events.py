@@ -37,6 +37,15 @@ class Compiled:
     seconds: float
     from_cache: bool
     memory: Any  # XLA's account of the memory it takes
+    from_store: bool = False  # not even traced
+
+
+@dataclass(frozen=True)
+class Took:
+    """Some of a start is done: imports, devices, tracing, compiling, reading or sending, which go on side by side."""
+
+    part: str
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,7 @@ class Finished:
     values: dict[str, Any]  # numpy arrays by name
 
 
-Event = Began | Advanced | Ended | Compiled | Stepped | Previewed | Finished
+Event = Began | Advanced | Ended | Compiled | Took | Stepped | Previewed | Finished
 Listener = Callable[[Event], None]
 
 

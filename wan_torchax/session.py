@@ -18,15 +18,19 @@ from concurrent.futures import wait
 from typing import Any
 
 import numpy
+from omegaconf import OmegaConf
 
 from wan_torchax.config import inputs
 from wan_torchax.config.graph import Graph
-from wan_torchax.config.resolve import Resolved, key_of, resolve
+from wan_torchax.config.resolve import Resolved, key_of, plain, resolve
 from wan_torchax.devices.start import start, warm_up
-from wan_torchax.events import Advanced, Began, Ended, Finished, Listener, Previewed, Stepped, silence
+from wan_torchax.events import Advanced, Began, Ended, Finished, Listener, Previewed, Stepped, Took, silence
+from wan_torchax.records.provenance import sources, versions
+from wan_torchax.records.store import Store
 from wan_torchax.runtime import adapters
 from wan_torchax.runtime.checkpoint import find_all, find_present, fingerprints
 from wan_torchax.runtime.components import Component
+from wan_torchax.runtime.kept import Kept
 from wan_torchax.runtime.programs import Programs, compiling, no_compilation
 from wan_torchax.stages.stage import Stage, find, result_settings
 
@@ -54,31 +58,38 @@ class Session:
         loaded = [name for name in graph.components(graph.stages) if name in self.components and name not in needed]
         checkpoints = find_present(config.model, loaded) | find_all(config.model, needed, required=weights)
         checkpoints = adapters.on(checkpoints, config) if weights else checkpoints
+        names, store = list(names), Store.of(config)
         with self.lock, phase("start", tell):
-            imports = threading.Thread(target=importlib.import_module, args=["wan_torchax.models"], name="imports")
-            devices = start(config, meanwhile=imports.start)  # torch and diffusers are imported while the devices start
+            imports = threading.Thread(target=import_models, args=[tell], name="imports")
+            # Torch and diffusers are imported while the devices start, if this run will need them.
+            warm = store is not None and weights and store.has("start", start_of(config, names))
+            began = time.perf_counter()
+            devices = start(config, meanwhile=(lambda: None) if warm else imports.start)
             resolved = resolve(config, checkpoints, devices)
             warm_up(resolved.mesh)
-            imports.join()
+            tell(Took("devices", time.perf_counter() - began))
+            if imports.ident is not None:
+                imports.join()
         return resolved
 
-    def build(self, resolved: Resolved, names: Iterable[str]) -> dict[str, Stage]:
-        """The named stages, on their components; what was made before and still fits is used again."""
+    def build(self, resolved: Resolved, names: Iterable[str], kept: Kept | None = None) -> dict[str, Stage]:
+        """The named stages, on their components; what was made before and still fits is used again. With `kept`, also
+        what earlier processes made: such programs run, and cannot be looked into."""
         for name in list(self.components):  # also one that is not used this time holds memory
             if Component.key_for(name, resolved) != self.components[name].key:
                 self.components.pop(name).free()
-        return {name: self.build_one(name, resolved) for name in names}
+        return {name: self.build_one(name, resolved, kept) for name in names}
 
-    def build_one(self, name: str, resolved: Resolved) -> Stage:
+    def build_one(self, name: str, resolved: Resolved, kept: Kept | None) -> Stage:
         components = {}
         for component in resolved.graph.stages[name].uses:
             if component not in self.components:
-                self.components[component] = Component(component, resolved)
+                self.components[component] = Component(component, resolved, kept)
             components[component] = self.components[component]
         recipe, stage = find(name).recipe_for(name, resolved), self.stages.get(name)
         if stage is None or stage.recipe.key != recipe.key or not stage.programs.ready():
             self.stages.pop(name, None)
-            stage = self.stages[name] = find(name)(name, recipe, components)
+            stage = self.stages[name] = find(name)(name, recipe, components, kept)
         stage.components = components
         return stage
 
@@ -96,26 +107,31 @@ class Session:
                     self.free()
 
     def run_alone(self, resolved: Resolved, names: list[str], values: dict[str, Any], tell: Listener) -> dict[str, Any]:
+        asked, kept = list(names), Kept.of(resolved)
         for name in names:
-            if (result := self.recall(name, resolved)) is not None:
+            if (result := self.recall(name, resolved, kept)) is not None:
                 values |= result
                 tell(Finished(name, result))
         names = [name for name in names if not set(resolved.graph.stages[name].gives) <= values.keys()]
         with phase("build", tell):
-            stages = self.build(resolved, [*names, *self.helpers(resolved, names)])
+            stages = self.build(resolved, [*names, *self.helpers(resolved, names)], kept)
             for name in {component for stage in stages.values() for component in stage.components}:
                 self.components[name].check()
             for name in names:
                 stages[name].check(resolved)
         fresh = {name: stage.programs for name, stage in stages.items() if not stage.programs.ready()}
+        if kept:
+            tell_misses(kept, fresh)
         with compiling(fresh, tell):
             for name in names:
                 result = self.run_stage(name, stages, resolved, values, stopped_by_errors(fresh, tell))
                 if not is_resident(resolved.config):
                     self.free_unused([stages[other] for other in names[names.index(name) + 1 :]])
                 values |= result
-                self.remember(name, resolved, result)
+                self.remember(name, resolved, result, kept)
                 tell(Finished(name, result))
+        if kept:
+            kept.store.write("start", start_of(resolved.config, asked), {}, {})
         return values
 
     def run_stage(self, name: str, stages: dict[str, Stage], resolved: Resolved, values: dict, tell: Listener) -> dict:
@@ -125,10 +141,20 @@ class Session:
             for key in loading.components_first(resolved):
                 loading.components[key].load(loading.tensors[key], tell)
         wait_for_programs(stage, tell)
+        self.read_next(name, stages, resolved)
         taken = {value: values[value] for value in resolved.graph.stages[name].takes}
         listener = tell if previewer is None else with_previews(previewer, resolved.config.preview_every, tell)
         with phase(name, tell, *stage.amount(resolved)), no_compilation(name):
             return stage.run(resolved, taken, listener)
+
+    def read_next(self, name: str, stages: dict[str, Stage], resolved: Resolved) -> None:
+        """Have the weights of the next stage read from disk while this one runs."""
+        names = list(stages)
+        for following in names[names.index(name) + 1 :][:1]:
+            for key in stages[following].components_first(resolved):
+                component = stages[following].components[key]
+                if not component.is_loaded() and component.fits_in_memory():
+                    component.read_ahead()
 
     # ------------------------------------------------------------ previews
 
@@ -154,18 +180,28 @@ class Session:
 
     # ------------------------------------------------------------ what stays
 
-    def recall(self, name: str, resolved: Resolved) -> dict[str, numpy.ndarray] | None:
-        """The result of a stage that was made from the same before."""
-        results = self.results.get(name)
-        return results and results.get(result_key(name, resolved))
+    def recall(self, name: str, resolved: Resolved, kept: Kept | None) -> dict[str, numpy.ndarray] | None:
+        """The result of a stage that was made from the same before, by this process or another."""
+        stage = find(name)
+        if not stage.results_remembered:
+            return None
+        if result := self.results.get(name, {}).get(result_key(name, resolved)):
+            return result
+        recipe = stage.recipe_for(name, resolved)
+        entry = kept and kept.read(f"result-{name}", recipe, **result_inputs(name, resolved))
+        return entry and entry.arrays
 
-    def remember(self, name: str, resolved: Resolved, result: dict[str, numpy.ndarray]) -> None:
-        most = find(name).results_remembered
-        if most:
-            results = self.results.setdefault(name, {})
-            results[result_key(name, resolved)] = result
-            while len(results) > most:
-                results.pop(next(iter(results)))
+    def remember(self, name: str, resolved: Resolved, result: dict[str, numpy.ndarray], kept: Kept | None) -> None:
+        stage = find(name)
+        if not stage.results_remembered:
+            return
+        results = self.results.setdefault(name, {})
+        results[result_key(name, resolved)] = result
+        while len(results) > stage.results_remembered:
+            results.pop(next(iter(results)))
+        if kept:
+            recipe = stage.recipe_for(name, resolved)
+            kept.write(f"result-{name}", recipe, {}, result, **result_inputs(name, resolved))
 
     def free_unused(self, stages: list[Stage]) -> None:
         """Let go of the weights that none of these stages needs."""
@@ -190,6 +226,34 @@ def result_key(name: str, resolved: Resolved) -> str:
     return key_of(result_settings(resolved.config, name, contents))
 
 
+def result_inputs(name: str, resolved: Resolved) -> dict[str, Any]:
+    """What a result was made from beside the recipe of its programs: weights, and inputs as the stage sees them."""
+    contents = fingerprints(resolved.checkpoints) | inputs.fingerprints(resolved.config)
+    settings = result_settings(resolved.config, name, contents)
+    return {"result": settings | find(name).seen_inputs(settings)}
+
+
+# What says which programs a run needs, before there are devices and `resolve` has filled in what is left open.
+START_KEYS = (
+    "pipeline.name", "model.name", "model.path", "model.dtype", "model.scan_blocks", "mesh.name", "sharding.name",
+    "resolution", "ops", "guidance", "scheduler", "steps", "compile.xla_flags", "compile.matmul_precision",
+)
+
+
+def start_of(config, names: list[str]) -> dict:
+    """What a run that begins has in common with one that left all it needs in the store; but for devices, which are not
+    there yet. A guess: it decides what is imported while they start, and nothing else."""
+    settings = {key: plain(OmegaConf.select(config, key)) for key in START_KEYS}
+    return {"stages": names, "versions": versions(), "sources": sources()} | settings
+
+
+def import_models(tell: Listener) -> None:
+    """Import torch, diffusers and transformers: seconds, once a process."""
+    began = time.perf_counter()
+    importlib.import_module("wan_torchax.models")
+    tell(Took("imports", time.perf_counter() - began))
+
+
 def is_resident(config) -> bool:
     """Whether weights stay on the device after their stage: as the config says, by default only in a sweep."""
     return config.keep_resident if config.keep_resident is not None else config.sweep.active
@@ -201,6 +265,16 @@ def phase(name: str, tell: Listener, total: int | None = None, unit: str = "") -
     tell(Began(name, total, unit))
     yield
     tell(Ended(name, time.perf_counter() - began))
+
+
+def tell_misses(kept: Kept, fresh: dict[str, Programs]) -> None:
+    """One line for all stages that are traced for the same reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, programs in fresh.items():
+        if not programs.stored:
+            reasons.setdefault(kept.why_not(programs.kind, programs.recipe), []).append(name)
+    for reason, names in reasons.items():
+        log.info("%s: traced, since %s", ", ".join(names), reason)
 
 
 def wait_for_programs(stage: Stage, tell: Listener) -> None:

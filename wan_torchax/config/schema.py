@@ -257,6 +257,8 @@ class Prompt:
 @dataclass
 class Compile:
     cache_dir: Optional[str] = None
+    store: Optional[str] = None
+    store_gib: float = 20.0
     xla_flags: list[str] = field(default_factory=list)
     libtpu_flags: list[str] = field(default_factory=list)
     matmul_precision: Optional[str] = offered(None)

@@ -76,6 +76,8 @@ def choice_problems(config: Config) -> Iterator[str]:
         yield from one_of(
             "compile.matmul_precision", config.compile.matmul_precision, ("default", "high", "highest")
         )
+    if not config.compile.store_gib > 0:
+        yield f"compile.store_gib={config.compile.store_gib}: more than 0, e.g. 20; compile.store=null turns it off"
     if not 0 <= config.output.quality <= 51:
         yield f"output.quality={config.output.quality}: an H.264 CRF from 0 (lossless) to 51; usual 18"
 

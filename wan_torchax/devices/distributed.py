@@ -225,7 +225,8 @@ def compare(config) -> None:
         return
     settings = OmegaConf.to_container(config, resolve=True)
     settings.pop("distributed")
-    settings["compile"].pop("cache_dir")  # a place on each machine
+    for key in ("cache_dir", "store"):  # places on each machine
+        settings["compile"].pop(key)
     agree("configuration", settings | {"package": provenance.versions(), "git_revision": provenance.git_revision()})
 
 
@@ -239,6 +240,11 @@ def agree(what: str, values: dict) -> None:
         if keys:
             lines = [f"{key}: {first.get(key)!r} on process 0, {other.get(key)!r} on process {number}" for key in keys]
             raise ConfigError(f"{group.names[number]} differs from {group.names[0]}:\n{listed(lines, SHOWN)}")
+
+
+def gather(what: str, value) -> list:
+    """Every process's value; of one that is alone, its own. Once a job for every `what`."""
+    return [value] if group is None else meet(what, value)
 
 
 def from_first(what: str, value):

@@ -1,12 +1,18 @@
 """Everything metrics.json reports of time, gathered from a Session's events."""
+import itertools
 import logging
+import os
 import time
+from pathlib import Path
 
-from wan_torchax.events import Compiled, Ended, Event, Stepped
+from wan_torchax.events import Compiled, Ended, Event, Stepped, Took
 
 log = logging.getLogger("wan")
 GIB = 2**30
 MEMORY = ("argument", "output", "temp", "generated_code")
+# Of a start. They go on beside each other: their sum is no time that passed.
+START = ("imports", "devices", "tracing", "compiling", "reading", "sending")
+clocks = itertools.count()  # of this process so far
 
 
 class Clock:
@@ -17,6 +23,8 @@ class Clock:
         self.steps: list[float] = []
         self.work: list[str] = []
         self.programs: dict[str, dict] = {}
+        self.start: dict[str, float] = dict.fromkeys(START, 0.0)
+        self.start["imports"] = process_seconds()
         self.began = time.perf_counter()
 
     def __call__(self, event: Event) -> None:
@@ -27,16 +35,19 @@ class Clock:
             self.work.append(event.work)
         elif isinstance(event, Compiled):
             self.compiled(event)
+        elif isinstance(event, Took):
+            self.start[event.part] += event.seconds
 
     def compiled(self, event: Compiled) -> None:
         memory = {part: round(getattr(event.memory, f"{part}_size_in_bytes") / GIB, 4) for part in MEMORY}
         self.programs[event.program] = {
-            "seconds": round(event.seconds, 3), "from_cache": event.from_cache, "memory_gib": memory,
+            "seconds": round(event.seconds, 3), "from_cache": event.from_cache, "from_store": event.from_store,
+            "memory_gib": memory,
         }
+        source = "from the store" if event.from_store else "from the cache" if event.from_cache else "not in the cache"
         log.info(
             "compiled %s in %.1f s (%s); per device %.3f GiB arguments, %.3f GiB temporaries",
-            event.program, event.seconds, "from the cache" if event.from_cache else "not in the cache",
-            memory["argument"], memory["temp"],
+            event.program, event.seconds, source, memory["argument"], memory["temp"],
         )
 
     def median_step(self) -> float | None:
@@ -49,8 +60,17 @@ class Clock:
         total, median = time.perf_counter() - self.began, self.median_step()
         return {
             "seconds": {name: round(value, 4) for name, value in (self.seconds | {"total": total}).items()},
+            "start": {part: round(seconds, 4) for part, seconds in self.start.items()},
             "step_seconds": [round(value, 4) for value in self.steps],
             "step_seconds_median": median and round(median, 4),
             "step_work": {kind: self.work.count(kind) for kind in dict.fromkeys(self.work)},
             "compile": self.programs,
         }
+
+
+def process_seconds() -> float:
+    """Since this process began, Python's start and imports; nothing for later jobs, which find all that done."""
+    if next(clocks) or not Path("/proc/self/stat").exists():
+        return 0.0
+    began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began

@@ -11,7 +11,7 @@ from wan_torchax.config.schema import FolderError
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """A path to write to; the file gets its name when all of it is written."""
-    partial = path.with_name(f".partial-{path.name}")
+    partial = path.with_name(f".partial-{os.getpid()}-{path.name}")  # two processes may write the same
     try:
         yield partial
         os.replace(partial, path)

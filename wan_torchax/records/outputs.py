@@ -24,7 +24,10 @@ CALL = (
     "preview_every", "profile", "distributed",
 )
 # Beside those: what neither changes a video nor how fast it is made, and tables of which only what is chosen counts.
-UNCOUNTED = (*CALL, "plan", "tune", "calibrate", "output", "compile.cache_dir", "attention.devices", *inputs.FILES)
+UNCOUNTED = (
+    *CALL, "plan", "tune", "calibrate", "output", "compile.cache_dir", "compile.store", "compile.store_gib",
+    "attention.devices", *inputs.FILES,
+)
 
 
 # ---------------------------------------------------------------- configurations
@@ -33,7 +36,7 @@ UNCOUNTED = (*CALL, "plan", "tune", "calibrate", "output", "compile.cache_dir", 
 def settle(config: DictConfig) -> dict:
     """The configuration as it stands before this machine adds to it: kept as config.yaml, carried by the video."""
     settled = OmegaConf.to_container(config, resolve=True)
-    settled["compile"]["cache_dir"] = None  # a place on this machine
+    settled["compile"]["cache_dir"] = settled["compile"]["store"] = None  # places on this machine
     return settled
 
 

@@ -1,5 +1,7 @@
 """What made a video: versions, revision, memory. Light to import."""
 import contextlib
+import functools
+import hashlib
 import importlib.metadata
 import re
 import resource
@@ -11,12 +13,27 @@ from wan_torchax import ROOT
 PACKAGES = ("jax", "jaxlib", "libtpu", "torch", "torchax", "diffusers", "transformers", "hydra-core", "numpy")
 
 
+@functools.cache
+def sources() -> str:
+    """Sixteen hex digits that change with any line of the project's code."""
+    digest = hashlib.sha256()
+    files = [ROOT / "patches.py", *(ROOT / "kernels").rglob("*.py"), *(ROOT / "wan_torchax").rglob("*.py")]
+    for file in sorted(files):
+        digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def versions() -> dict[str, str]:
-    installed = {}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            installed[package] = importlib.metadata.version(package)
-    return installed
+    """Of what is installed, without importing it."""
+    installed = {package: version(package) for package in PACKAGES}
+    return {package: number for package, number in installed.items() if number is not None}
+
+
+@functools.cache  # a few ms each, and every key has them all
+def version(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
 
 
 def git_revision() -> str | None:
@@ -37,3 +54,10 @@ def peak_host_bytes() -> int:
     with contextlib.suppress(OSError):
         return int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text()).group(1)) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def available_host_bytes() -> int:
+    """Memory that could be had without anything being swapped out; 0 where the system does not say."""
+    with contextlib.suppress(OSError, AttributeError):
+        return int(re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text()).group(1)) * 1024
+    return 0

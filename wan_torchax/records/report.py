@@ -21,7 +21,10 @@ from wan_torchax.records.files import write_text
 from wan_torchax.records.outputs import is_under
 
 # Settings that say where things are on this machine, or belong to all jobs alike: not on a page.
-MACHINE = ("compile.cache_dir", "model.path", "hydra", "plan.compiler", "prompt.file", "prompt.negative_file", "sweep")
+MACHINE = (
+    "compile.cache_dir", "compile.store", "model.path", "hydra", "plan.compiler", "prompt.file", "prompt.negative_file",
+    "sweep",
+)
 EMBEDDED_BYTES = 40e6  # videos beyond this much in all are linked, not embedded: a browser must still open the page
 STAGE_COLOURS = ("#7aa6c2", "#2f6690", "#f2a65a", "#8d6a9f", "#c9ae5d", "#4f9d8b")  # by a stage's place in its pipeline
 OTHER_COLOURS = {"load": "#b8b8b8", "compile": "#d1495b", "write": "#81b29a"}

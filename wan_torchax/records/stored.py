@@ -101,7 +101,7 @@ def tell_refused(source: str, keys: list[str]) -> None:
 
 def replaced(key: str, overrides: list[str]) -> bool:
     """Whether a stored override gives way: it belongs to the call, or this command line sets it, or its whole group."""
-    return is_under(key, (*CALL, "compile.cache_dir", *map(key_of, overrides)))
+    return is_under(key, (*CALL, "compile.cache_dir", "compile.store", *map(key_of, overrides)))
 
 
 def pin(now: DictConfig, base: DictConfig, stored: dict, said: list[str]) -> DictConfig:

@@ -8,9 +8,11 @@ import time
 import jax
 
 from wan_torchax.config import registry
-from wan_torchax.config.resolve import Resolved, key_of
-from wan_torchax.events import Advanced, Began, Ended, Listener
+from wan_torchax.config.resolve import Recipe, Resolved, key_of
+from wan_torchax.events import Advanced, Began, Ended, Listener, Took
+from wan_torchax.records import provenance
 from wan_torchax.runtime import adapters, weights
+from wan_torchax.runtime.kept import Kept, pack_plan, unpack_plan
 
 log = logging.getLogger("wan")
 READ_BYTES = 1 << 26
@@ -25,15 +27,29 @@ def settings_of(name: str) -> tuple[str, ...]:
 class Component:
     """The plan of a component's arrays, and those of them that are on the devices."""
 
-    def __init__(self, name: str, resolved: Resolved):
-        recipe, key = resolved.recipe(settings_of(name)), registry.described_by(name)
+    def __init__(self, name: str, resolved: Resolved, kept: Kept | None = None):
         self.name, self.key, self.checkpoint = name, self.key_for(name, resolved), resolved.checkpoints.get(name)
-        self.kind = registry.load(registry.COMPONENTS, name)
-        module, dtype = self.kind.build(recipe.config), recipe.config.model.dtype[key]
-        self.ignored = (*self.kind.ignored, *getattr(module, "ignored", ()))
-        self.prefix = getattr(self.kind, "prefix", "")  # of names in checkpoints
-        self.tensors = weights.plan(module, recipe.config.sharding[key], recipe.mesh, dtype, f"sharding.{key}")
         self.arrays: dict[str, jax.Array] = {}
+        recipe, kind = resolved.recipe(settings_of(name)), f"plan-{name}"
+        # Adapters add to weights when they are loaded: they change no plan.
+        files = self.checkpoint and self.checkpoint.fingerprint.partition("+")[0]
+        if entry := kept and kept.read(kind, recipe, weights=files):
+            self.tensors = unpack_plan(entry.about["tensors"], entry.arrays, recipe.mesh)
+            self.ignored, self.prefix = tuple(entry.about["ignored"]), entry.about["prefix"]
+            return
+        self.plan(recipe)
+        if kept:
+            rows, tables = pack_plan(self.tensors)
+            about = {"tensors": rows, "ignored": self.ignored, "prefix": self.prefix}
+            kept.write(kind, recipe, about, tables, weights=files)
+
+    def plan(self, recipe: Recipe) -> None:
+        """The plan by the torch module itself."""
+        key, kind = registry.described_by(self.name), registry.load(registry.COMPONENTS, self.name)
+        module, dtype = kind.build(recipe.config), recipe.config.model.dtype[key]
+        self.ignored = (*kind.ignored, *getattr(module, "ignored", ()))
+        self.prefix = getattr(kind, "prefix", "")  # of names in checkpoints
+        self.tensors = weights.plan(module, recipe.config.sharding[key], recipe.mesh, dtype, f"sharding.{key}")
 
     @staticmethod
     def key_for(name: str, resolved: Resolved) -> str:
@@ -68,10 +84,14 @@ class Component:
         def progress(count):
             tell(Advanced(phase, count))
 
-        self.arrays |= weights.load(absent, self.checkpoint.folder, progress, self.prefix, self.changes)
+        def took(part, seconds):
+            tell(Took(part, seconds))
+
+        self.arrays |= weights.load(absent, self.checkpoint.folder, progress, self.prefix, self.changes, took)
         seconds = time.perf_counter() - began
         tell(Ended(phase, seconds))
-        log.info("%s: %.3f GiB loaded in %.1f s", self.name, weights.gib(total), seconds)
+        rate = total / seconds / 1e9
+        log.info("%s: %.3f GiB loaded in %.1f s, %.2f GB/s", self.name, weights.gib(total), seconds, rate)
         for line in weights.summary(absent):
             log.info(line)
 
@@ -80,6 +100,11 @@ class Component:
 
     def is_loaded(self) -> bool:
         return bool(self.arrays)
+
+    def fits_in_memory(self) -> bool:
+        """Whether the system can hold the weights' files in memory that nobody needs, with as much to spare."""
+        needed = sum(file.stat().st_size for file in self.checkpoint.folder.glob("*.safetensors"))
+        return 2 * needed < provenance.available_host_bytes()
 
     def read_ahead(self) -> threading.Thread:
         """Have the system read the weights into its own memory, so that loading them will not wait for the disk."""

@@ -14,8 +14,10 @@ from typing import Any
 import jax
 import numpy
 
-from wan_torchax.events import Compiled, Listener
+from wan_torchax.config.resolve import Recipe
+from wan_torchax.events import Compiled, Listener, Took
 from wan_torchax.runtime import weights
+from wan_torchax.runtime.kept import Kept, Missing, compile_and_keep, describe_program, load_program, structs
 
 log = logging.getLogger("wan")
 
@@ -24,7 +26,7 @@ log = logging.getLogger("wan")
 class Program:
     """A function of (arrays, *arguments), to be compiled ahead of time."""
 
-    function: Callable
+    function: Callable | None  # None for one that is kept: it is not traced again
     component: str  # whose arrays it takes; another of the same architecture serves as well
     arguments: Any  # structs; or a function of the programs lowered before, which returns them
     outputs: Any = None  # shardings
@@ -33,12 +35,30 @@ class Program:
 
 @dataclass
 class Programs:
-    """The programs of one stage, and the plan of the arrays they take."""
+    """The programs of one stage, and the plan of the arrays they take.
 
+    Those that the store has are there at once, to be loaded. Else the stage is built, which adds them, to be compiled.
+    """
+
+    stage: str
+    recipe: Recipe
     tensors: dict[str, dict[str, weights.Tensor]]  # by component, then by name
-    ops: dict  # overrides for torchax while they are traced
+    build: Callable[[], None]  # has the stage add programs that can be traced
+    kept: Kept | None = None
+    ops: dict = field(default_factory=dict)  # overrides for torchax while they are traced
     entries: dict[str, Program] = field(default_factory=dict)
+    stored: dict[str, dict] = field(default_factory=dict)  # what the store says of each
     compiled: dict[str, Future] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if entry := self.kept and self.kept.read(self.kind, self.recipe):
+            self.stored = entry.about["programs"]
+        for name, about in self.stored.items():
+            self.entries[name] = Program(None, about["component"], structs(about, self.recipe.mesh))
+
+    @property
+    def kind(self) -> str:
+        return f"programs-{self.stage}"
 
     def __call__(self, name: str, arrays: dict, *arguments):
         return self.compiled[name].result()(arrays, *arguments)
@@ -74,10 +94,38 @@ class Programs:
     def jitted(self, name: str, lowered: dict) -> tuple[Callable, tuple]:
         """A program as a jitted function, and the structs of what it takes; `lowered` has the programs before it."""
         program = self.entries[name]
-        arguments = program.arguments(lowered) if callable(program.arguments) else program.arguments
         arrays = {key: tensor.struct for key, tensor in self.tensors[program.component].items()}
         function = jax.jit(self.traced(program.function), donate_argnums=program.donated, out_shardings=program.outputs)
-        return function, (arrays, *arguments)
+        return function, (arrays, *self.arguments(name, lowered))
+
+    def arguments(self, name: str, lowered: dict) -> list:
+        """The structs of what a program takes beside its component's arrays."""
+        arguments = self.entries[name].arguments
+        return arguments(lowered) if callable(arguments) else arguments
+
+    def describe(self, lowered: dict) -> dict[str, dict]:
+        """What the store is to know of each program, to load it without tracing."""
+        return {
+            name: describe_program(program, self.entries[name].component, self.arguments(name, lowered))
+            for name, program in lowered.items()
+        }
+
+    def load(self, about: dict) -> tuple[jax.stages.Compiled, Any, bool]:
+        return *load_program(self.kept, about, self.tensors[about["component"]], self.recipe.mesh), True
+
+    def compile(self, lowered: jax.stages.Lowered, about: dict | None) -> tuple[jax.stages.Compiled, Any, bool]:
+        """A program, the memory it takes, and whether it was compiled before: by sources that lower to the same."""
+        if about is None:
+            hits = compilations["cache_hits"]
+            compiled = lowered.compile()
+            return compiled, compiled.memory_analysis(), compilations["cache_hits"] > hits
+        try:
+            return self.load(about)
+        except Exception as error:
+            if not isinstance(error, Missing):
+                log.warning("a program of %s is compiled again: it cannot be loaded (%s)", self.stage, error)
+            compiled = compile_and_keep(self.kept, about, lowered)
+            return compiled, compiled.memory_analysis(), False
 
     def traced(self, function: Callable) -> Callable:
         """The function inside torchax, which is on only while it is traced."""
@@ -169,9 +217,9 @@ def compiling(stages: dict[str, Programs], tell: Listener) -> Iterator[None]:
         programs.compiled = {name: Future() for name in programs.entries}
 
     def work():
-        for stage, programs in stages.items():
+        for programs in stages.values():
             try:
-                compile_all(stage, programs, tell, stop)
+                compile_all(programs, tell, stop)
             except BaseException as error:
                 for future in programs.compiled.values():
                     if not future.done():
@@ -190,14 +238,36 @@ def compiling(stages: dict[str, Programs], tell: Listener) -> Iterator[None]:
         sys.setswitchinterval(interval)
 
 
-def compile_all(stage: str, programs: Programs, tell: Listener, stop: threading.Event) -> None:
+def compile_all(programs: Programs, tell: Listener, stop: threading.Event) -> None:
+    """Load what the store has. Where it has nothing, or what cannot be loaded: trace, compile and keep."""
+    try:
+        for name, about in programs.stored.items():
+            if not stop.is_set():
+                hand_over(programs, name, tell, functools.partial(programs.load, about), from_store=True)
+        if programs.stored:
+            return
+    except Exception as error:  # whatever a platform says of an executable that it does not take
+        log.warning("%s is traced again: what the store has cannot be loaded (%s)", programs.stage, error)
+        programs.build()
     began = time.perf_counter()
-    for name, lowered in programs.lower(stop).items():
+    lowered = programs.lower(stop)
+    tell(Took("tracing", time.perf_counter() - began))
+    abouts = programs.describe(lowered) if programs.kept else {}
+    for name, program in lowered.items():
         if stop.is_set():
             return
-        hits = compilations["cache_hits"]
-        compiled = lowered.compile()
-        from_cache, seconds = compilations["cache_hits"] > hits, time.perf_counter() - began
-        tell(Compiled(f"{stage}.{name}", seconds, from_cache, compiled.memory_analysis()))
-        programs.compiled[name].set_result(compiled)
-        began = time.perf_counter()
+        hand_over(programs, name, tell, functools.partial(programs.compile, program, abouts.get(name)))
+    if programs.kept and all(programs.kept.has_executable(about["executable"]) for about in abouts.values()):
+        programs.kept.write(programs.kind, programs.recipe, {"programs": abouts}, {})
+
+
+def hand_over(programs: Programs, name: str, tell: Listener, make: Callable, from_store: bool = False) -> None:
+    """Make a program for those who wait for it; `make` gives it, its memory, and whether it was compiled before."""
+    if programs.compiled[name].done():  # it could be loaded, and another could not
+        return
+    began = time.perf_counter()
+    compiled, memory, from_cache = make()
+    seconds = time.perf_counter() - began
+    tell(Took("compiling", seconds))
+    tell(Compiled(f"{programs.stage}.{name}", seconds, from_cache, memory, from_store))
+    programs.compiled[name].set_result(compiled)

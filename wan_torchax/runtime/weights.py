@@ -6,16 +6,14 @@
 
 What adapters add (`Change`) is merged on the way, tensor by tensor, on the devices.
 
-Threads read a few tensors ahead of the one that is sent to the devices, and host memory never holds more than those.
-They read plainly, at the offsets that a file's header names: opening a file for every tensor with `safe_open` takes
-longer than reading a few MB, and keeping it open would keep in memory what was read, since it is mapped.
+Threads read some tensors ahead of the one that is sent to the devices, and host memory never holds more than those
+(runtime/reading.py).
 """
 import functools
-import math
 import re
-from collections import defaultdict, deque
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -27,15 +25,11 @@ from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import listed, nearest
 from wan_torchax.devices.sharding import partition_spec, replicated, spec_problem
 from wan_torchax.runtime.checkpoint import Stored, index
+from wan_torchax.runtime.reading import STORED_DTYPES, Load, read_ahead
 
 REPLICATED = "(replicated)"
-READERS = 4  # threads that read, each one tensor at a time
+STACK_BYTES = 2**26  # of layers that become one array: up to here they are put together in host memory
 PROBLEMS_SHOWN = 20
-# What safetensors calls the dtypes that weights come in, and numpy and torch alike.
-STORED_DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
-}
 
 
 @dataclass
@@ -177,26 +171,62 @@ def gib(count: float) -> float:
 def load(
     tensors: dict[str, Tensor], folder: Path, progress: Callable[[int], None], prefix: str = "",
     changes: Mapping[str, list[Change]] = MappingProxyType({}),
+    took: Callable[[str, float], None] = lambda part, seconds: None,
 ) -> dict[str, jax.Array]:
-    """Read every planned tensor from a component's folder to its devices; `progress` hears of bytes as they arrive.
-    `changes`, by checkpoint name, are added on the way."""
-    files = without_prefix(index(folder), prefix)
-    jobs = [
-        (files[source], tensor.dtype, layer_sharding(tensor), changes.get(source, ()))
-        for tensor in tensors.values()
-        for source in tensor.sources
-    ]
-    layers, arrays = read_ahead(jobs), {}
+    """Read every planned tensor from a component's folder to its devices; `progress` hears of bytes as they arrive,
+    `took` of the seconds that reading and sending made this wait. `changes`, by checkpoint name, are added on the
+    way."""
+    files, arrays, spent = without_prefix(index(folder), prefix), {}, Counter()
+    reading = read_ahead(load for tensor in tensors.values() for load in loads(tensor, files, changes))
+    parts = timed(functools.partial(next, reading), spent, "reading")
+    began = time.perf_counter()
     for name, tensor in tensors.items():
         if not tensor.sources:
             arrays[name] = put(tensor.value, tensor.sharding)
+        elif is_whole(tensor, changes):
+            arrays[name] = send(tensor.shape, tensor.sharding, parts())
         elif tensor.stacked:
-            arrays[name] = stack(tensor, layers)
+            arrays[name] = by_layer(tensor, changes, parts)
         else:
-            arrays[name] = merge(next(layers), tensor.shape, tensor.sharding, tensor.dtype)
+            arrays[name] = merge(tensor, changes[tensor.sources[0]], parts)
         jax.block_until_ready(arrays[name])
         progress(tensor.bytes)
+    took("reading", spent["reading"])
+    took("sending", time.perf_counter() - began - spent["reading"])
     return arrays
+
+
+def timed(function: Callable, spent: Counter, part: str) -> Callable:
+    """The function, its seconds added up."""
+
+    def call():
+        began = time.perf_counter()
+        try:
+            return function()
+        finally:
+            spent[part] += time.perf_counter() - began
+
+    return call
+
+
+def loads(tensor: Tensor, files: dict[str, Stored], changes: Mapping[str, list[Change]]) -> list[Load]:
+    """What is read for an array, in the order it is needed: all of it at once, or its sources one by one."""
+    if is_whole(tensor, changes):
+        sources = [files[source] for source in tensor.sources]
+        return [Load(sources, tensor.dtype, tensor.shape, tensor.sharding, tensor.stacked)] if sources else []
+    listed, sharding = [], layer_sharding(tensor)
+    for source in tensor.sources:
+        stored, added = files[source], changes.get(source, ())
+        listed.append(Load([stored], sent_as(stored) if added else tensor.dtype, stored.shape, sharding))
+        factors = (factor for change in added for factor in placed(change, sharding))
+        listed += [Load([one], sent_as(one), one.shape, spread) for one, spread in factors]
+    return listed
+
+
+def is_whole(tensor: Tensor, changes: Mapping[str, list[Change]]) -> bool:
+    """Whether an array is put together in host memory. Not one of many layers that would be much, nor one whose sources
+    are added to on the devices."""
+    return not (tensor.stacked and tensor.bytes > STACK_BYTES) and not any(map(changes.get, tensor.sources))
 
 
 def layer_sharding(tensor: Tensor):
@@ -235,100 +265,45 @@ def check(tensors: dict[str, Tensor], folder: Path, ignored: Iterable[str] = (),
         raise ConfigError(f"{folder} does not hold this model's weights:\n{listed(problems, PROBLEMS_SHOWN)}")
 
 
-def read_ahead(jobs):
-    """What `read_source` gives for each job, in their order, the next ones being read meanwhile."""
-    with ThreadPoolExecutor(READERS) as pool:
-        reading = deque()
-        for job in jobs:
-            reading.append(pool.submit(read_source, *job))
-            if len(reading) == READERS:
-                yield reading.popleft().result()
-        while reading:
-            yield reading.popleft().result()
-
-
-def read_source(stored: Stored, dtype: str, sharding, changes: Iterable[Change]) -> tuple[dict, list]:
-    """The parts of one of a tensor's sources, and of what is added to it: [(scale, factors), …], each factor the shape,
-    sharding and parts that `send` takes. What is added to is not cast yet."""
-    if not changes:
-        return read(stored, dtype, sharding), []
-    added = []
-    for change in changes:
-        factors = zip(change.factors, factor_shardings(sharding, len(change.factors)))
-        added.append((change.scale, [(one.shape, spread, read(one, sent_as(one), spread)) for one, spread in factors]))
-    return read(stored, sent_as(stored), sharding), added
-
-
 def sent_as(stored: Stored) -> str:
     """The dtype that a tensor goes to the devices in before it is cast there: its own, if JAX computes with it."""
     kind = STORED_DTYPES[stored.dtype]
     return kind if kind in ("float32", "bfloat16", "float16") else "float32"
 
 
-def factor_shardings(sharding, count: int) -> list:
-    """`up` lies on the devices as the tensor's rows, `down` as the rest of it: their product needs no communication."""
-    if count == 1:
-        return [sharding]
+def placed(change: Change, sharding) -> list[tuple[Stored, jax.sharding.NamedSharding]]:
+    """The factors of a change and how they lie on the devices: `up` as the tensor's rows, `down` as the rest of it, so
+    that their product needs no communication."""
+    if len(change.factors) == 1:
+        return [(change.factors[0], sharding)]
     rows, *rest = [*sharding.spec, None]
     specs = jax.sharding.PartitionSpec(rows), jax.sharding.PartitionSpec(None, *rest)
-    return [jax.sharding.NamedSharding(sharding.mesh, spec) for spec in specs]
-
-
-def read(stored: Stored, dtype, sharding) -> dict[str, numpy.ndarray]:
-    """The parts of a tensor that this process's devices hold, by where they lie in it. Rows that parts share are read
-    once."""
-    rows, parts = {}, {}
-    for part in sharding.addressable_devices_indices_map(stored.shape).values():
-        first, last, _ = part[0].indices(stored.shape[0])
-        if (first, last) not in rows:
-            rows[first, last] = read_rows(stored, first, last, dtype)
-        parts[str(part)] = rows[first, last][(slice(None), *part[1:])]
-    return parts
-
-
-def read_rows(stored: Stored, first: int, last: int, dtype: str) -> numpy.ndarray:
-    """Some rows in the dtype asked for. All memory is numpy's: torch's may keep what another thread frees."""
-    shape, kind = (last - first, *stored.shape[1:]), numpy.dtype(STORED_DTYPES[stored.dtype])
-    offset = stored.offset + first * math.prod(stored.shape[1:]) * kind.itemsize
-    rows = numpy.fromfile(stored.file, kind, math.prod(shape), offset=offset).reshape(shape)
-    if kind == dtype:
-        return rows
-    cast = numpy.empty(shape, dtype)
-    as_torch(cast).copy_(as_torch(rows))  # numpy would take its time
-    return cast
-
-
-def as_torch(array: numpy.ndarray):
-    """The same memory as a torch tensor. Torch does not know numpy's small floats: they pass as integers."""
-    import torch
-
-    return torch.from_numpy(array.view(f"int{8 * array.itemsize}")).view(getattr(torch, array.dtype.name))
+    return [(one, jax.sharding.NamedSharding(sharding.mesh, spec)) for one, spec in zip(change.factors, specs)]
 
 
 def send(shape, sharding, parts) -> jax.Array:
     return jax.make_array_from_callback(shape, sharding, lambda part: parts[str(part)])
 
 
-def stack(tensor: Tensor, layers) -> jax.Array:
+def by_layer(tensor: Tensor, changes: Mapping[str, list[Change]], parts: Callable[[], dict]) -> jax.Array:
     """The same tensor of every layer into one array, written layer by layer into memory that is already on the
     devices."""
-    array, sharding = zeros(tensor.struct), layer_sharding(tensor)
+    array = zeros(tensor.struct)
     for layer in range(len(tensor.sources)):
-        value = merge(next(layers), tensor.shape[1:], sharding, tensor.dtype)
+        value = merge(tensor, changes.get(tensor.sources[layer], ()), parts)
         array = write_layer(array, value, layer)
         jax.block_until_ready(array)  # or the layers queue up in host memory faster than they are written
     return array
 
 
-def merge(source: tuple[dict, list], shape, sharding, dtype: str) -> jax.Array:
-    """One of a tensor's sources on the devices, with what adapters add to it."""
-    parts, added = source
-    array = send(shape, sharding, parts)
-    if not added:
+def merge(tensor: Tensor, changes: Iterable[Change], parts: Callable[[], dict]) -> jax.Array:
+    """The next of a tensor's sources on the devices, with what adapters add to it."""
+    sharding = layer_sharding(tensor)
+    array = send(tensor.shape[1:] if tensor.stacked else tensor.shape, sharding, parts())
+    if not changes:
         return array
-    scales = [numpy.float32(scale) for scale, _ in added]
-    factors = [[send(*factor) for factor in change] for _, change in added]
-    return merge_program(sharding, dtype)(array, scales, factors)
+    factors = [[send(one.shape, spread, parts()) for one, spread in placed(change, sharding)] for change in changes]
+    return merge_program(sharding, tensor.dtype)(array, [numpy.float32(change.scale) for change in changes], factors)
 
 
 @functools.cache

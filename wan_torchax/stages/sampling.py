@@ -2,9 +2,10 @@
 import contextlib
 import functools
 import json
+import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy
@@ -12,8 +13,11 @@ from omegaconf import OmegaConf
 
 from wan_torchax.config.geometry import steps_skipped
 from wan_torchax.config.schema import ConfigError
+from wan_torchax.records.provenance import sources, versions
+from wan_torchax.records.store import Store
 
 USUAL = "use scheduler=unipc, euler, dpm or renoise"
+GROUP = 16  # numbers that torch turns into normal ones at a time
 
 
 def advance(state, velocity, coefficients, noise=None):
@@ -61,7 +65,7 @@ def scheduler_table(config) -> Table:
     try:
         sigmas = config.scheduler.sigmas and tuple(config.scheduler.sigmas)
         steps = Steps(config.steps, sigmas, steps_skipped(config))
-        return read_off(target, json.dumps(arguments, sort_keys=True), steps)
+        return find_table(target, json.dumps(arguments, sort_keys=True), steps, Store.of(config))
     except ConfigError:
         raise
     except Exception as error:  # whatever the scheduler makes of arguments that are not its own
@@ -69,6 +73,18 @@ def scheduler_table(config) -> Table:
 
 
 @functools.lru_cache(maxsize=8)  # building and running a stage both ask
+def find_table(target: str, arguments: str, steps: Steps, store: Store | None) -> Table:
+    """From the store, else from the scheduler itself, which takes torch and diffusers."""
+    made_from = {"target": target, "arguments": arguments, "steps": asdict(steps)}
+    made_from |= {"versions": versions(), "sources": sources()}
+    if entry := store and store.read("scheduler", made_from):
+        return Table(**entry.arrays)
+    table = read_off(target, arguments, steps)
+    if store:
+        store.write("scheduler", made_from, {}, table._asdict())
+    return table
+
+
 def read_off(target: str, arguments: str, steps: Steps) -> Table:
     import torch
 
@@ -189,10 +205,34 @@ def noise(seed: int, shape: tuple[int, ...]) -> numpy.ndarray:
 
 
 def noises(seed: int, shape: tuple[int, ...]) -> Iterator[numpy.ndarray]:
-    """The first latents, then what each step draws, from a CPU generator: the same on every backend and mesh, and in
-    diffusers."""
-    import torch
+    """The first latents, then what each step draws: the same on every backend and mesh, and as torch's CPU generator
+    draws them for diffusers.
 
-    generator = torch.Generator("cpu").manual_seed(seed)
+    So the numbers are a Mersenne twister's, 24 bits of each, and sixteen at a time become eight pairs of normal ones
+    (Box and Muller). Torch's own differ by a last bit here and there, as they do from processor to processor.
+    """
+    twister, size = numpy.random.MT19937(), math.prod(shape)
+    twister._legacy_seeding(seed)  # seeds as torch and the twister's authors do; numpy's own way mixes them first
+    if size < GROUP:
+        raise ValueError(f"noise of {size} values: torch draws fewer than {GROUP} in another way")
     while True:
-        yield torch.randn(shape, generator=generator, dtype=torch.float32).numpy()
+        values, rest = numpy.empty(size, numpy.float32), size % GROUP
+        drawn = uniform(twister, size)
+        values[: size - rest] = normal(drawn[: size - rest])
+        if rest:  # the last sixteen are drawn again, whole
+            values[-GROUP:] = normal(uniform(twister, GROUP))
+        yield values.reshape(shape)
+
+
+def uniform(twister, count: int) -> numpy.ndarray:
+    """Numbers from 0 to 1, as torch makes float32 ones."""
+    return (twister.random_raw(count) & 0xFFFFFF) * 2.0**-24
+
+
+def normal(drawn: numpy.ndarray) -> numpy.ndarray:
+    """Normal numbers from uniform ones, rounded where torch rounds."""
+    first, second = numpy.moveaxis(drawn.reshape(-1, 2, GROUP // 2), 1, 0)
+    radius = numpy.sqrt(-2 * numpy.log(1 - first).astype(numpy.float32))
+    angle = (2 * math.pi * second).astype(numpy.float32).astype(numpy.float64)
+    pair = numpy.stack([numpy.cos(angle), numpy.sin(angle)], axis=1).astype(numpy.float32)
+    return (radius[:, None] * pair).reshape(-1)

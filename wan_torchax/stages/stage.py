@@ -26,6 +26,7 @@ from wan_torchax.config.graph import Graph
 from wan_torchax.config.resolve import Recipe, Resolved, plain
 from wan_torchax.events import Listener
 from wan_torchax.runtime.components import Component, settings_of
+from wan_torchax.runtime.kept import Kept
 from wan_torchax.runtime.programs import Program, Programs
 
 COMMON_SETTINGS = ("ops", "allow_external_ops", "compile.matmul_precision")
@@ -39,11 +40,18 @@ class Stage:
     parts: ClassVar[dict[str, str]] = {}  # component -> pattern of tensor names; all of those not listed
     results_remembered: ClassVar[int] = 0  # results that a session keeps, for settings it has met before
 
-    def __init__(self, name: str, recipe: Recipe, components: dict[str, Component]):
+    def __init__(self, name: str, recipe: Recipe, components: dict[str, Component], kept: Kept | None = None):
+        """With `kept`, programs are taken from the store if it has them, and handed to it if it has not."""
         self.name, self.recipe, self.components = name, recipe, components
         self.config, self.mesh = recipe.config, recipe.mesh
         self.tensors = {key: component.part(self.parts.get(key, ".*")) for key, component in components.items()}
-        self.programs = Programs(self.tensors, self.load_ops())
+        self.programs = Programs(name, recipe, self.tensors, self.prepare, kept)
+        if not self.programs.stored:
+            self.prepare()
+
+    def prepare(self) -> None:
+        """Add the programs as functions of torch modules, to be traced and compiled."""
+        self.programs.ops = self.load_ops()
         self.build()
 
     @classmethod
@@ -92,6 +100,11 @@ class Stage:
 
     @classmethod
     def derived(cls, resolved: Resolved) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def seen_inputs(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """Of the settings its result depends on, those that it sees otherwise than the user wrote them."""
         return {}
 
     @classmethod

@@ -1,14 +1,21 @@
 """Text to embeddings."""
 import functools
+import html
 import logging
+import re
 from pathlib import Path
 
+import ftfy
 import jax.numpy as jnp
 import numpy
+import tokenizers
 
 from wan_torchax.config.geometry import prompt_count
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.devices.sharding import replicated, struct
+from wan_torchax.records.provenance import sources, versions
+from wan_torchax.records.store import Store
+from wan_torchax.runtime.checkpoint import fingerprint
 from wan_torchax.runtime.programs import NotFinite, Program
 from wan_torchax.stages.stage import Stage
 
@@ -47,15 +54,20 @@ class Text(Stage):
         return {"embeddings": (prompt_count(config), config.model.text_tokens, width)}
 
     def check(self, resolved):
-        load_tokenizer(tokenizer_folder(resolved))
+        load_tokenizer(tokenizer_folder(resolved), Store.of(resolved.config))
 
     def run(self, resolved, values, tell):
         prompts = [values["prompt"], values["negative_prompt"] or ""][: self.recipe.derived["prompts"]]
-        tokens = tokenize(tokenizer_folder(resolved), prompts, resolved.config.model.text_tokens)
+        limit, store = resolved.config.model.text_tokens, Store.of(resolved.config)
+        tokens = tokenize(tokenizer_folder(resolved), prompts, limit, store)
         embeddings = numpy.asarray(self("encode", *self.programs.put("encode", tokens))).astype(numpy.float32)
         if not numpy.isfinite(embeddings).all():
             raise NotFinite("the embeddings are not finite", resolved.config, "text_encoder")
         return {"embeddings": embeddings}
+
+    @classmethod
+    def seen_inputs(cls, settings):
+        return {key: clean(settings[key] or "") for key in ("prompt.text", "prompt.negative") if key in settings}
 
     @classmethod
     def temporaries(cls, resolved):
@@ -69,25 +81,44 @@ def tokenizer_folder(resolved) -> Path:
 
 
 @functools.lru_cache(maxsize=4)
-def load_tokenizer(folder: Path):
+def load_tokenizer(folder: Path, store: Store | None = None) -> tuple[tokenizers.Tokenizer, int]:
+    """The tokenizer that transformers makes of a folder, and the id that fills up a prompt. From the store it comes
+    without transformers, which takes seconds to import."""
+    made_from = {"tokenizer": fingerprint([folder]), "versions": versions(), "sources": sources()}
+    if entry := store and store.read("tokenizer", made_from):
+        return tokenizers.Tokenizer.from_buffer(entry.arrays["tokenizer"].tobytes()), entry.about["padding"]
     import transformers
 
     try:
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        options = dict(local_files_only=True, trust_remote_code=False)
+        made = transformers.AutoTokenizer.from_pretrained(folder, **options)
+        tokenizer, padding = made.backend_tokenizer, made.pad_token_id
     except Exception as error:  # its libraries raise all kinds
         raise ConfigError(f"{folder}: not a readable tokenizer ({error}); download it again") from error
+    tokenizer.no_padding(), tokenizer.no_truncation()
+    if store:
+        content = numpy.frombuffer(tokenizer.to_str().encode(), "uint8")
+        store.write("tokenizer", made_from, {"padding": padding}, {"tokenizer": content})
+    return tokenizer, padding
 
 
-def tokenize(folder: Path, prompts, limit: int):
+def clean(prompt: str) -> str:
+    """A prompt as Wan's own pipeline cleans it: broken Unicode mended, HTML's entities read, also where they were
+    written twice, and one space wherever there is any."""
+    return re.sub(r"\s+", " ", html.unescape(html.unescape(ftfy.fix_text(prompt)))).strip()
+
+
+def tokenize(folder: Path, prompts, limit: int, store: Store | None = None):
     """Token ids and mask as int32 arrays; a prompt that is too long is cut, and a warning says where."""
-    from diffusers.pipelines.wan.pipeline_wan import prompt_clean
-
-    tokenizer = load_tokenizer(folder)
-    prompts = [prompt_clean(prompt) for prompt in prompts]
-    for prompt in prompts:
-        tokens = tokenizer(prompt, truncation=False, verbose=False).input_ids
-        if len(tokens) > limit:
-            lost = tokenizer.decode(tokens[limit - 1 :], skip_special_tokens=True)[:200]
-            log.warning("the prompt has %d tokens and is cut after %d; this is lost: %r", len(tokens), limit, lost)
-    batch = tokenizer(prompts, padding="max_length", max_length=limit, truncation=True, return_tensors="np")
-    return batch.input_ids.astype("int32"), batch.attention_mask.astype("int32")
+    tokenizer, padding = load_tokenizer(folder, store)
+    ids, mask = numpy.full((len(prompts), limit), padding, "int32"), numpy.zeros((len(prompts), limit), "int32")
+    room = limit - tokenizer.num_special_tokens_to_add(False)
+    for row, prompt in enumerate(prompts):
+        encoding = tokenizer.encode(clean(prompt), add_special_tokens=False)
+        if len(encoding) > room:
+            count, lost = len(encoding) + limit - room, tokenizer.decode(encoding.ids[room:])[:200]
+            log.warning("the prompt has %d tokens and is cut after %d; this is lost: %r", count, limit, lost)
+            encoding.truncate(room)
+        tokens = tokenizer.post_process(encoding).ids
+        ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
+    return ids, mask

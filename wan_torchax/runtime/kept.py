@@ -1,0 +1,238 @@
+"""Plans and programs as entries of the store: what a later process needs to run a stage without building it.
+
+    kept = Kept.of(resolved)                            # None where compile.store is null
+    entry = kept.read("programs-denoise", recipe)       # None: build it, then kept.write(…)
+
+What an entry was made from is the recipe, and all that stands behind every recipe: versions, sources, devices, flags.
+"""
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import logging
+import os
+import platform
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy
+from jax._src import compilation_cache  # what says whether it is used has no public name
+from jax.experimental import serialize_executable
+
+from wan_torchax.config.resolve import Recipe, Resolved
+from wan_torchax.devices import distributed
+from wan_torchax.devices.sharding import partition_spec
+from wan_torchax.records import provenance
+from wan_torchax.records.store import Entry, Store
+from wan_torchax.runtime.weights import Tensor
+
+log = logging.getLogger("wan")
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+PLACES = re.compile(r"jax_(compilation_cache|persistent_cache|log|dump|debug|coordination)\w*|jax_\w+_(dir|path)")
+OUTPUT = object()  # in the place of an array that a program gives
+MEMORY = ("argument", "output", "temp", "alias", "generated_code")
+
+
+class Missing(Exception):
+    """The store does not have an executable."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The store as a run on these devices sees it."""
+
+    store: Store
+    environment: dict
+
+    @classmethod
+    def of(cls, resolved: Resolved) -> "Kept | None":
+        store = Store.of(resolved.config)
+        if store is None:
+            return None
+        if any(is_external(row["implementation"]) for row in resolved.config.ops.values()):
+            log.info("nothing is kept for the next run: ops of this one are not the project's own, and may change")
+            return None
+        return cls(store, environment(resolved.mesh))
+
+    def read(self, kind: str, recipe: Recipe, **more) -> Entry | None:
+        """An entry that all processes have: a run goes one way on all of them."""
+        entry = self.store.read(kind, self.made_from(recipe, more))
+        return entry if all(distributed.gather(f"kept/{kind}", entry is not None)) else None
+
+    def why_not(self, kind: str, recipe: Recipe) -> str:
+        """Why there was no such entry."""
+        return self.store.difference(kind, self.made_from(recipe, {}))
+
+    def write(self, kind: str, recipe: Recipe, about: dict, arrays: dict[str, numpy.ndarray], **more) -> None:
+        self.store.write(kind, self.made_from(recipe, more), about, arrays)
+
+    def made_from(self, recipe: Recipe, more: dict) -> dict:
+        parts = {"settings": recipe.settings, "placement": recipe.placement, "derived": recipe.derived}
+        return parts | more | self.environment
+
+
+    def read_executable(self, program: str) -> Entry:
+        entry = self.store.read("executable", self.compiled_from(program))
+        if entry is None:
+            raise Missing(f"executable {program} is not there any more")
+        return entry
+
+    def has_executable(self, program: str) -> bool:
+        return self.store.has("executable", self.compiled_from(program))
+
+    def write_executable(self, program: str, memory: dict[str, int], payload: bytes) -> None:
+        executable = {"executable": numpy.frombuffer(payload, "uint8")}
+        self.store.write("executable", self.compiled_from(program), {"memory": memory}, executable)
+
+    def compiled_from(self, program: str) -> dict:
+        """Sources have done their part once there is a program: most changes of them change none."""
+        return {"program": program} | {key: value for key, value in self.environment.items() if key != "sources"}
+
+
+def is_external(implementation: str) -> bool:
+    return implementation.split(".")[0] not in ("patches", "kernels")
+
+
+def environment(mesh) -> dict:
+    """What every program depends on beside its recipe."""
+    devices = mesh.devices.flat
+    options = {name: value for name, value in jax.config.values.items() if not PLACES.fullmatch(name)}
+    return {
+        "versions": provenance.versions(),
+        "sources": provenance.sources(),
+        "flags": {name: os.environ.get(name, "") for name in FLAGS},
+        "jax": {name: value for name, value in options.items() if isinstance(value, (str, int, float, type(None)))},
+        "runtime": devices[0].client.platform_version,
+        "devices": [device.id for device in devices],
+        "process": [jax.process_index(), jax.process_count()],
+        "processor": processor() if devices[0].platform == "cpu" else None,
+    }
+
+
+@functools.cache
+def processor() -> str:
+    """Programs for a CPU use all that it can do: what that is."""
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else platform.processor()
+    features = re.search(r"^(flags|Features)\s*:.*$", text, re.MULTILINE)
+    return f"{platform.machine()} {hashlib.sha256((features.group() if features else text).encode()).hexdigest()[:12]}"
+
+
+# ---------------------------------------------------------------- plans of arrays
+
+
+def pack_plan(tensors: dict[str, Tensor]) -> tuple[dict, dict[str, numpy.ndarray]]:
+    """A plan as JSON, and the tables in it that no checkpoint has."""
+    rows = {name: pack_tensor(tensor) for name, tensor in tensors.items()}
+    return rows, {name: tensor.value for name, tensor in tensors.items() if tensor.value is not None}
+
+
+def pack_tensor(tensor: Tensor) -> dict:
+    """All fields of a tensor as they are, but its sharding, by its spec, and its value."""
+    row = {field.name: getattr(tensor, field.name) for field in dataclasses.fields(Tensor)}
+    return row | {"sharding": list(tensor.sharding.spec), "value": None}
+
+
+def unpack_plan(rows: dict, values: dict[str, numpy.ndarray], mesh) -> dict[str, Tensor]:
+    return {
+        name: Tensor(**row | {
+            "shape": tuple(row["shape"]), "sharding": sharded(mesh, row["sharding"]), "value": values.get(name),
+        })
+        for name, row in rows.items()
+    }
+
+
+def sharded(mesh, spec) -> jax.sharding.NamedSharding:
+    return jax.sharding.NamedSharding(mesh, partition_spec(spec))
+
+
+# ---------------------------------------------------------------- programs
+
+
+def describe_program(lowered: jax.stages.Lowered, component: str, arguments) -> dict:
+    """What there is to know of a program: whose arrays and what else it takes, what it gives, and its executable."""
+    return {
+        "component": component,
+        "arguments": pack_tree(list(arguments)),
+        "outputs": pack_tree(jax.tree.map(lambda _: OUTPUT, lowered.out_info)),
+        "executable": hashlib.sha256(lowered.as_text().encode()).hexdigest()[:24],
+    }
+
+
+def load_program(kept: Kept, about: dict, arrays: dict[str, Tensor], mesh) -> tuple[jax.stages.Compiled, "Memory"]:
+    """A program from the store, to be called with arrays of these names and the arguments it was made for."""
+    entry = kept.read_executable(about["executable"])
+    taken = (dict.fromkeys(arrays, 0), *unpack_tree(about["arguments"], lambda leaf: 0))
+    takes, gives = jax.tree.structure((taken, {})), jax.tree.structure(unpack_tree(about["outputs"], lambda leaf: 0))
+    devices = list(mesh.devices.flat)
+    client = next(device.client for device in devices if device.process_index == jax.process_index())
+    payload = entry.arrays["executable"].tobytes()
+    compiled = serialize_executable.deserialize_and_load(payload, takes, gives, client, devices)
+    return compiled, Memory(entry.about["memory"])
+
+
+def compile_and_keep(kept: Kept, about: dict, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Without JAX's own cache: on a CPU, an executable that came out of it cannot be written again."""
+    with uncached():
+        compiled = lowered.compile()
+    try:
+        memory = compiled.memory_analysis()
+        sizes = {part: getattr(memory, f"{part}_size_in_bytes") for part in MEMORY}
+        kept.write_executable(about["executable"], sizes, serialize_executable.serialize(compiled)[0])
+    except Exception as error:  # a platform that cannot write executables says so in its own way
+        log.warning("a program is not kept for the next run: it cannot be written (%s)", error)
+    return compiled
+
+
+here = threading.local()
+is_cache_used = compilation_cache.is_cache_used
+
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """What this thread compiles in here is not looked up in JAX's cache. JAX reads its own switch once a process."""
+    compilation_cache.is_cache_used = lambda backend: not getattr(here, "uncached", False) and is_cache_used(backend)
+    here.uncached = True
+    try:
+        yield
+    finally:
+        here.uncached = False
+
+
+def structs(about: dict, mesh) -> list:
+    """What a program takes beside the arrays of its component."""
+    return unpack_tree(about["arguments"], lambda leaf: jax.ShapeDtypeStruct(
+        tuple(leaf["shape"]), leaf["dtype"], sharding=sharded(mesh, leaf["spec"])
+    ))
+
+
+class Memory:
+    """XLA's account of a program's memory, as it was when the program was compiled."""
+
+    def __init__(self, sizes: dict[str, int]):
+        for part, size in sizes.items():
+            setattr(self, f"{part}_size_in_bytes", size)
+
+
+def pack_tree(tree) -> Any:
+    """A tree of structs as JSON, which can say no more than it says. JAX's own form of trees is a pickle."""
+    if isinstance(tree, dict):
+        return {"dict": {key: pack_tree(value) for key, value in tree.items()}}
+    if isinstance(tree, (list, tuple)):
+        return {type(tree).__name__: [pack_tree(value) for value in tree]}
+    if tree is OUTPUT:
+        return {"leaf": None}
+    return {"leaf": {"shape": tree.shape, "dtype": str(tree.dtype), "spec": list(tree.sharding.spec)}}
+
+
+def unpack_tree(packed: dict, leaf) -> Any:
+    (kind, value), = packed.items()
+    if kind == "dict":
+        return {key: unpack_tree(part, leaf) for key, part in value.items()}
+    if kind in ("list", "tuple"):
+        return {"list": list, "tuple": tuple}[kind](unpack_tree(part, leaf) for part in value)
+    return leaf(value)
