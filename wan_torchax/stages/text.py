@@ -1,6 +1,5 @@
 """Text to embeddings."""
 import functools
-import html
 import logging
 from pathlib import Path
 
@@ -79,21 +78,12 @@ def load_tokenizer(folder: Path):
         raise ConfigError(f"{folder}: not a readable tokenizer ({error}); download it again") from error
 
 
-def clean(prompt: str) -> str:
-    """A prompt as diffusers hands it to the tokenizer: characters mended, HTML's entities resolved, single spaces.
-
-    diffusers has it in the module of its pipeline, which imports torch_xla where that is installed, and Kaggle's and
-    Colab's TPU machines have one that was built for another torch.
-    """
-    import ftfy
-
-    return " ".join(html.unescape(html.unescape(ftfy.fix_text(prompt))).split())
-
-
 def tokenize(folder: Path, prompts, limit: int):
     """Token ids and mask as int32 arrays; a prompt that is too long is cut, and a warning says where."""
+    from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
     tokenizer = load_tokenizer(folder)
-    prompts = [clean(prompt) for prompt in prompts]
+    prompts = [prompt_clean(prompt) for prompt in prompts]
     for prompt in prompts:
         tokens = tokenizer(prompt, truncation=False, verbose=False).input_ids
         if len(tokens) > limit:
