@@ -60,6 +60,13 @@ class Previewed:
 
 
 @dataclass(frozen=True)
+class Decoded:
+    """More frames of the video, in order, before all of them are there."""
+
+    frames: Any  # uint8 (frames, height, width, 3)
+
+
+@dataclass(frozen=True)
 class Finished:
     """A stage has its result."""
 
@@ -67,7 +74,7 @@ class Finished:
     values: dict[str, Any]  # numpy arrays by name
 
 
-Event = Began | Advanced | Ended | Compiled | Stepped | Previewed | Finished
+Event = Began | Advanced | Ended | Compiled | Stepped | Previewed | Decoded | Finished
 Listener = Callable[[Event], None]
 
 
