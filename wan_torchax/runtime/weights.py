@@ -27,6 +27,7 @@ from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import listed, nearest
 from wan_torchax.devices.sharding import partition_spec, replicated, spec_problem
 from wan_torchax.runtime.checkpoint import Stored, index
+from wan_torchax.runtime.remote import fill
 
 REPLICATED = "(replicated)"
 READERS = 4  # threads that read, each one tensor at a time
@@ -290,6 +291,7 @@ def read_rows(stored: Stored, first: int, last: int, dtype: str) -> numpy.ndarra
     """Some rows in the dtype asked for. All memory is numpy's: torch's may keep what another thread frees."""
     shape, kind = (last - first, *stored.shape[1:]), numpy.dtype(STORED_DTYPES[stored.dtype])
     offset = stored.offset + first * math.prod(stored.shape[1:]) * kind.itemsize
+    fill(stored.file, offset, math.prod(shape) * kind.itemsize)
     rows = numpy.fromfile(stored.file, kind, math.prod(shape), offset=offset).reshape(shape)
     if kind == dtype:
         return rows
