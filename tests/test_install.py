@@ -4,8 +4,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.conftest import ROOT
 from wan_torchax.devices import machine
@@ -49,6 +51,10 @@ def is_cuda(name):
     return name.startswith(("nvidia-", "triton", "jax-cuda", "cuda-"))
 
 
+def uv():
+    return shutil.which("uv", path=os.path.dirname(sys.executable)) or shutil.which("uv")
+
+
 @pytest.mark.skipif("RESOLVE" not in os.environ, reason="asks the package index: RESOLVE=1")
 @pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize("platform", PLATFORMS)
@@ -56,8 +62,7 @@ def is_cuda(name):
 def test_requirements_resolve(kind, platform, python):
     if kind == "tpu" and platform == "aarch64":
         pytest.skip("libtpu is for x86_64 alone")
-    uv = shutil.which("uv", path=os.path.dirname(sys.executable)) or shutil.which("uv")
-    command = [uv, "pip", "compile", "--quiet", "--no-header", "--python-version", python, "--only-binary", ":all:"]
+    command = [uv(), "pip", "compile", "--quiet", "--no-header", "--python-version", python, "--only-binary", ":all:"]
     command += ["--no-binary", "antlr4-python3-runtime", "--python-platform", PLATFORMS[platform], INPUTS[kind]]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
@@ -101,3 +106,34 @@ def test_a_gpu_is_found_by_its_driver(bare):
     assert machine.find() == ("gpu", "GPU 0: NVIDIA H200")
     command.write_text("#!/bin/sh\nexit 9\n")  # a driver without a device
     assert machine.find()[0] == "cpu"
+
+
+# ---------------------------------------------------------------- ComfyUI
+
+
+def ranges():
+    """The requirements of the nodes, without comments."""
+    lines = (ROOT / "comfyui/requirements.txt").read_text().splitlines()
+    return [line.partition("#")[0].strip() for line in lines if line.partition("#")[0].strip()]
+
+
+def test_the_nodes_leave_comfyuis_packages_alone():
+    names = {re.match(r"[\w-]+", line)[0].lower() for line in ranges()}
+    assert not names & {"torch", "torchvision", "torchaudio", "numpy", "pillow", "tokenizers", "scipy", "av"}
+    project = tomllib.loads((ROOT / "comfyui/pyproject.toml").read_text())
+    assert project["project"]["dependencies"] == ranges()
+    assert (ROOT / "comfyui" / project["tool"]["comfy"]["Icon"].rpartition("/")[2]).exists()
+    tested = pins(ROOT / "requirements/base.txt") | {"jax": {"0.10.2", "0.11.2"}}
+    for line in ranges():
+        specifier = Requirement(line)
+        assert all(specifier.specifier.contains(version) for version in tested[specifier.name.replace("_", "-")]), line
+
+
+@pytest.mark.skipif("RESOLVE" not in os.environ, reason="asks the package index: RESOLVE=1")
+def test_the_nodes_resolve_beside_a_newer_torch(tmp_path):
+    """As ComfyUI has it today."""
+    asked = tmp_path / "asked.txt"
+    asked.write_text("\n".join([*ranges(), "torch==2.15.0", "numpy>=2.4.6", "transformers>=4.50.3", "kernels"]))
+    command = [uv(), "pip", "compile", "--quiet", "--python-version", "3.12", "--python-platform", PLATFORMS["aarch64"]]
+    ran = subprocess.run([*command, str(asked)], capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0 and "torch==2.15.0" in ran.stdout, ran.stderr
