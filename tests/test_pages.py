@@ -21,6 +21,7 @@ PAGES = sorted(
 COMMAND = re.compile(r"^\s*(?:\$ )?(?:\.venv/bin/)?python run\.py([^\n]*)$", re.MULTILINE)
 # Files that a reader has and the tests do not; and a sampler's words.
 NOT_HERE = re.compile(r"(resume|replay|prompts|image|last_image|video|mask|references|prompt\.file)=|.*=choice\(")
+GROUPS = ("pipeline", "model", "mesh", "distributed", "sharding", "attention", "resolution", "scheduler", "ops")
 
 spec = importlib.util.spec_from_file_location("figures", ROOT / "benchmarks/figures.py")
 figures = importlib.util.module_from_spec(spec)
@@ -82,6 +83,13 @@ def test_a_command_on_a_page_composes(line):
 def test_every_preset_is_on_the_cookbooks_list():
     listed = (ROOT / "docs/cookbook.md").read_text()
     assert [name for name in options("preset") if name not in listed] == []
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_settings_list_every_option(group):
+    lines = (ROOT / "docs/settings.md").read_text().splitlines()
+    (row,) = [line for line in lines if line.startswith(f"| `{group}` |")]
+    assert [name for name in options(group) if name not in row] == []
 
 
 def test_the_script_ends_with_a_status():
