@@ -1,14 +1,27 @@
 # make demo    a video from the embedded model
 # make test    lint and the whole test suite
 # make check   lint and the quick lane: configs, kernels, parity on a model of two layers, one run
-# All make their own .venv and install the pinned requirements into it.
+# All make their own .venv and install into it what this machine needs, at the versions and hashes of a lock:
+# make KIND=cpu, tpu or gpu says it yourself. With uv installed they use it.
+# make locks   resolves requirements.txt and requirements/*.txt anew (needs uv)
+# make image   a container image of this project, KIND=cpu, tpu or gpu
 
 PYTHON ?= python3
+KIND ?= $(shell $(PYTHON) -m wan_torchax.devices.machine)
+UV := $(shell command -v uv)
+ifdef UV
+INSTALL = $(UV) pip install --quiet --python .venv/bin/python
+MAKE_VENV = $(UV) venv --quiet --allow-existing --seed --python $(PYTHON) .venv
+else
+INSTALL = .venv/bin/pip install --quiet --disable-pip-version-check
+MAKE_VENV = $(PYTHON) -m venv .venv
+endif
 
 QUICK = architecture commandline conf hopper jobs parallel presets rotary schema splash stages
 QUICK_PARITY = "tests/test_parity.py::test_every_layout_is_diffusers[one device]"
+COMPILE = uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header
 
-.PHONY: demo test check lint clean
+.PHONY: demo test check lint locks image clean
 
 demo: .venv/ready
 	.venv/bin/python run.py
@@ -19,13 +32,25 @@ test: lint
 check: lint
 	.venv/bin/python -m pytest -q --numprocesses 2 --dist load -k "not lowers" $(QUICK:%=tests/test_%.py) $(QUICK_PARITY)
 
-lint: .venv/ready
+lint: .venv/ready-dev
 	.venv/bin/ruff check .
+
+locks:
+	$(COMPILE) requirements.txt -o requirements/cpu.lock
+	$(COMPILE) requirements/tpu.txt -o requirements/tpu.lock
+	$(COMPILE) requirements/gpu.txt -o requirements/gpu.lock
+
+image:
+	docker build --target $(KIND) --tag wan-torchax:$(KIND) .
 
 clean:
 	rm -rf .venv outputs
 
-.venv/ready: requirements.txt requirements-dev.txt
-	$(PYTHON) -m venv .venv
-	.venv/bin/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+.venv/ready: requirements/cpu.lock requirements/tpu.lock requirements/gpu.lock
+	$(MAKE_VENV)
+	$(INSTALL) --require-hashes -r requirements/$(KIND).lock
+	touch $@
+
+.venv/ready-dev: .venv/ready requirements-dev.txt
+	$(INSTALL) -r requirements-dev.txt
 	touch $@

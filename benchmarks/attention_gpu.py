@@ -79,7 +79,7 @@ def check(smoke: bool):
 
 
 def medians(calls):
-    """Milliseconds of each call, taken in turns so that clocks and heat are the same for all."""
+    """Medians and spreads of each call's milliseconds, taken in turns so that clocks and heat are the same for all."""
     for call in calls * 3:
         call()
     times = [[] for _ in calls]
@@ -88,7 +88,7 @@ def medians(calls):
             began = time.perf_counter()
             call()
             taken.append((time.perf_counter() - began) * 1e3)
-    return [statistics.median(taken) for taken in times]
+    return [statistics.median(taken) for taken in times], [[min(taken), max(taken)] for taken in times]
 
 
 def main():
@@ -104,13 +104,16 @@ def main():
     rows = []
     for tokens, heads in SMOKE_SIZES if smoke else SIZES:
         calls = [torch_call(tokens, heads), *(our_call(tokens, heads, kernel) for kernel in kernels(smoke).values())]
-        times = medians(calls)
+        times, spreads = medians(calls)
         work = 4 * tokens**2 * heads * HEAD_DIM / 1e9  # GFLOP, so that over milliseconds it is TFLOP/s
         ratio = times[0] / times[-1]
-        rows.append({"tokens": tokens, "heads": heads, "milliseconds": dict(zip(names, times)), "speed_ratio": ratio})
+        row = {"tokens": tokens, "heads": heads, "milliseconds": dict(zip(names, times)), "speed_ratio": ratio}
+        rows.append(row | {"n": REPEATS, "spread": dict(zip(names, spreads))})
         listed = " ".join(f"{t:8.2f}" for t in times), " ".join(f"{work / t:8.0f}" for t in times)
         print(f"{tokens:8} {heads:6} {listed[0]}    {listed[1]} {ratio:21.3f}", flush=True)
-    print(json.dumps({"gpu": device, "rows": rows}))
+    versions = {"torch": torch.__version__, "PyTorch's cuDNN": str(torch.backends.cudnn.version())}
+    made = {"command": ["python benchmarks/attention_gpu.py"], "device": device}
+    print(json.dumps(made | {"versions": versions | {"jax": jax.__version__}, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -89,6 +89,12 @@ def configure(*overrides):
     return config
 
 
+class Seconds(float):
+    """A median that remembers what it is the median of."""
+
+    times: tuple[float, ...] = ()
+
+
 def median_seconds(call, repeats, warm_up=1):
     """Median of `repeats` synchronised calls after those to warm up, and the first call's seconds."""
     times = []
@@ -98,18 +104,20 @@ def median_seconds(call, repeats, warm_up=1):
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
-    return statistics.median(times[warm_up:]), times[0]
+    median = Seconds(statistics.median(times[warm_up:]))
+    median.times = tuple(times[warm_up:])
+    return median, times[0]
 
 
 def repeats_for(config) -> int:
-    """Fewer where a step takes long: about half a minute a case."""
-    size = config.resolution
-    work = size.height * size.width * config.model.architecture.transformer.num_layers
-    return 1 if work > 30e6 else 2 if work > 15e6 else 5
+    """Enough for a median and its spread."""
+    return 2 if config.model.name == "demo" else 5
 
 
 def record(what, case, column, seconds, compile_seconds=None, peak_gib=None):
     row = {"what": what, "case": case, "column": column, "seconds": seconds}
+    if times := getattr(seconds, "times", ()):
+        row |= {"n": len(times), "spread": [min(times), max(times)]}
     rows.append(row | {"compile_seconds": compile_seconds, "peak_gib": peak_gib})
     figures = {"compile s": compile_seconds, "peak GiB": peak_gib}
     extra = "".join(f"  {name} {value:.1f}" for name, value in figures.items() if value is not None)
@@ -662,7 +670,8 @@ def main():
     lines = [f"{name:34} {value}" for name, value in ratios().items()]
     print("ratio, the faster of (a) and (b) over (c):", *lines, sep="\n  ")
     print("skipped:", *(skipped or ["nothing"]), sep="\n  ")
-    made = {"device": device, "date": today, "versions": versions}
+    command = " ".join(["python benchmarks/gpu.py", *sys.argv[1:]])
+    made = {"command": [command], "device": device, "date": today, "versions": versions}
     result = made | {"rows": rows, "ratios": ratios(), "skipped": skipped}
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n")

@@ -24,7 +24,8 @@ def find_root() -> Path:
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         packages = ", ".join(missing)
-        raise ImportError(f"missing in ComfyUI's Python: {packages}; run pip install -r {root / 'requirements.txt'}")
+        remedy = f"run pip install -r {root / 'comfyui' / 'requirements.txt'}"
+        raise ImportError(f"missing in ComfyUI's Python: {packages}; {remedy}")
     return root
 
 

@@ -1,4 +1,5 @@
 """Every config composes and validates, and every sharding table fits the real models, without their weights."""
+import re
 import subprocess
 
 import jax
@@ -72,6 +73,24 @@ def test_the_recipes_for_clusters_are_valid():
     selector = spec["template"]["spec"]["nodeSelector"]
     assert selector["cloud.google.com/gke-tpu-topology"] == config.mesh.chip.topology.partition(":")[2]
     subprocess.run(["bash", "-n", "docs/slurm.sh"], cwd=ROOT, check=True)
+
+
+def test_the_recipe_for_skypilot_is_valid():
+    task = yaml.safe_load((ROOT / "docs" / "sky.yaml").read_text())
+    for script in (task["setup"], task["run"]):
+        subprocess.run(["bash", "-n", "-c", script], check=True)
+    preset = re.search(r"preset=(\w+)", task["run"])[1]
+    config = make_config(f"preset={preset}", f"prompt={task['envs']['PROMPT']}")
+    assert task["resources"]["accelerators"] == f"tpu-{config.mesh.name.replace('_', '-')}"
+    assert (ROOT / re.search(r"-r (\S+)", task["setup"])[1]).exists()
+
+
+def test_the_dockerfile_has_a_target_for_each_kind_of_machine():
+    text = (ROOT / "Dockerfile").read_text()
+    for kind in ("cpu", "tpu", "gpu"):
+        (target,) = re.findall(rf"FROM {kind}-packages AS {kind}\n(.*?)(?=\nFROM|\Z)", text, re.DOTALL)
+        assert "USER wan" in target and 'ENTRYPOINT ["python", "run.py"]' in target and "VOLUME" in target
+        assert f"COPY requirements/{kind}.lock" in text and f"--require-hashes -r {kind}.lock" in text
 
 
 @pytest.mark.parametrize("resolution", ["480p", "480p_portrait", "720p", "720p_portrait"])

@@ -1,5 +1,9 @@
 """torchax's lifetime, the op overrides and the model patches, each shown to be needed."""
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +12,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan
 
-from tests.conftest import make_config
+from tests.conftest import ROOT, make_config
 from wan_torchax import patches
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
@@ -208,3 +212,51 @@ def test_decoding_frame_by_frame_is_diffusers_decode(frames):
             chunks.append(pixels)
     assert torch.allclose(torch.cat(chunks, dim=2), expected, atol=1e-5)
     assert [chunk.shape[2] for chunk in chunks] == [1] + [4] * (frames - 1)
+
+
+@pytest.mark.parametrize("name", ["all.dimname", "norm.names_ScalarOpt_dim", "std.correction_names"])
+def test_overloads_that_torch_no_longer_has_stop_no_import(name):
+    """torch 2.13 removed what torchax 0.0.13 lists."""
+    source = Path(torchax.decompositions.__file__).read_text()
+    assert f"aten.{name}" in source, "torchax no longer lists overloads for named dimensions: the patch can go"
+    operator, overload = name.split(".")
+    packet = getattr(torch.ops.aten, operator)
+    shipped = type(packet).__getattr__
+
+    def without(self, wanted):
+        if wanted == overload:
+            raise AttributeError(wanted)
+        return shipped(self, wanted)
+
+    packet.__dict__.pop(overload, None)  # a packet keeps what was asked for once
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(packet), "__getattr__", without)
+        with pytest.raises(AttributeError):
+            getattr(packet, overload)
+        with patches.overloads_of_old():
+            assert getattr(packet, overload) == f"aten::{name}"
+            with pytest.raises(AttributeError):
+                packet.no_such_overload  # noqa: B018
+        with pytest.raises(AttributeError):
+            getattr(packet, overload)
+
+
+def test_a_torch_xla_of_another_torch_is_not_imported(tmp_path):
+    """As on Kaggle's and Colab's TPU machines; diffusers' pipelines import it where it is installed."""
+    package = tmp_path / "torch_xla"
+    package.mkdir()
+    (package / "__init__.py").write_text('raise ImportError("_XLAC.so: undefined symbol")')
+    (tmp_path / "torch_xla-2.9.0.dist-info").mkdir()
+    (tmp_path / "torch_xla-2.9.0.dist-info/METADATA").write_text("Name: torch_xla\nVersion: 2.9.0\n")
+    code = """
+import sys, diffusers.utils
+assert diffusers.utils.is_torch_xla_available()
+import wan_torchax.models
+from wan_torchax.stages import text
+text.tokenize(text.Path("models/demo/tokenizer"), ["a red circle"], 20)
+print("torch_xla" in sys.modules)
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ran.stdout.strip() == "False", ran.stderr

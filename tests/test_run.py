@@ -18,10 +18,11 @@ from tests.conftest import ROOT, SMALL, make_config, resolve_here
 from tests.fork import warm
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.devices import start
+from wan_torchax.events import Advanced, Began, Ended, Stepped
 from wan_torchax.records import media
 from wan_torchax.records.files import claimed
 from wan_torchax.session import session
-from wan_torchax.tasks import attempt
+from wan_torchax.tasks import attempt, progress
 from wan_torchax.tasks.generate import generate as generate_into
 
 
@@ -247,15 +248,63 @@ def test_frames_are_kept_until_the_video_is_written(generate, tmp_path, monkeypa
     def fail(*_):
         raise OSError("no encoder")
 
-    written = media.write_video
-    monkeypatch.setattr(media, "write_video", fail)
+    finish = media.Encoder.finish
+    monkeypatch.setattr(media.Encoder, "finish", fail)
     with pytest.raises(OSError, match="no encoder"):
         generate("output.keep_frames=false")
     folder = tmp_path / "run"
-    assert (folder / "decode.safetensors").exists()
-    monkeypatch.setattr(media, "write_video", written)
+    assert (folder / "decode.safetensors").exists() and not list(folder.glob(".*.mp4"))
+    monkeypatch.setattr(media.Encoder, "finish", finish)
     generate_into(make_config(*SMALL, "output.keep_frames=false", f"resume={folder}"), folder)
     assert (folder / "video.mp4").exists() and not (folder / "decode.safetensors").exists()
+
+
+def test_a_video_says_its_colours_and_starts_with_its_index(tmp_path):
+    """Red, green and blue come back, from a file that says how they are coded."""
+    frames = numpy.zeros((6, 32, 48, 3), numpy.uint8)
+    for channel in range(3):
+        frames[..., 16 * channel : 16 * channel + 16, channel] = 230
+    encoder = media.Encoder(tmp_path / "v.mp4", media.Encoding(8, 8))
+    for chunk in (frames[:1], frames[1:5], frames[5:]):
+        encoder.add(chunk)
+    encoder.finish("colours", {})
+    encoder.close()
+    content = (tmp_path / "v.mp4").read_bytes()
+    assert 0 < content.index(b"moov") < content.index(b"mdat")
+    ffmpeg = imageio_ffmpeg.get_ffmpeg_exe()
+    told = subprocess.run([ffmpeg, "-i", str(tmp_path / "v.mp4")], capture_output=True, text=True).stderr
+    assert "yuv420p(tv, bt709" in told and "8 fps" in told, told
+    back = subprocess.run(
+        [ffmpeg, "-v", "error", "-i", str(tmp_path / "v.mp4"), "-f", "rawvideo", "-pix_fmt", "rgb24", "-"],
+        capture_output=True, check=True,
+    ).stdout
+    difference = numpy.frombuffer(back, numpy.uint8).reshape(frames.shape).astype(int) - frames
+    inside = difference[:, 2:-2].reshape(6, 28, 3, 16, 3)[:, :, :, 4:-4]  # away from edges, where colour is subsampled
+    assert abs(inside).mean() < 4
+    assert list(tmp_path.iterdir()) == [tmp_path / "v.mp4"]
+
+
+def test_a_failing_encoder_says_so_and_leaves_nothing(tmp_path):
+    with pytest.raises(OSError, match="ffmpeg failed"):
+        media.write_video(tmp_path / "v.mp4", numpy.zeros((2, 33, 33, 3), numpy.uint8), media.Encoding(8, 18), "", {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_progress_without_a_terminal(tmp_path, caplog):
+    """A line a phase and every tenth of the steps; progress.json says the same at any time."""
+    listener, seen = progress.Progress(tmp_path), []
+    with caplog.at_level("INFO", "wan"):
+        for event in (Began("load_vae", 9, "B"), Advanced("load_vae", 9), Ended("load_vae", 2.0), Began("denoise", 40)):
+            listener(event)
+        for step in range(1, 41):
+            listener(Stepped(step, 40, 0.5, None))
+            listener(Advanced("denoise", 1))
+            seen.append(json.loads((tmp_path / "progress.json").read_text()))
+        listener(Ended("denoise", 20.0))
+    assert len(caplog.messages) == 2 + 10
+    assert caplog.messages[:3] == ["loading vae", "denoise: 40 steps", "denoise: 4 of 40 steps, 0.500 s each"]
+    assert [state["done"] for state in seen] == list(range(1, 41)) and seen[7]["phase"] == "denoise"
+    assert seen[7]["total"] == 40
 
 
 def test_a_profile_is_a_trace_in_the_run_folder(generate):

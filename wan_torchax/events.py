@@ -69,6 +69,13 @@ class Previewed:
 
 
 @dataclass(frozen=True)
+class Decoded:
+    """More frames of the video, in order, before all of them are there."""
+
+    frames: Any  # uint8 (frames, height, width, 3)
+
+
+@dataclass(frozen=True)
 class Finished:
     """A stage has its result."""
 
@@ -76,7 +83,7 @@ class Finished:
     values: dict[str, Any]  # numpy arrays by name
 
 
-Event = Began | Advanced | Ended | Compiled | Took | Stepped | Previewed | Finished
+Event = Began | Advanced | Ended | Compiled | Took | Stepped | Previewed | Decoded | Finished
 Listener = Callable[[Event], None]
 
 

@@ -1,9 +1,11 @@
 """What people look at: the video, its poster, its contact sheet. Frames are uint8 arrays (frames, height, width, 3)."""
+import contextlib
 import json
 import math
 import re
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,20 +29,73 @@ class Encoding:
 
 def write_video(path: Path, frames: numpy.ndarray, encoding: Encoding, title: str, comment: dict) -> None:
     """H.264 in yuv420p, the settings in its metadata."""
-    _, height, width, _ = frames.shape
-    source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(encoding.fps), "-i", "-"]
-    encoder = ["-c:v", "libx264", "-crf", str(encoding.quality), "-pix_fmt", "yuv420p", "-movflags", "+faststart"]
-    # Through a file: no command line is as long as some prompts.
-    with whole(path) as partial, tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt") as metadata:
-        # ffmpeg takes a backslash at the end of a line for an escape, even one that is escaped itself.
-        entries = {"title": title.rstrip("\\"), "comment": json.dumps(comment, ensure_ascii=False)}
-        metadata.write(";FFMETADATA1\n" + "".join(f"{key}={escape(text)}\n" for key, text in entries.items()))
-        metadata.flush()
-        inputs = [*source, "-f", "ffmetadata", "-i", metadata.name, "-map_metadata", "1"]
-        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *inputs, *encoder, str(partial)]
-        ran = subprocess.run(command, input=numpy.ascontiguousarray(frames).data, capture_output=True, check=False)
-        if ran.returncode:
-            raise OSError(f"{path}: ffmpeg failed: {ran.stderr.decode(errors='replace').strip()}")
+    encoder = Encoder(path, encoding)
+    try:
+        encoder.add(frames)
+        encoder.finish(title, comment)
+    finally:
+        encoder.close()
+
+
+class Encoder:
+    """A video that is encoded as its frames come, beside those who make them.
+
+    `finish` gives it metadata and name; `close` ends it in any case, and what is not finished is not there.
+    """
+
+    def __init__(self, path: Path, encoding: Encoding):
+        self.path, self.encoding, self.frames = path, encoding, 0
+        self.stream = path.with_name(f".encoding-{path.name}")
+        self.process, self.writer = None, ThreadPoolExecutor(1)
+
+    def add(self, frames: numpy.ndarray) -> None:
+        """More frames (frames, height, width, 3); does not wait for them to be encoded."""
+        if self.process is None:
+            self.process = self.start(*frames.shape[1:3])
+        self.frames += len(frames)
+        self.writer.submit(self.write, numpy.ascontiguousarray(frames))
+
+    def start(self, height: int, width: int) -> subprocess.Popen:
+        source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(self.encoding.fps)]
+        # Converted as it says it is: what is not tagged, players show in the colours they guess.
+        colours = ["-vf", "scale=out_color_matrix=bt709:out_range=tv", "-color_range", "tv"]
+        colours += ["-colorspace", "bt709", "-color_primaries", "bt709", "-color_trc", "bt709"]
+        encoder = ["-c:v", "libx264", "-crf", str(self.encoding.quality), "-pix_fmt", "yuv420p", *colours, "-f", "mp4"]
+        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *source, "-i", "-", *encoder, str(self.stream)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def write(self, frames: numpy.ndarray) -> None:
+        with contextlib.suppress(BrokenPipeError):  # its status tells, in `finish`
+            self.process.stdin.write(frames.data)
+
+    def finish(self, title: str, comment: dict) -> None:
+        """Wait for the frames, then copy them behind their metadata and index, so that players start at once."""
+        self.writer.shutdown()
+        _, errors = self.process.communicate()
+        check(self.path, self.process.returncode, errors)
+        # Through a file: no command line is as long as some prompts.
+        with whole(self.path) as partial, tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt") as metadata:
+            # ffmpeg takes a backslash at the end of a line for an escape, even one that is escaped itself.
+            entries = {"title": title.rstrip("\\"), "comment": json.dumps(comment, ensure_ascii=False)}
+            metadata.write(";FFMETADATA1\n" + "".join(f"{key}={escape(text)}\n" for key, text in entries.items()))
+            metadata.flush()
+            inputs = ["-i", str(self.stream), "-f", "ffmetadata", "-i", metadata.name, "-map_metadata", "1"]
+            copy = [*inputs, "-c", "copy", "-movflags", "+faststart", str(partial)]
+            command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *copy]
+            ran = subprocess.run(command, capture_output=True, check=False)
+            check(self.path, ran.returncode, ran.stderr)
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()  # nothing, if it has ended
+            self.process.wait()
+        self.writer.shutdown(cancel_futures=True)
+        self.stream.unlink(missing_ok=True)
+
+
+def check(path: Path, status: int, errors: bytes) -> None:
+    if status:
+        raise OSError(f"{path}: ffmpeg failed: {errors.decode(errors='replace').strip()}")
 
 
 def escape(text: str) -> str:

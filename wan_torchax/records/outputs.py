@@ -101,17 +101,23 @@ def finished_before(settled: dict, fingerprints: dict[str, str], folder: Path) -
 # ---------------------------------------------------------------- the video
 
 
-def write_outputs(folder: Path, settled: dict, values: dict, metrics: dict) -> Path:
+def open_video(folder: Path, settled: dict) -> media.Encoder:
+    """The video of a run, to be written while its frames are made."""
+    encoding = media.Encoding(settled["resolution"]["fps"], settled["output"]["quality"])
+    return media.Encoder(folder / "video.mp4", encoding)
+
+
+def write_outputs(folder: Path, settled: dict, values: dict, metrics: dict, video: media.Encoder) -> Path:
     """Video, poster and contact sheet, if there are frames. Returns what to show the user."""
     if "frames" not in values:
         return folder
-    prompt, video = settled["prompt"], folder / "video.mp4"
+    prompt = settled["prompt"]
     comment = {"prompt": prompt["text"], "negative_prompt": prompt["negative"], "seed": settled["seed"]}
     comment |= metrics | carried(settled, metrics["overrides"])
-    encoding = media.Encoding(settled["resolution"]["fps"], settled["output"]["quality"])
-    media.write_video(video, values["frames"], encoding, prompt["text"], comment)
+    video.add(values["frames"][video.frames :])  # those that an earlier run left, which nobody told of
+    video.finish(prompt["text"], comment)
     media.write_pictures(folder, values["frames"])
-    return video
+    return video.path
 
 
 def write_preview(folder: Path, frame: numpy.ndarray) -> None:

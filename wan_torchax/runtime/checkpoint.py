@@ -14,6 +14,7 @@ from wan_torchax.config.registry import described_by
 from wan_torchax.config.resolve import Checkpoint
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import listed
+from wan_torchax.runtime import remote
 
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file, for its fingerprint
 ABOUT_FILES = ("architectures", "dtype", "torch_dtype", "transformers_version", "model_type")  # not of the architecture
@@ -73,7 +74,10 @@ def find_folder(model, component: str, local_only: bool) -> Path:
 
 
 def download(model, component: str, local_only: bool) -> Path:
-    """Fetch one component's safetensors and configs from the Hub; only those, so no remote code can come along."""
+    """Fetch one component's safetensors and configs from the Hub; only those, so no remote code can come along. Of a
+    bucket only what is read."""
+    if remote.is_remote(model.path):
+        return remote.mirror(model.path, component)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -183,6 +187,9 @@ def fingerprint(folders: Iterable[Path]) -> str:
     for folder in folders:
         if folder.parent.parent.name == "snapshots":
             digest.update(f"{folder.parent.name}/{folder.name}".encode())
+            continue
+        if (folder / remote.RECORD).exists():
+            digest.update((folder / remote.RECORD).read_bytes())
             continue
         for file in sorted(path for path in folder.iterdir() if path.is_file()):
             digest.update(f"{folder.name}/{file.name}".encode())

@@ -20,6 +20,7 @@ import jax
 import numpy
 
 from wan_torchax.runtime.checkpoint import Stored
+from wan_torchax.runtime.remote import fill
 
 READERS = 8  # threads: a disk is busy only if several reads wait for it
 PIECE_BYTES = 2**24  # of one read
@@ -118,6 +119,7 @@ def read_rows(file: int, stored: Stored, first: int, place: numpy.ndarray) -> No
 
 def read_into(file: int, array: numpy.ndarray, offset: int, stored: Stored) -> None:
     rest = memoryview(array.reshape(-1).view(numpy.uint8))
+    fill(stored.file, offset, rest.nbytes)
     while rest:
         count = os.preadv(file, [rest], offset)
         if not count:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy
 
 from wan_torchax.devices.sharding import struct
-from wan_torchax.events import Advanced
+from wan_torchax.events import Advanced, Decoded
 from wan_torchax.runtime.programs import NotFinite
 from wan_torchax.stages.chunks import add_chunks, statistics
 from wan_torchax.stages.stage import Stage
@@ -72,6 +72,7 @@ class Decode(Stage):
             raise NotFinite(what, config, "vae")
         frames = numpy.asarray(frames)
         tell(Advanced(self.name, len(frames)))
+        tell(Decoded(frames))
         return frames
 
     def preview(self, latent) -> numpy.ndarray:

@@ -10,7 +10,7 @@ from wan_torchax.config.graph import Graph
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.devices import distributed
 from wan_torchax.devices.mesh import describe
-from wan_torchax.events import Event, Finished, Previewed, to_all
+from wan_torchax.events import Decoded, Event, Finished, Previewed, to_all
 from wan_torchax.records import outputs, results
 from wan_torchax.records.clock import Clock
 from wan_torchax.records.files import claimed
@@ -20,7 +20,7 @@ from wan_torchax.runtime.checkpoint import find_present, fingerprints
 from wan_torchax.session import phase, session
 from wan_torchax.stages.denoise import Denoise
 from wan_torchax.stages.stage import find, result_settings
-from wan_torchax.tasks.progress import Bars
+from wan_torchax.tasks.progress import Bars, Progress
 
 log = logging.getLogger("wan")
 
@@ -43,13 +43,17 @@ def generate_into(config, folder: Path, overrides) -> float:
     names = to_run(config, graph, values)
     distributed.agree("stages", {"inputs": settled["prompt"], "stages to run": names, "weights": weights})
 
+    video = outputs.open_video(folder, settled)
+
     def save(event: Event) -> None:
         if isinstance(event, Finished) and config.output.save_stages:
             results.save(folder, event.stage, event.values, result_settings(config, event.stage, weights))
         elif isinstance(event, Previewed):
             outputs.write_preview(folder, event.frame)
+        elif isinstance(event, Decoded):
+            video.add(event.frames)
 
-    tell = to_all(clock, Bars(), save) if first else clock
+    tell = to_all(clock, Bars(), Progress(folder), save) if first else clock
     resolved = session.resolve(config, names, tell)
     log.info("%s on %s", config.model.name, describe(resolved.mesh))
     weights |= fingerprints(resolved.checkpoints)
@@ -57,14 +61,16 @@ def generate_into(config, folder: Path, overrides) -> float:
         read = {value: values[value] for value in graph.stages[stage].gives if value in values}
         if read:
             tell(Finished(stage, read))
-    with profiled(folder / "profile") if config.profile else contextlib.nullcontext():
-        values = session.run(resolved, names, resolved.inputs() | values, tell)
+    with contextlib.closing(video):
+        with profiled(folder / "profile") if config.profile else contextlib.nullcontext():
+            values = session.run(resolved, names, resolved.inputs() | values, tell)
+        if first:
+            metrics = outputs.metrics(settled, weights, resolved.mesh, overrides)
+            metrics["floor_seconds_per_step"] = Denoise.floor_seconds(resolved)
+            metrics["adapters"] = adapters.described(config)
+            with phase("write", tell):
+                made = outputs.write_outputs(folder, settled, values, metrics, video)
     if first:
-        metrics = outputs.metrics(settled, weights, resolved.mesh, overrides)
-        metrics["floor_seconds_per_step"] = Denoise.floor_seconds(resolved)
-        metrics["adapters"] = adapters.described(config)
-        with phase("write", tell):
-            made = outputs.write_outputs(folder, settled, values, metrics)
         outputs.write_metrics(folder, metrics | clock.report())
         if made != folder and not config.output.keep_frames:  # there was a need for them until the video was written
             results.path_of(folder, graph.giver("frames")).unlink(missing_ok=True)

@@ -1,0 +1,153 @@
+"""Figures in pages, presets and configs, from benchmarks/results/*.json.
+
+    python benchmarks/figures.py            # lists the lines that differ from the results; status 1 if there are any
+    python benchmarks/figures.py --write    # puts the figures of the results in their place
+
+A claim is a file and a text with {} where a figure stands; the text finds its place in the file.
+"""
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results"
+NUMBER = r"\d[\d,]*(?:\.\d+)?"
+
+
+def read(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+GPU, FAMILY, START = read("gpu_h200"), read("gpu_h200_family"), read("gpu_h200_pipeline")
+ATTENTION, PEERS = read("attention_gpu_h200"), read("peers_h200")
+
+
+def row(result: dict, what: str, case: str, column: str) -> dict:
+    (found,) = [
+        row for row in result["rows"] if (row["what"], row["case"], row.get("column")) == (what, case, column)
+    ]
+    return found
+
+
+def seconds(value: float) -> str:
+    return f"{value:.3f}" if value < 10 else f"{value:.2f}"
+
+
+def compared(result: dict, what: str, case: str, peer: str, memory: bool = False) -> list[str]:
+    """The peer's seconds, ours, how many times as fast; with memory, that of each behind its seconds."""
+    rows = [row(result, what, case, column) for column in (peer, "c")]
+    figures = [[seconds(row["seconds"]), *([f"{row['peak_gib']:.1f}"] if memory else [])] for row in rows]
+    return [*figures[0], *figures[1], ratio(rows)]
+
+
+def ratio(rows: list[dict]) -> str:
+    return f"{rows[0]['seconds'] / rows[1]['seconds']:.2f}"
+
+
+def started(what: str) -> list[str]:
+    rows = [row(START, what, "1.3b-480p", column) for column in "bc"]
+    return [*(f"{row['seconds']:.1f}" for row in rows), ratio(rows)]
+
+
+def encoded() -> list[str]:
+    rows = [row(GPU, "text encoder", "1.3b-480p", column) for column in "bc"]
+    return [*(f"{1000 * row['seconds']:.1f}" for row in rows), ratio(rows)]
+
+
+def leads(kernel: str, tokens: int, peer: str = "torch") -> list[str]:
+    """How many times as fast as a peer a kernel is, with 12 and with 40 heads."""
+    rows = [row["milliseconds"] for row in ATTENTION["rows"] if row["tokens"] == tokens]
+    return [f"{row[peer] / row[kernel]:.2f}" for row in rows]
+
+
+def preset(case: str, digits: str, last: list[str]) -> list[str]:
+    rows = [row(GPU, "guided step", case, column) for column in "bc"]
+    return [format(rows[1]["seconds"], digits), ratio(rows), *last]
+
+
+def claims():
+    """Every claim: file, text, figures."""
+    results = "docs/results.md"
+    for name, what, result, case in (
+        ("1.3B, 480p", "Wan 2.1 1.3B, 480p", GPU, "1.3b-480p"),
+        ("1.3B, 720p", None, GPU, "1.3b-720p"),
+        ("14B, 480p", "Wan 2.1 14B, 480p", GPU, "14b-480p"),
+        ("14B, 720p", "Wan 2.1 14B, 720p", GPU, "14b-720p"),
+        ("Wan 2.1 I2V-14B, 480p", None, FAMILY, "i2v-14b-480p"),
+        ("Wan 2.2 TI2V-5B, 1280 x 704 x 121", "Wan 2.2 TI2V-5B, 1280 x 704 x 121", FAMILY, "ti2v-5b-704p"),
+    ):
+        figures = compared(result, "guided step", case, "b")
+        yield results, f"| step with guidance, {name}, bf16 | {{}} s | {{}} s | {{}} |", figures
+        if what:
+            yield "README.md", f"\n| {what} | {{}} s | {{}} s | {{}} |", figures
+    for name, what, result, case in (
+        ("VAE decode, 480p, float32", "VAE decode float32", GPU, "1.3b-480p"),
+        ("VAE decode, 480p, bf16", "VAE decode bfloat16", GPU, "1.3b-480p"),
+        ("VAE encode of a picture and 80 frames, 480p, float32", "VAE encode float32", FAMILY, "i2v-14b-480p"),
+        ("VAE decode, Wan 2.2's, 1280 x 704 x 121, float32", "VAE decode float32", FAMILY, "ti2v-5b-704p"),
+    ):
+        text = f"| {name} | {{}} s, {{}} GiB | {{}} s, {{}} GiB | {{}} |"
+        yield results, text, compared(result, what, case, "a", memory=True)
+    yield results, "| text encoder, two prompts of 512 tokens, bf16 | {} ms | {} ms | {} |", encoded()
+    text = "| process start to the first step, 1.3B, 480p, compiled before | {} s | {} s | {} |"
+    yield results, text, started("start to first step")
+    yield results, "| process start to the frames, 4 steps | {} s | {} s | {} |", started("start to frames, 4 steps")
+    yield from attention_claims(results)
+    for dtype, name in (("bfloat16", "bf16"), ("float32", "float32")):
+        figures = [f"{value:.2f}" for value in PEERS["vae_decode_seconds"][dtype].values()]
+        yield results, f"| VAE decode, 480p, {name}, the same day | {{}} s | {{}} s | {{}} s |", figures
+    for case, digits, minutes in (("1.3b-480p", ".2f", "s"), ("14b-480p", ".2f", "min"), ("14b-720p", ".1f", "min")):
+        file = f"conf/preset/t2v_{case.replace('.', '_').replace('b-', 'b_')}_h200_v1.yaml"
+        yield file, "Time: {} s a step, {} times as fast as diffusers", preset(case, digits, [])
+        whole = 50 * row(GPU, "guided step", case, "c")["seconds"]
+        text = "so 50 steps take {} s." if minutes == "s" else "so 50 steps take {} minutes."
+        yield file, text, [f"{whole if minutes == 's' else whole / 60:.0f}"]
+        memory = row(GPU, "guided step", case, "c")["peak_gib"]
+        yield file, "Memory of the denoising program: {} GiB.", [f"{memory:.1f}"]
+
+
+def attention_claims(results: str):
+    for tokens in (32760, 75600):
+        text = f"| H200, Pallas kernel, {tokens:,} tokens, 12 / 40 heads | {{}} / {{}} times as fast | {{}} / {{}} |"
+        yield results, text, [*leads("hopper", tokens), *leads("hopper", tokens, "cudnn")]
+        for kernel in ("hopper", "cudnn"):
+            text = f"{tokens:,} tokens: 12 heads {{}}, 40 heads {{}}"
+            yield f"conf/attention/{kernel}.yaml", text, leads(kernel, tokens)
+    for measured in PEERS["attention_tflops"]:
+        figures = [str(measured[name]) for name in ("flash3", "hopper", "torch", "flash3_fp8")]
+        yield results, f"| {measured['tokens']:,} × {measured['heads']} | {{}} | {{}} | {{}} | {{}} |", figures
+
+
+def place(text: str) -> re.Pattern:
+    """Finds a claim in its file, whatever its figures."""
+    return re.compile(NUMBER.join(map(re.escape, text.split("{}"))))
+
+
+def compare(write: bool = False) -> list[str]:
+    """What differs from the results, a line each; with `write` it is put right."""
+    differences = []
+    for file, text, figures in claims():
+        path, wanted = ROOT / file, text.format(*figures)
+        content = path.read_text()
+        found = place(text).findall(content)
+        if len(found) != 1:
+            differences.append(f"{file}: {len(found)} places for {text.strip()!r}")
+        elif found[0] != wanted:
+            differences.append(f"{file}: {found[0].strip()!r} should be {wanted.strip()!r}")
+            if write:
+                path.write_text(content.replace(found[0], wanted))
+    return differences
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the figures of the results in their place")
+    differences = compare(parser.parse_args().write)
+    print("\n".join(differences) or "every figure is that of the results")
+    sys.exit(bool(differences))
+
+
+if __name__ == "__main__":
+    main()
