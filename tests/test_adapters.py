@@ -70,3 +70,46 @@ def test_every_format_is_the_formula(checkpoint, weights, tmp_path, name):
     file = learned.save(tmp_path / "x.safetensors", **lora.FORMATS[name])
     arrays = loaded(*tiny.overrides(checkpoint), adapter("style", file, strength=0.7))
     assert_merged(arrays, weights, {key: [0.7 * value] for key, value in learned.changes().items()})
+
+
+# ---------------------------------------------------------------- as diffusers fuses them
+
+
+def fused(folder, *files, component="transformer", strengths=(1.0,)):
+    """diffusers' own: a pipeline whose transformer has these adapters fused into it."""
+    transformer = diffusers.WanTransformer3DModel.from_pretrained(folder / component)
+    names, pipeline = [], diffusers.WanPipeline.from_pretrained(folder, transformer=transformer, transformer_2=None)
+    for number, file in enumerate(files):
+        names.append(f"adapter{number}")
+        pipeline.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=names[-1])
+    pipeline.set_adapters(names, list(strengths))
+    pipeline.fuse_lora(components=["transformer"], adapter_names=names)
+    pipeline.unload_lora_weights()
+    return pipeline
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    return tiny.make_checkpoint(tmp_path_factory.mktemp("single") / "model")
+
+
+METADATA = {"lora_adapter_metadata": json.dumps({
+    "transformer.r": 2, "transformer.lora_alpha": 6, "transformer.rank_pattern": {"attn1.to_q": 4, "attn1.to_k": 4,
+    "attn1.to_v": 4, "attn1.to_out.0": 4}, "transformer.target_modules": ["to_q", "to_k", "to_v", "to_out.0", "proj", "net.2"],
+})}
+THEIRS = {  # what diffusers loads: no modulations, no patch embedding, of biases those beside low-rank factors
+    "diffusers": (dict(alpha=None, top=False), dict(lora.FORMATS["diffusers"]), ()),
+    "ComfyUI": (dict(top=False), lora.FORMATS["ComfyUI"], ("blocks.0.ffn.net.2.bias", "blocks.1.attn1.to_q.bias")),
+    "ai-toolkit": (dict(top=False), lora.FORMATS["ai-toolkit"], ()),
+    "musubi": (dict(top=False), lora.FORMATS["musubi"], ()),
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_formats_that_diffusers_knows_are_fused_as_there(single, tmp_path, name):
+    weights = load_file(single / "transformer" / "diffusion_pytorch_model.safetensors")
+    settings, form, diffs = THEIRS[name]
+    file = lora.Learned(weights, **settings).differ(weights, *diffs).save(tmp_path / "x.safetensors", **form)
+    theirs = fused(single, file).transformer.state_dict()
+    assert any((theirs[key] - weights[key]).abs().max() > 0.01 for key in weights)
+    assert_merged(loaded(*tiny.overrides(single), adapter("style", file)), theirs, {})

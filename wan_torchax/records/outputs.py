@@ -24,7 +24,8 @@ CALL = (
     "preview_every", "profile", "distributed",
 )
 # Beside those: what neither changes a video nor how fast it is made, and tables of which only what is chosen counts.
-UNCOUNTED = (*CALL, "plan", "tune", "output", "compile.cache_dir", "attention.devices", *inputs.FILES)
+# Adapters count with the weights, by what their files hold.
+UNCOUNTED = (*CALL, "plan", "tune", "output", "compile.cache_dir", "attention.devices", "adapter", *inputs.FILES)
 
 
 # ---------------------------------------------------------------- configurations

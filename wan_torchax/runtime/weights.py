@@ -193,7 +193,7 @@ def load(
         elif tensor.stacked:
             arrays[name] = stack(tensor, layers)
         else:
-            arrays[name] = merge(next(layers), tensor.shape, tensor.sharding, tensor.dtype)
+            arrays[name] = merge(next(layers), tensor, tensor.sharding)
         jax.block_until_ready(arrays[name])
         progress(tensor.bytes)
     return arrays
@@ -314,36 +314,36 @@ def stack(tensor: Tensor, layers) -> jax.Array:
     devices."""
     array, sharding = zeros(tensor.struct), layer_sharding(tensor)
     for layer in range(len(tensor.sources)):
-        value = merge(next(layers), tensor.shape[1:], sharding, tensor.dtype)
-        array = write_layer(array, value, layer)
+        array = merge(next(layers), tensor, sharding, array, layer)
         jax.block_until_ready(array)  # or the layers queue up in host memory faster than they are written
     return array
 
 
-def merge(source: tuple[dict, list], shape, sharding, dtype: str) -> jax.Array:
-    """One of a tensor's sources on the devices, with what adapters add to it."""
+def merge(source: tuple[dict, list], tensor: Tensor, sharding, stack=None, layer: int = 0) -> jax.Array:
+    """One of a tensor's sources on the devices, with what adapters add to it; of a layer, written into the stack."""
     parts, added = source
-    array = send(shape, sharding, parts)
+    array = send(tensor.shape[1:] if tensor.stacked else tensor.shape, sharding, parts)
     if not added:
-        return array
+        return array if stack is None else write_layer(stack, array, layer)
     scales = [numpy.float32(scale) for scale, _ in added]
     factors = [[send(*factor) for factor in change] for _, change in added]
-    return merge_program(sharding, dtype)(array, scales, factors)
+    return merge_program(tensor.sharding, tensor.dtype)(stack, layer, array, scales, factors)
 
 
 @functools.cache
 def merge_program(sharding, dtype: str):
     """base + Σ scale · product of factors, in float32 and cast once. A TPU would multiply in bfloat16 unasked."""
 
-    def program(base, scales, added):
+    def program(stack, layer, base, scales, added):
         total = base.astype(jax.numpy.float32)
         for scale, factors in zip(scales, added):
             first, *second = (factor.astype(jax.numpy.float32) for factor in factors)
-            product = jax.numpy.tensordot(first, second[0], 1, precision="highest") if second else first
-            total = total + scale * product
-        return total.astype(dtype)
+            product = jax.numpy.tensordot(scale * first, second[0], 1, precision="highest") if second else scale * first
+            total = total + product
+        total = total.astype(dtype)
+        return total if stack is None else jax.lax.dynamic_update_index_in_dim(stack, total, layer, 0)
 
-    return jax.jit(program, out_shardings=sharding)
+    return jax.jit(program, out_shardings=sharding, donate_argnums=0)
 
 
 def put(value: numpy.ndarray, sharding) -> jax.Array:

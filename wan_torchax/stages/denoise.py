@@ -1,5 +1,4 @@
 """Noise to latents: one compiled step, guidance and scheduler included, called as often as there are steps."""
-import logging
 import math
 import time
 from dataclasses import replace
@@ -26,7 +25,6 @@ from wan_torchax.stages.image import Image
 from wan_torchax.stages.sampling import advance, noises, scheduler_table
 from wan_torchax.stages.stage import Stage
 
-log = logging.getLogger("wan")
 LANES = 128  # of a tile in a TPU's memory
 # Values that are the same in every step.
 CONDITIONS = ("embeddings", "condition", "first_latent", "image_embeddings", "control", "conditioning_scale")
@@ -170,9 +168,6 @@ class Denoise(Stage):
 
         config, mesh, parallel = self.config, self.mesh, Parallel(**self.config.sharding.attention)
         if self.recipe.derived["prompts"] == 1 or config.guidance == "sequential":  # a batch of one: nothing to spread
-            if parallel.batch and mesh.shape[parallel.batch] > 1:
-                parts = mesh.shape[parallel.batch]
-                log.warning("one forward at a time: the %d parts of axis %s do the same work", parts, parallel.batch)
             parallel = replace(parallel, batch=None)
         module, head_dim = self.module("transformer"), config.model.architecture.transformer.attention_head_dim
         kernels = {part: Kernel(**config.attention[part]) for part in ("self", "cross")}
