@@ -325,6 +325,7 @@ def merge(source: tuple[dict, list], tensor: Tensor, sharding, stack=None, layer
     array = send(tensor.shape[1:] if tensor.stacked else tensor.shape, sharding, parts)
     if not added:
         return array if stack is None else write_layer(stack, array, layer)
+    parts.clear()  # the host need not hold it any more
     scales = [numpy.float32(scale) for scale, _ in added]
     factors = [[send(*factor) for factor in change] for _, change in added]
     return merge_program(tensor.sharding, tensor.dtype)(stack, layer, array, scales, factors)
