@@ -222,7 +222,7 @@ class Wan21Adapter:
     @classmethod
     def INPUT_TYPES(cls):
         tooltip = "The project's own, and the safetensors in ComfyUI's folders for LoRAs"
-        experts = "Of two transformers the one for much noise (high) or little (low); default: as the adapter says, or all"
+        experts = "Of two transformers the one for much noise (high) or little (low); default: as the adapter says"
         return {"required": {
             "config": ("WAN_CONFIG", {"tooltip": "From a Wan 2.1 Config node, or another of these"}),
             "adapter": (settings.adapter_names(), {"tooltip": tooltip}),

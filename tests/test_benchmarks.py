@@ -13,6 +13,7 @@ ENDS = {  # the last line's keys, where it is JSON
     "gpu.py": {"device", "versions", "rows", "ratios", "skipped"},
     "kernel_schedule.py": {"chip", "queries", "keys", "rows"},
     "demo_quality.py": None,
+    "adapter_load.py": {"checkpoint_bytes", "rank", "rows"},
 }
 
 
