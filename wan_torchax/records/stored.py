@@ -68,6 +68,9 @@ def with_adapters(now: DictConfig, source: str, stored: Stored, said: list[str])
         given = key.startswith("adapter.") and OmegaConf.is_dict(OmegaConf.select(now, row))
         if given and is_sound(key, value) and not is_under(key, said) and OmegaConf.select(now, key) is None:
             OmegaConf.update(now, key, value, force_add=True)
+    for name, row in list(now.adapter.items()):  # a strength that was stored of a file that is not said
+        if OmegaConf.is_dict(row) and not (row.get("path") or row.get("repo") or f"adapter.{name}" in rows_of(said)):
+            del now.adapter[name]
     made_with = stored.metrics.get("adapters")
     for name, about in made_with.items() if isinstance(made_with, dict) else ():
         if isinstance(about, dict) and re.fullmatch(r"\w{1,80}", name) and name not in now.adapter:
@@ -75,6 +78,11 @@ def with_adapters(now: DictConfig, source: str, stored: Stored, said: list[str])
             remedy = f"give it: adapter.{name}.path=<file>"
             log.warning("%s: was made with an adapter%s that is not there; %s", source, known or "", remedy)
     return now
+
+
+def rows_of(keys: list[str]) -> set[str]:
+    """adapter.style.path -> adapter.style."""
+    return {".".join(key.split(".")[:2]) for key in keys}
 
 
 def with_pictures(now: DictConfig, source: Path, stored: Stored) -> DictConfig:
