@@ -236,12 +236,14 @@ def check(tensors: dict[str, Tensor], folder: Path, ignored: Iterable[str] = (),
 
 
 def read_ahead(jobs):
-    """What `read_source` gives for each job, in their order, the next ones being read meanwhile."""
+    """What `read_source` gives for each job, in their order, the next ones being read meanwhile: half as many of those
+    that are added to, which are held as they are stored."""
     with ThreadPoolExecutor(READERS) as pool:
         reading = deque()
         for job in jobs:
             reading.append(pool.submit(read_source, *job))
-            if len(reading) == READERS:
+            *_, changes = job
+            while len(reading) >= (READERS // 2 if changes else READERS):
                 yield reading.popleft().result()
         while reading:
             yield reading.popleft().result()
