@@ -317,7 +317,7 @@ def step_values(config, latents, texts, row=None):
     """What the step program takes, from torch tensors; `row` are coefficients, by default of the scheduler's first."""
     from wan_torchax.stages.sampling import scheduler_table
 
-    _, coefficients = scheduler_table(config)
+    coefficients = scheduler_table(config).coefficients
     slots = numpy.zeros((coefficients.shape[1], *latent_shape(config)), numpy.float32)
     slots[0] = latents.cpu().numpy()
     embeddings = torch.cat(list(texts[: prompt_count(config)])).float().cpu().numpy()

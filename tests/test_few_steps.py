@@ -38,7 +38,7 @@ def test_every_step_is_diffusers(name):
     """A made-up model through diffusers' scheduler, drawing from the seed's generator, and through our table."""
     config = make_config(*SAMPLERS[name], "resolution.flow_shift=5", "steps=4" if name == "sde" else FOUR)
     validate(config)
-    (timesteps, coefficients), scheduler, shape = sampling.scheduler_table(config), theirs(config), (1, 4, 3, 2, 2)
+    (timesteps, coefficients, _), scheduler, shape = sampling.scheduler_table(config), theirs(config), (1, 4, 3, 2, 2)
     generator, draws = torch.Generator().manual_seed(config.seed), sampling.noises(config.seed, shape)
     latents = torch.randn(shape, generator=generator)
     state = numpy.zeros((coefficients.shape[1], *shape), numpy.float32)
@@ -63,9 +63,10 @@ def test_diffusers_draws_its_own_noise_again_afterwards():
 
 def test_distilled_models_get_their_sigmas():
     config = make_config("scheduler=euler", FOUR, "resolution.flow_shift=5")
-    times, coefficients = sampling.scheduler_table(config)
+    times, coefficients, sigmas = sampling.scheduler_table(config)
     assert config.steps == 4
     numpy.testing.assert_allclose(times / 1000, [1, 0.9375, 0.83333, 0.625], atol=1e-5)
+    numpy.testing.assert_allclose(sigmas, times / 1000, atol=1e-6)
     numpy.testing.assert_allclose(coefficients[:, 0, 0], 1)
     numpy.testing.assert_allclose(coefficients[:, 0, 1], numpy.diff([1, 0.9375, 0.83333, 0.625, 0]), atol=1e-5)
 

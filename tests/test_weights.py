@@ -230,7 +230,7 @@ model.blocks = torch.nn.ModuleList([ScannedBlocks(model.blocks)])
 mesh = jax.make_mesh((1,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
 tensors, folder = weights.plan(model, Table(unmatched="replicate"), mesh, "float32", "x"), Path(sys.argv[1])
 header, factors = read_header(folder / "adapter" / "x.safetensors"), {}
-for name in weights.source_shapes(tensors):
+for name in (name for name in weights.source_shapes(tensors) if "maps.0" in name):
     factors[name] = [weights.Change(0.5, (header[f"{name}.up"], header[f"{name}.down"]))]
 arrays = weights.load(tensors, folder, lambda count: None, changes=factors)
 print(sum(tensor.bytes for tensor in tensors.values()), peak_host_bytes())
@@ -246,7 +246,7 @@ def test_streaming_never_holds_a_second_copy(tmp_path):
             f"blocks.{layer}.maps.{index}.weight": (width, width) for index in range(depth)
         })
     (tmp_path / "adapter").mkdir()
-    names = [f"blocks.{layer}.maps.{index}.weight" for layer in range(layers) for index in range(depth)]
+    names = [f"blocks.{layer}.maps.0.weight" for layer in range(layers)]  # half of them
     shapes = {f"{name}.up": (width, rank) for name in names} | {f"{name}.down": (rank, width) for name in names}
     tiny.write_zeros(tmp_path / "adapter" / "x.safetensors", shapes)
     command = [sys.executable, "-c", STREAM, str(tmp_path)]
