@@ -17,6 +17,7 @@ from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
 from wan_torchax.records import media
 from wan_torchax.records.stored import take_over
+from wan_torchax.runtime import adapters
 from wan_torchax.session import Session, session
 from wan_torchax.tasks.generate import generate as generate_into
 
@@ -148,6 +149,12 @@ def test_two_adapters_on_two_experts_over_eight_devices(checkpoint, weights, tmp
 # ---------------------------------------------------------------- what fits nowhere
 
 
+def place(file, weights, allow=False):
+    """What a file adds to these weights, or the error."""
+    row = adapters.File("style", file, "", 1.0, allow)
+    return adapters.place((row,), {name: tuple(weight.shape) for name, weight in weights.items()})
+
+
 def broken(tensors, **changes):
     """A file's tensors, some changed; None takes one away."""
     return {key: value for key, value in (tensors | changes).items() if value is not None}
@@ -172,30 +179,37 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_file_that_does_not_fit_is_refused_by_key(checkpoint, weights, tmp_path, name):
+def test_a_file_that_does_not_fit_is_refused_by_key(weights, tmp_path, name):
     changes, message = REFUSED[name]
     file = lora.Learned(weights).save(tmp_path / "x.safetensors", **lora.FORMATS["ComfyUI"])
     save_file(broken(load_file(file), **changes), file)
     with pytest.raises(ConfigError, match=message):
+        place(file, weights)
+
+
+def test_one_wrong_key_stops_a_run_before_weights_load(checkpoint, weights, tmp_path):
+    file = lora.Learned(weights).save(tmp_path / "x.safetensors", **lora.FORMATS["ComfyUI"])
+    save_file(broken(load_file(file), **REFUSED["one wrong key"][0]), file)
+    with pytest.raises(ConfigError, match="self_atn"):
         loaded(*tiny.overrides(checkpoint), adapter("style", file))
 
 
-def test_what_is_left_out_is_told(checkpoint, weights, tmp_path, caplog):
+def test_what_is_left_out_is_told(weights, tmp_path, caplog):
     """A LoRA of an image-to-video model, whose image keys this model has not; and a wrong key that is allowed."""
     learned = lora.Learned(weights)
     file = learned.save(tmp_path / "x.safetensors", **lora.FORMATS["ComfyUI"])
     image = {f"diffusion_model.blocks.{n}.cross_attn.k_img.lora_{half}.weight": torch.zeros(*shape)
              for n in range(2) for half, shape in (("A", (2, 128)), ("B", (128, 2)))}
     save_file(load_file(file) | image, file)
-    arrays = loaded(*tiny.overrides(checkpoint), adapter("style", file))
+    added = place(file, weights)
     assert "4 keys are of another model and found no place, e.g. diffusion_model.blocks.0.cross" in caplog.text
     save_file(load_file(file) | {"diffusion_model.blocks.0.typo.diff": torch.zeros(3)}, file)
-    allowed = loaded(*tiny.overrides(checkpoint), adapter("style", file), "adapter.allow_unmatched=true")
+    allowed = place(file, weights, allow=True)
     assert "1 keys are left out, e.g. diffusion_model.blocks.0.typo.diff: no Wan model" in caplog.text
-    assert all(numpy.array_equal(arrays[key], allowed[key]) for key in arrays)
+    assert added.keys() == allowed.keys() == {f"{module}.weight" for module in learned.pairs}
     save_file({key: value for key, value in load_file(file).items() if "k_img" in key}, file)
     with pytest.raises(ConfigError, match="is for another model; nothing in it fits"):
-        loaded(*tiny.overrides(checkpoint), adapter("style", file), "adapter.allow_unmatched=true")
+        place(file, weights, allow=True)
 
 
 BAD = {
