@@ -9,6 +9,10 @@ try:
     from comfy.utils import ProgressBar
 except ImportError:  # a test or a script: nobody watches and nobody cancels
     management = ProgressBar = None
+try:
+    import folder_paths
+except ImportError:
+    folder_paths = None
 
 log = logging.getLogger("wan")
 PREVIEW_PIXELS = 512  # ComfyUI shrinks a preview to this many a side
@@ -31,6 +35,12 @@ class Listener:
             self.bar.update(event.count)
         elif isinstance(event, Previewed):
             show_preview(self.steps, event.step, event.frame)
+
+
+def adapter_files() -> dict[str, str]:
+    """The safetensors in the folders where ComfyUI keeps LoRAs: names as its own nodes show them -> paths."""
+    names = folder_paths.get_filename_list("loras") if folder_paths is not None else []
+    return {name: folder_paths.get_full_path("loras", name) for name in names if name.endswith(".safetensors")}
 
 
 def raise_if_cancelled() -> None:

@@ -209,6 +209,34 @@ class Wan21Config:
         return chosen, size.height, size.width, size.frames, *sampling, size.flow_shift, size.fps
 
 
+class Wan21Adapter:
+    CATEGORY = "TPU/Wan2.1"
+    DESCRIPTION = (
+        "An adapter (LoRA) for the transformer, merged into its weights while they load. Goes between a Wan 2.1 Config "
+        "and the Wan 2.1 TPU Sampler; several one after the other add up."
+    )
+    FUNCTION = "adapt"
+    RETURN_TYPES = ("WAN_CONFIG",)
+    RETURN_NAMES = ("config",)
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        tooltip = "The project's own, and the safetensors in ComfyUI's folders for LoRAs"
+        experts = "Of two transformers the one for much noise (high) or little (low); default: as the adapter says"
+        return {"required": {
+            "config": ("WAN_CONFIG", {"tooltip": "From a Wan 2.1 Config node, or another of these"}),
+            "adapter": (settings.adapter_names(), {"tooltip": tooltip}),
+            "strength": number(1.0, "What it adds is multiplied by this; 0 is off", min=-10.0, max=10.0, step=0.05),
+            "target": ([settings.UNCHANGED, "all", "high", "low"], {"tooltip": experts}),
+        }}
+
+    @in_words_of_nodes(widgets={})
+    def adapt(self, config, adapter, strength, target):
+        chosen = settings.from_adapter_node(config, adapter, strength, target)
+        compose(chosen)
+        return (chosen,)
+
+
 class Wan21TextEncoder:
     CATEGORY = "TPU/Wan2.1"
     DESCRIPTION = "Prompt and negative prompt to embeddings, for the Wan 2.1 TPU Sampler."

@@ -14,7 +14,7 @@ from wan_torchax.config import commandline, trust
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
 
-from . import files
+from . import files, host
 
 OWNER = "WAN_TORCHAX_OVERRIDES"
 SERVER_DEFAULTS = ("keep_resident=true", "preview_every=5")  # what suits a server better than a command
@@ -70,6 +70,30 @@ def from_config_node(overrides="", **choices) -> Chosen:
     lines = [line.strip() for line in overrides.splitlines()]
     settings = [trust.repeated(line) for line in lines if line and not line.startswith("#")]
     return Chosen([*chosen, *(safe for listed in settings for safe in listed)])
+
+
+def adapter_names() -> list[str]:
+    """What an Adapter node chooses among: the project's own, and the files in ComfyUI's folders for LoRAs."""
+    return [*(name for name in commandline.options("adapter") if name != "none"), *host.adapter_files()]
+
+
+def from_adapter_node(config, adapter, strength, target) -> Chosen:
+    """What an Adapter node adds to a Config node's settings: rows of a file that its owner has, by the file's name."""
+    if not isinstance(config, Chosen):
+        raise ConfigError("config: not from a Wan 2.1 Config node; connect one")
+    own = host.adapter_files()
+    if adapter not in adapter_names():
+        raise ConfigError(f"adapter={adapter}: no such adapter; one of: {', '.join(adapter_names())}")
+    if adapter in own:
+        stem = re.sub(r"\W+", "_", adapter.removesuffix(".safetensors"))
+        rows = {stem: {"path": own[adapter]}}
+    else:
+        rows = OmegaConf.to_container(OmegaConf.load(commandline.CONF / "adapter" / f"{adapter}.yaml"))
+    added = [f"adapter.{name}.{key}={trust.written(value)}" for name, row in rows.items() for key, value in row.items()]
+    for name in rows:
+        added.append(trust.override(f"adapter.{name}.strength", strength))
+        added += [] if target == UNCHANGED else [trust.override(f"adapter.{name}.target", [target])]
+    return Chosen([*config, *added])
 
 
 def from_widgets(**values) -> list[str]:

@@ -8,7 +8,8 @@ from safetensors.torch import save_file
 ORIGINAL = {
     "attn1.to_q": "self_attn.q", "attn1.to_k": "self_attn.k", "attn1.to_v": "self_attn.v",
     "attn1.to_out.0": "self_attn.o", "attn2.to_q": "cross_attn.q", "attn2.to_k": "cross_attn.k",
-    "attn2.to_v": "cross_attn.v", "attn2.to_out.0": "cross_attn.o", "ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2", "norm2": "norm3",
+    "attn2.to_v": "cross_attn.v", "attn2.to_out.0": "cross_attn.o",
+    "ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2", "norm2": "norm3",
     "attn1.norm_q": "self_attn.norm_q", "scale_shift_table": "modulation",
 }
 TOP = {
@@ -46,7 +47,6 @@ class Learned:
 
     def changes(self) -> dict[str, torch.Tensor]:
         """The formula, in plain torch: what is added to each tensor at strength 1."""
-
 
         def scale(rank):
             return 1.0 if self.alpha is None else self.alpha / rank

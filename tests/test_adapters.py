@@ -1,8 +1,8 @@
 """Adapters of every trainer, merged while weights load: as diffusers fuses them, or as the formula says."""
+import hashlib
 import json
 
 import diffusers
-import jax
 import numpy
 import pytest
 import torch
@@ -11,9 +11,13 @@ from safetensors.torch import load_file, save_file
 from tests import lora, tiny
 from tests.conftest import SMALL, make_config
 from tests.test_parity import NEGATIVE, PROMPT, TEXTS, psnr, results
-from wan_torchax.config import jobs, trust
+from wan_torchax.config import jobs
+from wan_torchax.config.commandline import compose, rewrite
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
+from wan_torchax.records import media
+from wan_torchax.records.stored import take_over
+from wan_torchax.runtime import adapters
 from wan_torchax.session import Session, session
 from wan_torchax.tasks.generate import generate as generate_into
 
@@ -70,3 +74,233 @@ def test_every_format_is_the_formula(checkpoint, weights, tmp_path, name):
     file = learned.save(tmp_path / "x.safetensors", **lora.FORMATS[name])
     arrays = loaded(*tiny.overrides(checkpoint), adapter("style", file, strength=0.7))
     assert_merged(arrays, weights, {key: [0.7 * value] for key, value in learned.changes().items()})
+
+
+# ---------------------------------------------------------------- as diffusers fuses them
+
+
+def fused(folder, *files, component="transformer", strengths=(1.0,)):
+    """diffusers' own: a pipeline whose transformer has these adapters fused into it."""
+    transformer = diffusers.WanTransformer3DModel.from_pretrained(folder / component)
+    names, pipeline = [], diffusers.WanPipeline.from_pretrained(folder, transformer=transformer, transformer_2=None)
+    for number, file in enumerate(files):
+        names.append(f"adapter{number}")
+        pipeline.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=names[-1])
+    pipeline.set_adapters(names, list(strengths))
+    pipeline.fuse_lora(components=["transformer"], adapter_names=names)
+    pipeline.unload_lora_weights()
+    return pipeline
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    return tiny.make_checkpoint(tmp_path_factory.mktemp("single") / "model")
+
+
+THEIRS = {  # what diffusers loads: no modulations, no patch embedding, of biases those beside low-rank factors
+    "diffusers": (dict(alpha=None, top=False), dict(lora.FORMATS["diffusers"]), ()),
+    "ComfyUI": (dict(top=False), lora.FORMATS["ComfyUI"], ("blocks.0.ffn.net.2.bias", "blocks.1.attn1.to_q.bias")),
+    "ai-toolkit": (dict(top=False), lora.FORMATS["ai-toolkit"], ()),
+    "musubi": (dict(top=False), lora.FORMATS["musubi"], ()),
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_formats_that_diffusers_knows_are_fused_as_there(single, tmp_path, name):
+    weights = load_file(single / "transformer" / "diffusion_pytorch_model.safetensors")
+    settings, form, diffs = THEIRS[name]
+    file = lora.Learned(weights, **settings).differ(weights, *diffs).save(tmp_path / "x.safetensors", **form)
+    theirs = fused(single, file).transformer.state_dict()
+    assert any((theirs[key] - weights[key]).abs().max() > 0.01 for key in weights)
+    assert_merged(loaded(*tiny.overrides(single), adapter("style", file)), theirs, {})
+
+
+def test_peft_says_its_alpha_in_the_header(checkpoint, weights, tmp_path):
+    """One for all, and another for some modules, as diffusers writes them."""
+    learned = lora.Learned(weights, top=False)
+    settings = {"transformer.lora_alpha": 6, "transformer.alpha_pattern": {"attn2.to_q": 3}, "transformer.r": 2}
+    metadata = {"lora_adapter_metadata": json.dumps(settings), "format": "pt"}
+    file = learned.save(tmp_path / "x.safetensors", prefix="transformer.", metadata=metadata)
+    halved = {key: value * (0.5 if "attn2.to_q" in key else 1) for key, value in learned.changes().items()}
+    arrays = loaded(*tiny.overrides(checkpoint), adapter("style", file))
+    assert_merged(arrays, weights, {key: [value] for key, value in halved.items()})
+
+
+TWO = ["model.experts=[transformer,transformer_2]", "model.boundary=0.875"]
+
+
+def test_two_adapters_on_two_experts_over_eight_devices(checkpoint, weights, tmp_path):
+    """The sum of both on the first, one of them on the second; bfloat16 rounds once, after all is added."""
+    one, other = lora.Learned(weights, seed=1), lora.Learned(weights, seed=2).differ(weights, *DIFFS)
+    files = [one.save(tmp_path / "a.safetensors", **lora.FORMATS["musubi"]),
+             other.save(tmp_path / "b.safetensors", **lora.FORMATS["ComfyUI"])]
+    rows = [adapter("a", files[0], strength=0.5, target="[high]"), adapter("b", files[1], strength=-1.5)]
+    mesh = ["mesh=cpu_8", "mesh.axes={dp:2,sp:1,tp:4}", "sharding=tp", "model.dtype.transformer=bfloat16"]
+    overrides = [*tiny.overrides(checkpoint), *TWO, *mesh, *rows]
+    scaled = (0.5, one.changes()), (-1.5, other.changes())
+    both = {key: [scale * learned[key] for scale, learned in scaled if key in learned] for key in weights}
+    second = load_file(checkpoint / "transformer_2" / "diffusion_pytorch_model.safetensors")
+    exact = 2**-8  # half of the last bit of bfloat16, of the largest number
+    assert_merged(loaded(*overrides), weights, both, within=exact)
+    changes = {key: [-1.5 * value] for key, value in other.changes().items()}
+    assert_merged(loaded(*overrides, component="transformer_2"), second, changes, within=exact)
+
+
+# ---------------------------------------------------------------- what fits nowhere
+
+
+def place(file, weights, allow=False):
+    """What a file adds to these weights, or the error."""
+    row = adapters.File("style", file, "", 1.0, allow)
+    return adapters.place((row,), {name: tuple(weight.shape) for name, weight in weights.items()})
+
+
+def broken(tensors, **changes):
+    """A file's tensors, some changed; None takes one away."""
+    return {key: value for key, value in (tensors | changes).items() if value is not None}
+
+
+REFUSED = {
+    "one wrong key": ({"diffusion_model.blocks.0.self_atn.q.lora_A.weight": torch.zeros(2, 128)},
+                      "diffusion_model.blocks.0.self_atn.q.lora_A.weight: no Wan model has such a tensor"),
+    "ranks differ": ({"diffusion_model.blocks.0.self_attn.q.lora_A.weight": torch.zeros(3, 128)},
+                     r"self_attn.q.lora_A.weight: ranks differ: \(128, 4\) and \(3, 128\)"),
+    "another width": ({"diffusion_model.blocks.0.self_attn.q.lora_A.weight": torch.zeros(4, 256)},
+                      r"shape \(4, 256\), the model's tensor is \(128, 128\)"),
+    "more blocks": ({"diffusion_model.blocks.7.norm3.diff": torch.zeros(128)},
+                    "blocks.7.norm3.diff: the model has fewer blocks"),
+    "half a pair": ({"diffusion_model.blocks.0.self_attn.q.lora_B.weight": None},
+                    "self_attn.q.lora_A.weight: its other half is missing"),
+    "LoKr": ({"diffusion_model.blocks.0.self_attn.q.lokr_w1": torch.zeros(4, 4)}, "is LoKr, which is not implemented"),
+    "DoRA": ({"diffusion_model.blocks.0.self_attn.q.dora_scale": torch.zeros(128)}, "is DoRA, which is not"),
+    "an alpha of two": ({"diffusion_model.blocks.0.self_attn.q.alpha": torch.zeros(2)}, "it must be one number"),
+    "integers": ({"diffusion_model.blocks.0.norm3.diff": torch.zeros(128, dtype=torch.int8)}, "stored as I8"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_file_that_does_not_fit_is_refused_by_key(weights, tmp_path, name):
+    changes, message = REFUSED[name]
+    file = lora.Learned(weights).save(tmp_path / "x.safetensors", **lora.FORMATS["ComfyUI"])
+    save_file(broken(load_file(file), **changes), file)
+    with pytest.raises(ConfigError, match=message):
+        place(file, weights)
+
+
+def test_one_wrong_key_stops_a_run_before_weights_load(checkpoint, weights, tmp_path):
+    file = lora.Learned(weights).save(tmp_path / "x.safetensors", **lora.FORMATS["ComfyUI"])
+    save_file(broken(load_file(file), **REFUSED["one wrong key"][0]), file)
+    with pytest.raises(ConfigError, match="self_atn"):
+        loaded(*tiny.overrides(checkpoint), adapter("style", file))
+
+
+def test_what_is_left_out_is_told(weights, tmp_path, caplog):
+    """A LoRA of an image-to-video model, whose image keys this model has not; and a wrong key that is allowed."""
+    learned = lora.Learned(weights)
+    file = learned.save(tmp_path / "x.safetensors", **lora.FORMATS["ComfyUI"])
+    image = {f"diffusion_model.blocks.{n}.cross_attn.k_img.lora_{half}.weight": torch.zeros(*shape)
+             for n in range(2) for half, shape in (("A", (2, 128)), ("B", (128, 2)))}
+    save_file(load_file(file) | image, file)
+    added = place(file, weights)
+    assert "4 keys are of another model and found no place, e.g. diffusion_model.blocks.0.cross" in caplog.text
+    save_file(load_file(file) | {"diffusion_model.blocks.0.typo.diff": torch.zeros(3)}, file)
+    allowed = place(file, weights, allow=True)
+    assert "1 keys are left out, e.g. diffusion_model.blocks.0.typo.diff: no Wan model" in caplog.text
+    assert added.keys() == allowed.keys() == {f"{module}.weight" for module in learned.pairs}
+    save_file({key: value for key, value in load_file(file).items() if "k_img" in key}, file)
+    with pytest.raises(ConfigError, match="is for another model; nothing in it fits"):
+        place(file, weights, allow=True)
+
+
+BAD = {
+    "adapter.style.strength=0.5": "adapter.style: needs a path, or repo and file; .*those that are configured: none",
+    "adapter.style={path: /no/such.safetensors}": "adapter.style.path=/no/such.safetensors: no such file",
+    "adapter.style={path: x.pt}": "x.pt can run code when opened and is not read",
+    "adapter.style={path: x.safetensors, repo: a/b, file: c.safetensors}": "has a path and a Hub id",
+    "adapter.style={path: x.safetensors, strength: 99}": "adapter.style.strength=99.0: must be from -10 to 10",
+    "adapter.style={path: x.safetensors, target: [low]}": "this model has one transformer",
+    "adapter.style={path: x.safetensors, target: [hihg]}": "adapter.style.target=hihg: unknown; nearest: high",
+    "adapter.style={file: x.safetensors, weight: 1}": "needs a path, or repo and file",
+    "adapter=lightning": "adapter=lightning: no such option; nearest: lightning_4step",
+}
+
+
+@pytest.mark.parametrize("override", BAD)
+def test_rows_that_are_none_are_told(override):
+    with pytest.raises(ConfigError, match=BAD[override]):
+        validate(make_config(override))
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+@pytest.fixture(scope="module")
+def style(single, tmp_path_factory):
+    weights = load_file(single / "transformer" / "diffusion_pytorch_model.safetensors")
+    file = tmp_path_factory.mktemp("style") / "style.safetensors"
+    return lora.Learned(weights, top=False).save(file, **lora.FORMATS["ComfyUI"])
+
+
+def run(folder, single, cache, *overrides):
+    arguments = rewrite([*SMALL, *TEXTS, cache, *tiny.overrides(single), *overrides])
+    config = compose(arguments)
+    validate(config)
+    folder.mkdir()
+    generate_into(config, folder, arguments)
+    return results(folder), json.loads((folder / "metrics.json").read_text())
+
+
+def test_a_run_is_diffusers_and_a_strength_loads_the_transformer_alone(single, style, cache, tmp_path, monkeypatch):
+    """Off, whole and off again: frames as diffusers', what is loaded and compiled, metrics, resume and replay."""
+    from wan_torchax.runtime.components import Component
+
+    session.clear()
+    loads, load = [], Component.load
+    monkeypatch.setattr(Component, "load", lambda self, tensors, tell: (
+        loads.append(self.name) if not self.is_loaded() else None, load(self, tensors, tell)))
+    row = adapter("style", style)
+    off, before = run(tmp_path / "off", single, cache, "keep_resident=true", row, "adapter.style.strength=0")
+    program = session.stages["denoise"]
+    on, metrics = run(tmp_path / "on", single, cache, "keep_resident=true", row, "adapter.style.strength=0.5")
+    assert loads == ["text_encoder", "transformer", "vae", "transformer"] and session.stages["denoise"] is program
+    assert psnr(on["frames"], off["frames"]) < 40
+    pipeline = fused(single, style, strengths=(0.5,))
+    pipeline.set_progress_bar_config(disable=True)
+    frames = pipeline(
+        prompt=PROMPT, negative_prompt=NEGATIVE, height=64, width=64, num_frames=5, num_inference_steps=3,
+        guidance_scale=make_config().guidance_scale, generator=torch.Generator().manual_seed(make_config().seed),
+        output_type="np",
+    ).frames[0]
+    assert psnr(on["frames"], (frames * 255).round()) > 55
+    digest = hashlib.sha256(style.read_bytes()).hexdigest()
+    assert metrics["adapters"] == {"style": {"sha256": digest, "strength": 0.5, "target": ["all"]}}
+    assert before["adapters"] == {} and metrics["config_hash"] != before["config_hash"]
+    assert metrics["weights"]["transformer"] == f"{before['weights']['transformer']}+{digest[:16]}*0.5"
+    session.clear()
+    replays(tmp_path / "on", style)
+
+
+def replays(folder, style):
+    """A video says the hash and the strength and no path; its file is given again, and the strength is the video's."""
+    for source in (folder, folder / "video.mp4"):
+        asked = [f"replay={source}"]
+        assert "style" not in take_over(make_config(*asked), asked).adapter
+        asked += [f"adapter.style.path={style}"]
+        assert take_over(make_config(*asked), asked).adapter.style == {"path": str(style), "strength": 0.5}
+    assert str(style) not in json.dumps(media.read_metadata(folder / "video.mp4"))
+
+
+def test_a_list_may_say_strengths_and_options_but_no_path(tmp_path):
+    rows = [
+        {"adapter.style.strength": 0.5}, {"adapter": "lightning_4step"}, {"adapter.style.path": "/etc/x.safetensors"},
+        {"adapter.allow_unmatched": True}, {"adapter": {"style": {"repo": "a/b"}}}, {"adapter.a b.strength": 1},
+    ]
+    file = tmp_path / "list.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": "x"} | row) for row in rows))
+    listed = jobs.read(make_config(f"prompts={file}"))
+    assert [job.error is None for job in listed] == [True, True, False, False, False, False]
+    said = [job.overrides[-1] for job in listed[:2]]
+    assert said == ["adapter.style.strength=0.5", "adapter=lightning_4step"]
+    assert "only be given on the command line" in listed[2].error
+    configured = compose(["adapter.style={path: mine.safetensors}", *listed[0].overrides]).adapter.style
+    assert configured == {"path": "mine.safetensors", "strength": 0.5}

@@ -128,6 +128,33 @@ def test_saved_workflows_of_the_earlier_nodes_still_fit():
         settings.choose(None, "no/such")
 
 
+def test_an_adapter_node_chooses_among_the_owners_files(tmp_path, monkeypatch):
+    file = tmp_path / "sub" / "my style.safetensors"
+    file.parent.mkdir()
+    file.write_bytes(b"x")
+    listed = types.SimpleNamespace(
+        get_filename_list=lambda kind: ["sub/my style.safetensors", "old.pt"],
+        get_full_path=lambda kind, name: str(tmp_path / name),
+    )
+    monkeypatch.setattr(host, "folder_paths", listed)
+    assert {"lightning_4step", "sub/my style.safetensors"} <= set(settings.adapter_names())
+    assert not {"none", "old.pt"} & set(settings.adapter_names())
+    node, start = nodes.Wan21Adapter(), configure()[0]
+    (chosen,) = node.adapt(start, "sub/my style.safetensors", 0.5, "high")
+    (chosen,) = node.adapt(chosen, "lightx2v_t2v_21", 0.7, settings.UNCHANGED)
+    rows = settings.compose(chosen).adapter
+    assert rows.sub_my_style == {"path": str(file), "strength": 0.5, "target": ["high"]}
+    assert rows.lightx2v.strength == 0.7 and rows.lightx2v.repo == "lightx2v/Wan2.1-Distill-Loras"
+    for wrong, message in (
+        ((start, "/etc/passwd", 1.0, "all"), "adapter=/etc/passwd: no such adapter"),
+        ((["adapter.x.path=/etc/passwd"], "lightx2v_t2v_21", 1.0, "all"), "not from a Wan 2.1 Config node"),
+        ((start, "lightx2v_t2v_21", "${oc.env:HOME}", "all"), "must be a number"),
+        ((start, "lightx2v_t2v_21", 1.0, "low"), "this model has one transformer"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            node.adapt(*wrong)
+
+
 def test_without_a_config_node_the_decoder_takes_any_models_latents(monkeypatch):
     def run_stages(names, config, values):
         size = config.resolution
@@ -408,7 +435,7 @@ def test_copied_it_needs_to_know_the_project(tmp_path):
     shutil.copytree(ROOT / "comfyui", tmp_path / "custom_nodes" / "wan", ignore=shutil.ignore_patterns("__pycache__"))
     code = "print(len(load(Path('custom_nodes/wan'), 'custom_nodes/wan').NODE_CLASS_MAPPINGS))"
     assert "set WAN_TORCHAX_HOME to the project's folder" in in_new_process(code, tmp_path, WAN_TORCHAX_HOME="")
-    assert in_new_process(code, tmp_path, WAN_TORCHAX_HOME=str(ROOT)).splitlines()[-1] == "5"
+    assert in_new_process(code, tmp_path, WAN_TORCHAX_HOME=str(ROOT)).splitlines()[-1] == "6"
     broken = in_new_process(code, tmp_path, WAN_TORCHAX_HOME=str(ROOT), **{settings.OWNER: "stepz=3"})
     assert f"ImportError: {settings.OWNER}: stepz: no such key" in broken
 

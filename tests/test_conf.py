@@ -24,6 +24,7 @@ PICTURED = {  # pipelines that want files, and most of them a model of their own
 }
 GROUPS = (
     "pipeline", "model", "mesh", "distributed", "sharding", "resolution", "attention", "ops", "scheduler", "prompt",
+    "adapter",
 )
 
 

@@ -9,8 +9,10 @@ import torch
 from tests import tiny
 from tests.conftest import SMALL, make_config
 from tests.test_parity import NEGATIVE, PROMPT, TEXTS, psnr, results
+from wan_torchax.config.commandline import CONF, options
+from wan_torchax.config.geometry import expert_at
 from wan_torchax.config.schema import ConfigError
-from wan_torchax.config.validation import validate
+from wan_torchax.config.validation import idle_axis, validate
 from wan_torchax.session import session
 from wan_torchax.stages import sampling
 from wan_torchax.tasks.generate import generate as generate_into
@@ -36,7 +38,7 @@ def test_every_step_is_diffusers(name):
     """A made-up model through diffusers' scheduler, drawing from the seed's generator, and through our table."""
     config = make_config(*SAMPLERS[name], "resolution.flow_shift=5", "steps=4" if name == "sde" else FOUR)
     validate(config)
-    (timesteps, coefficients), scheduler, shape = sampling.scheduler_table(config), theirs(config), (1, 4, 3, 2, 2)
+    (timesteps, coefficients, _), scheduler, shape = sampling.scheduler_table(config), theirs(config), (1, 4, 3, 2, 2)
     generator, draws = torch.Generator().manual_seed(config.seed), sampling.noises(config.seed, shape)
     latents = torch.randn(shape, generator=generator)
     state = numpy.zeros((coefficients.shape[1], *shape), numpy.float32)
@@ -61,9 +63,10 @@ def test_diffusers_draws_its_own_noise_again_afterwards():
 
 def test_distilled_models_get_their_sigmas():
     config = make_config("scheduler=euler", FOUR, "resolution.flow_shift=5")
-    times, coefficients = sampling.scheduler_table(config)
+    times, coefficients, sigmas = sampling.scheduler_table(config)
     assert config.steps == 4
     numpy.testing.assert_allclose(times / 1000, [1, 0.9375, 0.83333, 0.625], atol=1e-5)
+    numpy.testing.assert_allclose(sigmas, times / 1000, atol=1e-6)
     numpy.testing.assert_allclose(coefficients[:, 0, 0], 1)
     numpy.testing.assert_allclose(coefficients[:, 0, 1], numpy.diff([1, 0.9375, 0.83333, 0.625, 0]), atol=1e-5)
 
@@ -82,6 +85,43 @@ BAD = {
 def test_sigmas_that_are_none_are_told(overrides):
     with pytest.raises(ConfigError, match=BAD[overrides]):
         validate(make_config(*overrides.split(" ")))
+
+
+# ---------------------------------------------------------------- recipes
+
+
+MODELS = {  # that a recipe is for, where it is not wan21_t2v_14b; and the noise of its steps
+    "wan21_i2v_4step": "wan21_i2v_14b_480p", "wan22_t2v_4step": "wan22_t2v_a14b", "wan22_i2v_4step": "wan22_i2v_a14b",
+    "wan22_flf2v_4step": "wan22_i2v_a14b", "rcm_4step_i2v": "wan22_i2v_a14b",
+}
+SHIFTED = {
+    "wan22_flf2v_4step": [1, 0.97959, 0.94118, 0.84211], "fastwan_3step": [1, 0.75676, 0.52174],
+    "rcm_4step": [0.98765, 0.93378, 0.85290, 0.60898], "rcm_4step_i2v": [0.99502, 0.93378, 0.85290, 0.60898],
+    "causvid_9step": [1, 0.934, 0.862, 0.756, 0.603, 0.41, 0.25, 0.14, 0.074],
+}
+
+
+@pytest.mark.parametrize("name", options("sampling"))
+def test_a_recipe_is_as_published(name):
+    model, pipeline = MODELS.get(name, "wan21_t2v_14b"), ["pipeline=flf2v"] if "flf2v" in name else []
+    config = make_config("task=plan", f"model={model}", f"sampling={name}", "resolution=720p", "mesh=v6e_8", *pipeline)
+    validate(config)
+    times = sampling.scheduler_table(config)[0]
+    numpy.testing.assert_allclose(times / 1000, SHIFTED.get(name, [1, 0.9375, 0.83333, 0.625]), atol=2e-5)
+    assert config.steps == len(times) and config.guidance_scale == 1 and config.guidance_scale_2 is None
+    if len(config.model.experts) == 2:
+        assert [expert_at(config, time) for time in times] == ["transformer"] * 2 + ["transformer_2"] * 2
+    text = (CONF / "sampling" / f"{name}.yaml").read_text()
+    assert f"sampling={name}" in text and "# Source: " in text and "Not verified with the real weights" in text
+
+
+def test_a_recipe_goes_on_top_of_a_preset():
+    config = make_config("preset=t2v_14b_720p_v6e8_v1", "sampling=wan21_t2v_4step", "task=plan")
+    validate(config)
+    assert (config.steps, config.guidance_scale, config.scheduler.name) == (4, 1.0, "euler")
+    assert "sharding=sequence mesh.axes={dp:1,sp:8,tp:1}" in idle_axis(config)
+    assert idle_axis(make_config("preset=t2v_14b_720p_v6e8_v1")) is None
+    assert idle_axis(make_config("preset=t2v_14b_720p_4step_v6e8_v1")) is None
 
 
 # ---------------------------------------------------------------- whole runs

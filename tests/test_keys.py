@@ -35,6 +35,7 @@ OTHERS = {
     r"sharding\.attention\.(heads|batch)": None,
     r"sharding\..*\.unmatched": "error",
     r"scheduler\.target": "DPMSolverMultistepScheduler",
+    r"scheduler\.sigmas": [1.0, 0.5],
     r"compile\.matmul_precision": "highest",
     r"compile\.store": None,
     r"resolution\.(height|width)": 128,

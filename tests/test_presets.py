@@ -56,7 +56,7 @@ def test_a_preset_is_named_and_headed_as_the_others(name):
 
 
 def test_a_changed_preset_is_caught(monkeypatch):
-    name = options("preset")[0]
+    name = options("preset")[-1]
     real = make_config(f"preset={name}")
     real.steps += 1
     monkeypatch.setattr("tests.test_presets.make_config", lambda *_: real)

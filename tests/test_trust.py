@@ -54,6 +54,10 @@ FORGED = {
     "model": "../../../etc/hostname",
     "resolution": {"_target_": "os.system"},
     "sharding.transformer.weights.evil": {"pattern": "(a+)+$", "spec": []},
+    "adapter.evil": {"path": "/tmp/evil.safetensors"},
+    "adapter.evil.path": "/tmp/evil.safetensors",
+    "adapter.evil.repo": "evil/evil",
+    "adapter.allow_unmatched": True,
 }
 TEXTS = [
     "${oc.env:HOME} circle", "it costs ${5", "???", r"\${a} \\${b}", "a 'quoted' \"text\"", "null", "{a: 1}, b=[c]",
@@ -148,7 +152,8 @@ def test_values_are_literals_of_the_keys_type(key, value):
 
 def test_every_offered_key_can_be_said():
     config = make_config()
-    values = {key: OmegaConf.select(config, key) for key in trust.offered() if key not in ("mesh.axes", "model.dtype")}
+    tables = ("mesh.axes", "model.dtype", "adapter.*.strength", "adapter.*.target")
+    values = {key: OmegaConf.select(config, key) for key in trust.offered() if key not in tables}
     values = {key: list(value) if OmegaConf.is_list(value) else value for key, value in values.items()}
     assert everything(compose(trust.overrides(values))) == everything(config)
 

@@ -214,6 +214,7 @@ from wan_torchax.config.schema import Table
 from wan_torchax.models.transformer import ScannedBlocks
 from wan_torchax.records.provenance import peak_host_bytes
 from wan_torchax.runtime import weights
+from wan_torchax.runtime.checkpoint import read_header
 layers, width, depth = 24, 4096, 2
 class Block(torch.nn.Module):
     def __init__(self):
@@ -227,19 +228,27 @@ with torch.device("meta"):
     model = Model()
 model.blocks = torch.nn.ModuleList([ScannedBlocks(model.blocks)])
 mesh = jax.make_mesh((1,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
-tensors = weights.plan(model, Table(unmatched="replicate"), mesh, "float32", "x")
-arrays = weights.load(tensors, Path(sys.argv[1]), lambda count: None)
+tensors, folder = weights.plan(model, Table(unmatched="replicate"), mesh, "float32", "x"), Path(sys.argv[1])
+header, factors = read_header(folder / "adapter" / "x.safetensors"), {}
+for name in (name for name in weights.source_shapes(tensors) if "maps.0" in name):
+    factors[name] = [weights.Change(0.5, (header[f"{name}.up"], header[f"{name}.down"]))]
+arrays = weights.load(tensors, folder, lambda count: None, changes=factors)
 print(sum(tensor.bytes for tensor in tensors.values()), peak_host_bytes())
 """
 
 
 def test_streaming_never_holds_a_second_copy(tmp_path):
-    """3 GiB of weights, stacked for the scan: peak resident memory under the device's bytes plus 1 GiB."""
-    layers, width, depth = 24, 4096, 2
+    """3 GiB of weights, stacked for the scan, an adapter of rank 64 merged on the way: peak resident memory under the
+    device's bytes plus 1 GiB."""
+    layers, width, depth, rank = 24, 4096, 2, 64
     for layer in range(layers):  # one file a layer
         tiny.write_zeros(tmp_path / f"{layer}.safetensors", {
             f"blocks.{layer}.maps.{index}.weight": (width, width) for index in range(depth)
         })
+    (tmp_path / "adapter").mkdir()
+    names = [f"blocks.{layer}.maps.0.weight" for layer in range(layers)]  # half of them
+    shapes = {f"{name}.up": (width, rank) for name in names} | {f"{name}.down": (rank, width) for name in names}
+    tiny.write_zeros(tmp_path / "adapter" / "x.safetensors", shapes)
     command = [sys.executable, "-c", STREAM, str(tmp_path)]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     on_device, peak = map(int, answer.stdout.split())

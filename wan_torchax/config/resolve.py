@@ -9,6 +9,7 @@ read, so its key cannot forget it. No JAX, no torch.
 import functools
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -22,6 +23,8 @@ from wan_torchax.config.geometry import Geometry, reference_count
 from wan_torchax.config.graph import Graph
 from wan_torchax.config.registry import described_by
 from wan_torchax.config.schema import ConfigError
+
+log = logging.getLogger("wan")
 
 
 class Devices(Protocol):
@@ -127,6 +130,8 @@ def resolve(config: DictConfig, checkpoints: Mapping[str, Checkpoint], devices: 
     chosen = attention.choose(OmegaConf.to_object(complete.attention), devices, dtype, head_dim)
     OmegaConf.update(complete, "attention", asdict(chosen))
     validation.validate(complete)
+    if idle := validation.idle_axis(complete):
+        log.warning(idle)
     OmegaConf.set_readonly(complete, True)
     axes = dict(complete.mesh.axes)
     placement = {"axes": axes, "kind": devices.kind, "platform": devices.platform, "hosts": devices.hosts}

@@ -422,6 +422,23 @@ def kernel_problems(config: Config) -> Iterator[str]:
             )
 
 
+def idle_axis(config: Config) -> str | None:
+    """What to say where the axis for guidance has nothing to share: one forward at a time."""
+    axis, axes = config.sharding.attention.batch, config.mesh.axes
+    parts = axes.get(axis, 1) if axis else 1
+    if parts < 2 or (guided(config) and config.guidance == "batched"):
+        return None
+    ulysses, heads = config.sharding.attention.ulysses, config.model.architecture["transformer"]["num_attention_heads"]
+    if ulysses and heads % (parts * axes.get(ulysses, 1)) == 0:  # it takes a share of the tokens
+        return None
+    reason = "guidance=sequential is" if guided(config) else f"guidance_scale={config.guidance_scale} is none:"
+    remedy = f"sharding=sequence mesh.axes={{dp:1,sp:{math.prod(axes.values())},tp:1}}"
+    return (
+        f"mesh.axes.{axis}={parts}: its parts do the same work, since {reason} one forward at a time; give all devices "
+        f"tokens instead, e.g. {remedy}"
+    )
+
+
 def rule_problems(key: str, row, axes) -> Iterator[str]:
     try:
         rule = Rule(**row)

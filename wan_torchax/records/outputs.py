@@ -24,9 +24,10 @@ CALL = (
     "preview_every", "profile", "distributed",
 )
 # Beside those: what neither changes a video nor how fast it is made, and tables of which only what is chosen counts.
+# Adapters count with the weights, by what their files hold.
 UNCOUNTED = (
     *CALL, "plan", "tune", "calibrate", "output", "compile.cache_dir", "compile.store", "compile.store_gib",
-    "attention.devices", *inputs.FILES,
+    "attention.devices", "adapter", *inputs.FILES,
 )
 
 

@@ -4,6 +4,7 @@ A folder or a video may be anybody's: only what trust.py lets an artefact say is
 """
 import json
 import logging
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,7 +57,32 @@ def take_over(config: DictConfig, overrides: list[str]) -> DictConfig:
     said = [key_of(override) for override in overrides]
     now = pin(compose([*before, *overrides]), base, stored.config, said)
     tell_refused(f"{key}={config[key]}", [*refused, *differing(now, stored.config, said)])
-    return with_pictures(now, Path(config[key]), stored)
+    return with_pictures(with_adapters(now, config[key], stored, said), Path(config[key]), stored)
+
+
+def with_adapters(now: DictConfig, source: str, stored: Stored, said: list[str]) -> DictConfig:
+    """Strengths and targets of adapters whose files this command line gives; of others it is said that they are
+    missing."""
+    for key, value in flatten(stored.config):
+        row = key.rpartition(".")[0]
+        given = key.startswith("adapter.") and OmegaConf.is_dict(OmegaConf.select(now, row))
+        if given and is_sound(key, value) and not is_under(key, said) and OmegaConf.select(now, key) is None:
+            OmegaConf.update(now, key, value, force_add=True)
+    for name, row in list(now.adapter.items()):  # a strength that was stored of a file that is not said
+        if OmegaConf.is_dict(row) and not (row.get("path") or row.get("repo") or f"adapter.{name}" in rows_of(said)):
+            del now.adapter[name]
+    made_with = stored.metrics.get("adapters")
+    for name, about in made_with.items() if isinstance(made_with, dict) else ():
+        if isinstance(about, dict) and re.fullmatch(r"\w{1,80}", name) and name not in now.adapter:
+            known = re.fullmatch(r"[0-9a-f]{64}", str(about.get("sha256"))) and f" (sha256 {about['sha256']})"
+            remedy = f"give it: adapter.{name}.path=<file>"
+            log.warning("%s: was made with an adapter%s that is not there; %s", source, known or "", remedy)
+    return now
+
+
+def rows_of(keys: list[str]) -> set[str]:
+    """adapter.style.path -> adapter.style."""
+    return {".".join(key.split(".")[:2]) for key in keys}
 
 
 def with_pictures(now: DictConfig, source: Path, stored: Stored) -> DictConfig:
@@ -209,8 +235,8 @@ def compare_replay(config: DictConfig, now: dict) -> None:
     """Say in what a replay cannot be expected to be bit for bit the same."""
     if config.replay is None:
         return
-    then = read_stored(Path(config.replay), "replay").metrics
-    for key in ("config_hash", "device", "devices", "mesh", "versions"):
+    then = {"adapters": {}} | read_stored(Path(config.replay), "replay").metrics
+    for key in ("config_hash", "adapters", "device", "devices", "mesh", "versions"):
         if then.get(key) != now[key]:
             log.warning("replay: %s differs: %s then, %s now; the video will be alike, not the same bit for bit",
                         key, then.get(key), now[key])

@@ -215,8 +215,8 @@ def parse(path: Path) -> Contents:
 
 
 def peft_settings(path: Path) -> dict:
-    """lora_alpha and its patterns, which PEFT's tensors do not tell: in the header of a file that diffusers wrote, beside
-    one that PEFT did."""
+    """lora_alpha and its patterns, which PEFT's tensors do not tell: in the header of diffusers' files, beside PEFT's
+    own."""
     try:
         with safe_open(path, framework="numpy") as handle:
             text = (handle.metadata() or {}).get("lora_adapter_metadata")

@@ -290,35 +290,38 @@ def by_layer(tensor: Tensor, changes: Mapping[str, list[Change]], parts: Callabl
     devices."""
     array = zeros(tensor.struct)
     for layer in range(len(tensor.sources)):
-        value = merge(tensor, changes.get(tensor.sources[layer], ()), parts)
-        array = write_layer(array, value, layer)
+        array = merge(tensor, changes.get(tensor.sources[layer], ()), parts, array, layer)
         jax.block_until_ready(array)  # or the layers queue up in host memory faster than they are written
     return array
 
 
-def merge(tensor: Tensor, changes: Iterable[Change], parts: Callable[[], dict]) -> jax.Array:
-    """The next of a tensor's sources on the devices, with what adapters add to it."""
-    sharding = layer_sharding(tensor)
-    array = send(tensor.shape[1:] if tensor.stacked else tensor.shape, sharding, parts())
+def merge(tensor: Tensor, changes: Iterable[Change], parts: Callable[[], dict], stack=None, layer=0) -> jax.Array:
+    """The next of a tensor's sources on the devices, with what adapters add to it; of a layer, written into the
+    stack."""
+    sharding, held = layer_sharding(tensor), parts()
+    array = send(tensor.shape[1:] if tensor.stacked else tensor.shape, sharding, held)
     if not changes:
-        return array
+        return array if stack is None else write_layer(stack, array, layer)
+    held.clear()  # the host need not hold it any more
+    scales = [numpy.float32(change.scale) for change in changes]
     factors = [[send(one.shape, spread, parts()) for one, spread in placed(change, sharding)] for change in changes]
-    return merge_program(sharding, tensor.dtype)(array, [numpy.float32(change.scale) for change in changes], factors)
+    return merge_program(tensor.sharding, tensor.dtype)(stack, layer, array, scales, factors)
 
 
 @functools.cache
 def merge_program(sharding, dtype: str):
     """base + Σ scale · product of factors, in float32 and cast once. A TPU would multiply in bfloat16 unasked."""
 
-    def program(base, scales, added):
+    def program(stack, layer, base, scales, added):
         total = base.astype(jax.numpy.float32)
         for scale, factors in zip(scales, added):
             first, *second = (factor.astype(jax.numpy.float32) for factor in factors)
-            product = jax.numpy.tensordot(first, second[0], 1, precision="highest") if second else first
-            total = total + scale * product
-        return total.astype(dtype)
+            product = jax.numpy.tensordot(scale * first, second[0], 1, precision="highest") if second else scale * first
+            total = total + product
+        total = total.astype(dtype)
+        return total if stack is None else jax.lax.dynamic_update_index_in_dim(stack, total, layer, 0)
 
-    return jax.jit(program, out_shardings=sharding)
+    return jax.jit(program, out_shardings=sharding, donate_argnums=0)
 
 
 def put(value: numpy.ndarray, sharding) -> jax.Array:

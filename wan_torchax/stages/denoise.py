@@ -1,5 +1,4 @@
 """Noise to latents: one compiled step, guidance and scheduler included, called as often as there are steps."""
-import logging
 import math
 import time
 from dataclasses import replace
@@ -167,9 +166,7 @@ class Denoise(Stage):
         heads = config.model.architecture.transformer.num_attention_heads
         if parts > 1 and parallel.ulysses and heads % (parts * self.mesh.shape[parallel.ulysses]) == 0:
             return replace(parallel, ulysses=(axis, parallel.ulysses))
-        if parts > 1:
-            log.warning("one forward at a time: the %d parts of axis %s do the same work", parts, axis)
-        return parallel
+        return parallel  # where it is idle, validation has said so
 
     def spread_module(self, prompts: int):
         """The transformer with its attention and its loop over the blocks as the mesh wants them."""
