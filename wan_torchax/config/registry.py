@@ -27,6 +27,7 @@ TASKS = {
     "tune": "wan_torchax.tasks.tune.tune",
     "presets": "wan_torchax.tasks.presets.presets",
     "calibrate": "wan_torchax.tasks.calibrate.calibrate",
+    "serve": "wan_torchax.tasks.serve.serve",
 }
 
 

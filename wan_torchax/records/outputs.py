@@ -24,7 +24,9 @@ CALL = (
     "preview_every", "profile", "distributed",
 )
 # Beside those: what neither changes a video nor how fast it is made, and tables of which only what is chosen counts.
-UNCOUNTED = (*CALL, "plan", "tune", "calibrate", "output", "compile.cache_dir", "attention.devices", *inputs.FILES)
+UNCOUNTED = (
+    *CALL, "plan", "tune", "calibrate", "serve", "output", "compile.cache_dir", "attention.devices", *inputs.FILES,
+)
 
 
 # ---------------------------------------------------------------- configurations
@@ -168,6 +170,11 @@ def metrics(settled: dict, contents: dict[str, str], mesh, overrides: list[str])
         "versions": provenance.versions(),
         "git_revision": provenance.git_revision(),
     }
+
+
+def described(settled: dict, overrides: list[str]) -> dict:
+    """What a gallery shows of a video and finds it by."""
+    return {"model": settled["model"]["name"], "settings": carried(settled, overrides)["config"]}
 
 
 def write_metrics(folder: Path, metrics: dict) -> None:
