@@ -511,11 +511,11 @@ def test_a_video_that_takes_its_worker_down_is_given_up(idle):
     video = idle.post(prompt="a")
     folder = idle.queue.folder / video["id"]
     for crash in range(2):
-        append(folder, {"event": "step", "progress": 40, "worker": 1234})
+        append(folder, {"event": "step", "progress": 40, "worker": "here:12"})
         append(folder, {"event": "step", "progress": 50})
-        worker.give_up(idle.queue, 99, 2, "signal SIGKILL")
+        worker.give_up(idle.queue, "there:12", 2, "signal SIGKILL")
         assert read_state(folder).status == "in_progress", "another worker's"
-        worker.give_up(idle.queue, 1234, 2, "signal SIGKILL")
+        worker.give_up(idle.queue, "here:12", 2, "signal SIGKILL")
         assert read_state(folder).status == ("queued", "failed")[crash]
         assert read_state(folder).progress == 50
     assert "the worker ended 2 times" in read_state(folder).error

@@ -86,7 +86,7 @@ def look_after(name: str, process, base: Base, queue: Queue) -> None:
     reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"
     log.error("the %s ended (%s) and is started again", name, reason)
     if name == "worker":
-        work.give_up(queue, process.pid, base.config.serve.attempts, reason)
+        work.give_up(queue, work.name_of(process.pid), base.config.serve.attempts, reason)
     time.sleep(0.2)  # one that cannot live must not fill the log
 
 

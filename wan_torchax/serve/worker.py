@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -128,7 +129,8 @@ def stage_results(folder: Path) -> list[Path]:
 def attempt(job: Job, queue: Queue, base: Base, must_end: Callable[[], bool]) -> None:
     """Try a job; whatever becomes of it is in its folder afterwards, and this worker goes on with the next."""
     reserve(job.folder)
-    append(job.folder, {"event": "loading", "progress": last_event(job.folder).progress, "worker": os.getpid()})
+    progress = last_event(job.folder).progress
+    append(job.folder, {"event": "loading", "progress": progress, "worker": name_of(os.getpid())})
     try:
         make(job, base, must_end)
         (job.folder / ".failure").unlink()
@@ -144,7 +146,7 @@ def attempt(job: Job, queue: Queue, base: Base, must_end: Callable[[], bool]) ->
     except Exception as error:
         log.error("%s: error: %s", job.id, explain(error), exc_info=base.config.traceback)
         fail(job.folder, explain(error))
-        if not isinstance(error, ConfigError):  # what it held of the devices' memory may be why
+        if not isinstance(error, (ConfigError, OSError)):  # what is held of the devices' memory may be why
             session.clear()
 
 
@@ -209,7 +211,12 @@ def take(job: Job, queue: Queue, base: Base, must_end: Callable[[], bool]) -> bo
     return taken
 
 
-def give_up(queue: Queue, worker: int, attempts: int, reason: str) -> None:
+def name_of(pid: int) -> str:
+    """Of a worker, among all that share the queue."""
+    return f"{socket.gethostname()}:{pid}"
+
+
+def give_up(queue: Queue, worker: str, attempts: int, reason: str) -> None:
     """After the death of a worker: the job it had in hand is tried again, or failed if it was too often the cause."""
     for job in queue.waiting():
         events, _ = events_from(job.folder, 0)
