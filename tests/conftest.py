@@ -83,6 +83,15 @@ def cache(tmp_path_factory):
     return f"compile.cache_dir={folder}"
 
 
+@pytest.fixture(scope="session")
+def two_layers(tmp_path_factory):
+    """Overrides for a model of two layers, where what it makes is not looked at: a step of it costs next to nothing."""
+    from tests import tiny
+
+    folder = tiny.make_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
+    return [*SMALL, *tiny.overrides(folder), "mesh.devices=1"]
+
+
 @pytest.fixture
 def generate(tmp_path, cache):
     """Run the whole pipeline in this process; gives the run's folder."""

@@ -18,7 +18,7 @@ FLOORS = [
     ("runtime",),
     ("stages",),
     ("session",),
-    ("tasks",),
+    ("tasks", "serve"),
 ]
 HEIGHT = {name: height for height, names in enumerate(FLOORS) for name in names}
 PACKAGE = ROOT / "wan_torchax"

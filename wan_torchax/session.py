@@ -106,6 +106,22 @@ class Session:
                 if not is_resident(resolved.config):
                     self.free()
 
+    def prepare(self, resolved: Resolved, names: Iterable[str], tell: Listener = silence) -> None:
+        """Compile what the named stages will run and load what may stay, so that a first run waits for neither."""
+        with self.lock:
+            with phase("build", tell):
+                stages = self.build(resolved, names)
+                for component in self.components.values():
+                    component.check()
+            fresh = {name: stage.programs for name, stage in stages.items() if not stage.programs.ready()}
+            with compiling(fresh, tell):
+                for stage in stages.values():
+                    for key in stage.components_first(resolved) if is_resident(resolved.config) else ():
+                        stage.components[key].load(stage.tensors[key], tell)
+                for stage in stages.values():
+                    wait_for_programs(stage, tell)
+                    stage.programs.raise_error()
+
     def run_alone(self, resolved: Resolved, names: list[str], values: dict[str, Any], tell: Listener) -> dict[str, Any]:
         asked, kept = list(names), Kept.of(resolved)
         for name in names:

@@ -28,6 +28,7 @@ TASKS = {
     "presets": "wan_torchax.tasks.presets.presets",
     "calibrate": "wan_torchax.tasks.calibrate.calibrate",
     "doctor": "wan_torchax.tasks.doctor.doctor",
+    "serve": "wan_torchax.tasks.serve.serve",
 }
 
 

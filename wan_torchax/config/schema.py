@@ -291,6 +291,24 @@ class Calibrate:
 
 
 @dataclass
+class Serve:
+    folder: str = MISSING
+    gallery: list[str] = field(default_factory=list)
+    host: str = MISSING
+    port: int = MISSING
+    keys_file: Optional[str] = None
+    origins: list[str] = field(default_factory=list)
+    choices: dict[str, list[str]] = field(default_factory=dict)  # group -> the options that a request may choose among
+    queue_limit: int = MISSING
+    preview_every: int = MISSING
+    upload_mb: float = MISSING
+    upload_seconds: float = MISSING
+    connections: int = MISSING
+    drain_seconds: float = MISSING
+    attempts: int = MISSING
+
+
+@dataclass
 class Output:
     quality: int = offered()
     save_stages: bool = True
@@ -361,6 +379,7 @@ class Config:
     tune: Tune = field(default_factory=Tune)
     calibrate: Calibrate = field(default_factory=Calibrate)
     plan: Plan = field(default_factory=Plan)
+    serve: Serve = field(default_factory=Serve)
 
 
 def root() -> DictConfig:

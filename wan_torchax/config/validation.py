@@ -5,6 +5,7 @@ Pure, like schema.py: no JAX, no torch.
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import math
 import os
 import re
@@ -16,10 +17,11 @@ from pathlib import Path
 import yaml
 from omegaconf import OmegaConf
 
-from wan_torchax.config import inputs
+from wan_torchax.config import inputs, trust
 from wan_torchax.config.adapters import adapter_problems
 from wan_torchax.config.attention import attention_problems, takes_dtype
 from wan_torchax.config.caches import cache_problems
+from wan_torchax.config.commandline import options
 from wan_torchax.config.geometry import Geometry, guided, steps_skipped
 from wan_torchax.config.graph import Graph
 from wan_torchax.config.registry import COMPONENTS, STAGES, TASKS, described_by
@@ -45,6 +47,10 @@ SCHEDULERS = (  # of diffusers', those that are linear: stages/sampling.py write
 )
 SIGMAS_TAKEN = SCHEDULERS[:3]  # by these, and shifted as their own are
 PROBLEMS_SHOWN = 30
+SERVE_LEAST = {
+    "queue_limit": 1, "preview_every": 0, "upload_mb": 0.01, "upload_seconds": 1, "connections": 10, "drain_seconds": 0,
+    "attempts": 1,
+}
 
 
 def validate(config: Config, files: bool = True) -> None:
@@ -231,8 +237,8 @@ def prompt_problems(config: Config) -> Iterator[str]:
 
 
 def picture_problems(config: Config) -> Iterator[str]:
-    """Pictures and videos that the user gives. A plan needs none."""
-    if config.task != "plan":
+    """Pictures and videos that the user gives. A plan needs none, and a server gets them with its requests."""
+    if config.task not in ("plan", "serve"):
         yield from inputs.input_problems(config)
 
 
@@ -364,6 +370,33 @@ def plan_problems(config: Config) -> Iterator[str]:
             yield f"plan.{key}={plan[key]}: a share of peak, above 0 and at most 1"
     if plan.margin_gib < 0 or (plan.correction is not None and plan.correction <= 0):
         yield f"plan.margin_gib={plan.margin_gib}, plan.correction={plan.correction}: must not be negative"
+
+
+def serve_problems(config: Config) -> Iterator[str]:
+    """What a server is started with. Who may reach it without a key: this machine alone."""
+    serve = config.serve
+    if config.task != "serve":
+        return
+    if not 0 <= serve.port <= 65535:
+        yield f"serve.port={serve.port}: must be from 1 to 65535, or 0 for any that is free; usual 8000"
+    if not is_loopback(serve.host) and serve.keys_file is None and not os.environ.get("WAN_TORCHAX_KEYS"):
+        remedy = "serve.keys_file=<file with a key a line>, or serve.host=127.0.0.1"
+        yield f"serve.host={serve.host}: others can reach it, and there are no keys; give {remedy}"
+    yield from file_problems("serve.keys_file", serve.keys_file)
+    for key, least in SERVE_LEAST.items():
+        if serve[key] < least:
+            yield f"serve.{key}={serve[key]}: must be at least {least}; nearest {least}"
+    for group, names in serve.choices.items():
+        yield from one_of("serve.choices", group, trust.groups())
+        for name in names if group in trust.groups() else ():
+            yield from one_of(f"serve.choices.{group}", name, options(group))
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def spec_axes(spec) -> list[str]:
@@ -504,7 +537,7 @@ def op_problems(config: Config) -> Iterator[str]:
 CHECKS = (
     unknown_problems, choice_problems, pipeline_problems, stage_problems, resolution_problems, sampling_problems,
     prompt_problems, picture_problems, mesh_problems, host_problems, table_problems, op_problems, tune_problems,
-    plan_problems, adapter_problems,
+    plan_problems, adapter_problems, serve_problems,
 )
 LATER_CHECKS = (
     cache_problems,

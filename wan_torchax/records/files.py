@@ -24,6 +24,15 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")  # a prompt may hold half a character
 
 
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk before this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextlib.contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """This process alone writes into the folder; the system lets go of it however the process ends."""

@@ -26,7 +26,7 @@ CALL = (
 # Beside those: what neither changes a video nor how fast it is made, and tables of which only what is chosen counts.
 # Adapters count with the weights, by what their files hold.
 UNCOUNTED = (
-    *CALL, "plan", "tune", "calibrate", "output", "compile.cache_dir", "compile.store", "compile.store_gib",
+    *CALL, "plan", "tune", "calibrate", "serve", "output", "compile.cache_dir", "compile.store", "compile.store_gib",
     "attention.devices", "adapter", *inputs.FILES,
 )
 
@@ -178,6 +178,11 @@ def metrics(settled: dict, contents: dict[str, str], mesh, overrides: list[str])
         "versions": provenance.versions(),
         "git_revision": provenance.git_revision(),
     }
+
+
+def described(settled: dict, overrides: list[str]) -> dict:
+    """What a gallery shows of a video and finds it by."""
+    return {"model": settled["model"]["name"], "settings": carried(settled, overrides)["config"]}
 
 
 def write_metrics(folder: Path, metrics: dict) -> None:

@@ -6,7 +6,6 @@ links).
 """
 import base64
 import csv
-import html
 import io
 import itertools
 import json
@@ -17,6 +16,7 @@ from PIL import Image
 
 from wan_torchax import ROOT
 from wan_torchax.config.commandline import key_of
+from wan_torchax.records import pages
 from wan_torchax.records.files import write_text
 from wan_torchax.records.outputs import is_under
 
@@ -156,99 +156,49 @@ def write_table(path: Path, rows, varying) -> None:
 # ---------------------------------------------------------------- the page
 
 
-STYLE = """
-:root { color-scheme: light dark; --line: #8884; --soft: #8881; }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1200px; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-table { border-collapse: collapse; width: 100%; }
-td, th { padding: .3rem .6rem; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { background: var(--soft); } td.number { text-align: right; font-variant-numeric: tabular-nums; }
-.failed { color: #c62828; } .best { font-weight: 600; }
-.scroll { overflow-x: auto; }
-.gallery { display: grid; grid-template-columns: repeat(auto-fill, minmax(260px, 1fr)); gap: 1rem; }
-.card { border: 1px solid var(--line); border-radius: 8px; padding: .7rem; }
-.card img, .card video { width: 100%; border-radius: 4px; display: block; margin-bottom: .4rem; }
-code { background: var(--soft); padding: .1rem .3rem; border-radius: 4px; overflow-wrap: anywhere; font-size: .85em; }
-.key { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin: 0 .3em 0 1em; }
-svg text { font: 12px system-ui, sans-serif; fill: currentColor; }
-"""
-
-
 def render(folder: Path, rows, varying) -> str:
     counts = {status: sum(row["status"] == status for row in rows) for status in ("done", "failed", "unfinished")}
-    summary = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    devices = ", ".join(sorted({str(row["device"]) for row in rows if row["device"]}))
-    parts = [
-        f"<h1>{len(rows)} jobs: {summary or 'nothing yet'}</h1>",
-        f"<p>{html.escape(folder.name)} on {html.escape(devices or 'no device')}</p>",
-        f"<h2>Results</h2><div class=scroll>{render_table(rows, varying)}</div>",
-        f"<h2>Seconds a step</h2>{render_bars(rows, varying)}",
-        f"<h2>Where the time went</h2>{render_stages(rows, varying)}",
-        f"<h2>Videos</h2><div class=gallery>{''.join(render_cards(folder, rows, varying))}</div>",
-    ]
-    head = "<meta charset=utf-8><meta name=viewport content='width=device-width'>"
-    head += f"<title>{len(rows)} jobs</title><style>{STYLE}</style>"
-    return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"
-
-
-def render_table(rows, varying) -> str:
-    names = shown(rows, varying)
+    names, colour_of = shown(rows, varying), colours(rows)
     fastest = min((row["seconds_per_step"] for row in rows if row["seconds_per_step"]), default=None)
-    heads = [html.escape(name if name in varying else name.replace("_", " ")) for name in names]
-    lines = ["<tr>" + "".join(f"<th>{head}</th>" for head in (*heads, "error")) + "</tr>"]
-    for row in rows:
-        best = fastest and row["seconds_per_step"] == fastest
-        marks = " ".join(mark for mark, on in (("failed", row["status"] == "failed"), ("best", best)) if on)
-        cells = "".join(render_cell(columns(row, varying)[name]) for name in names)
-        lines.append(f"<tr class='{marks}'>{cells}<td>{html.escape(row['error'] or '')}</td></tr>")
-    return f"<table>{''.join(lines)}</table>"
+    timed = [row for row in rows if row["seconds_per_step"]]
+    steps = [(label(row, varying), [(STAGE_COLOURS[1], row["seconds_per_step"])]) for row in timed]
+    parts = [(label(row, varying), [(colour_of[name], value) for name, value in row["seconds"].items()])
+             for row in rows if row["seconds"]]
+    return pages.render(
+        "report.html",
+        summary=", ".join(f"{count} {status}" for status, count in counts.items() if count),
+        name=folder.name,
+        devices=", ".join(sorted({str(row["device"]) for row in rows if row["device"]})),
+        heads=[name if name in varying else name.replace("_", " ") for name in names],
+        rows=[table_row(row, names, varying, fastest) for row in rows],
+        step_bars=bars(steps), part_bars=bars(parts), colours=colour_of, cards=list(cards(folder, rows, varying)),
+    ) + "\n"
 
 
-def render_cell(value) -> str:
-    if isinstance(value, float):
-        return f"<td class=number>{value:.4g}</td>"
-    return f"<td>{html.escape('' if value is None else str(value))}</td>"
+def table_row(row, names, varying, fastest) -> dict:
+    best = fastest and row["seconds_per_step"] == fastest
+    marks = " ".join(mark for mark, on in (("failed", row["status"] == "failed"), ("best", best)) if on)
+    return {"marks": marks, "cells": [columns(row, varying)[name] for name in names], "error": row["error"]}
 
 
 def label(row, varying) -> str:
     return ", ".join(f"{key}={row['overrides'].get(key, '')}" for key in varying) or f"job {row['job']}"
 
 
-def render_bars(rows, varying) -> str:
-    """One bar a job: seconds a step."""
-    timed = [(row, row["seconds_per_step"]) for row in rows if row["seconds_per_step"]]
-    return chart([(label(row, varying), [(STAGE_COLOURS[1], seconds)], f"{seconds:.3g} s") for row, seconds in timed])
-
-
-def render_stages(rows, varying) -> str:
-    """One bar a job: its seconds by stage, with a key to the colours."""
-    timed, colour_of = [row for row in rows if row["seconds"]], colours(rows)
-    key = "".join(f"<span class=key style='background:{colour}'></span>{name}" for name, colour in colour_of.items())
-    bars = []
-    for row in timed:
-        parts = [(colour_of[name], value) for name, value in row["seconds"].items()]
-        bars.append((label(row, varying), parts, f"{sum(row['seconds'].values()):.3g} s"))
-    return f"<p>{key}</p>{chart(bars)}"
-
-
-def chart(bars) -> str:
-    """Horizontal stacked bars as an SVG: (label, [(colour, value)], what to write behind it)."""
-    if not bars:
-        return "<p>nothing to show</p>"
-    largest = max(sum(value for _, value in parts) for _, parts, _ in bars) or 1
-    lines = []
-    for index, (name, parts, note) in enumerate(bars):
-        top, left, short = index * 24, 360.0, name if len(name) < 54 else "…" + name[-53:]
-        lines.append(f"<text x=350 y={top + 15} text-anchor=end>{html.escape(short)}</text>")
+def bars(labelled) -> list[dict]:
+    """Places of a chart's bars: each a label and the (colour, seconds) of its parts."""
+    largest, placed = max((sum(value for _, value in parts) for _, parts in labelled), default=0) or 1, []
+    for name, parts in labelled:
+        left, boxes = 360.0, []
         for colour, value in parts:
-            width = 700 * value / largest
-            lines.append(f"<rect x={left:.1f} y={top + 3} width={width:.1f} height=16 fill='{colour}'/>")
-            left += width
-        lines.append(f"<text x={left + 6:.1f} y={top + 15}>{note}</text>")
-    return f"<svg viewBox='0 0 1150 {24 * len(bars)}' width='100%' role=img>{''.join(lines)}</svg>"
+            boxes.append((colour, f"{left:.1f}", f"{700 * value / largest:.1f}"))
+            left += 700 * value / largest
+        note, short = f"{sum(value for _, value in parts):.3g} s", name if len(name) < 54 else "…" + name[-53:]
+        placed.append({"label": short, "parts": boxes, "end": f"{left + 6:.1f}", "note": note})
+    return placed
 
 
-def render_cards(folder: Path, rows, varying):
+def cards(folder: Path, rows, varying):
     """Contact sheets and videos side by side, each with its command."""
     budget = EMBEDDED_BYTES
     for row in rows:
@@ -257,11 +207,10 @@ def render_cards(folder: Path, rows, varying):
         video = folder / row["video"]
         sheet = small_picture(video.with_name("contact_sheet.png"))
         budget -= video.stat().st_size + len(sheet)
-        source = data_uri(video.read_bytes(), "video/mp4") if budget > 0 else html.escape(row["video"], quote=True)
-        picture = f"<img src='{data_uri(sheet, 'image/jpeg')}' alt='contact sheet'>" if sheet else ""
-        command = f"<code>{html.escape(row['replay'] or '')}</code>"
-        player = f"<video src='{source}' controls loop muted></video>"
-        yield f"<div class=card>{picture}{player}{html.escape(label(row, varying))}<br>{command}</div>"
+        yield {
+            "video": data_uri(video.read_bytes(), "video/mp4") if budget > 0 else row["video"],
+            "sheet": sheet and data_uri(sheet, "image/jpeg"), "label": label(row, varying), "replay": row["replay"],
+        }
 
 
 def small_picture(path: Path) -> bytes:

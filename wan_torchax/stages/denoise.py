@@ -1,4 +1,5 @@
 """Noise to latents: one compiled step, guidance and scheduler included, called as often as there are steps."""
+import logging
 import math
 import time
 from dataclasses import replace

@@ -10,7 +10,7 @@ from wan_torchax.config.graph import Graph
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.devices import distributed
 from wan_torchax.devices.mesh import describe
-from wan_torchax.events import Decoded, Event, Finished, Previewed, to_all
+from wan_torchax.events import Decoded, Event, Finished, Listener, Previewed, silence, to_all
 from wan_torchax.records import outputs, results
 from wan_torchax.records.clock import Clock
 from wan_torchax.records.files import claimed
@@ -25,13 +25,13 @@ from wan_torchax.tasks.progress import Bars, Progress
 log = logging.getLogger("wan")
 
 
-def generate(config, folder: Path, overrides=()) -> float:
+def generate(config, folder: Path, overrides=(), listener: Listener = silence) -> float:
     """The stages of the pipeline that the config names. Returns the median seconds of a step, or of the whole."""
     with claimed(folder) if distributed.is_first() else contextlib.nullcontext():
-        return generate_into(config, folder, overrides)
+        return generate_into(config, folder, overrides, listener)
 
 
-def generate_into(config, folder: Path, overrides) -> float:
+def generate_into(config, folder: Path, overrides, listener: Listener) -> float:
     clock, config = Clock(), inputs.with_texts(config)
     settled, graph = outputs.settle(config), Graph.of(config.pipeline)
     first = distributed.is_first()  # the process that writes
@@ -53,7 +53,7 @@ def generate_into(config, folder: Path, overrides) -> float:
         elif isinstance(event, Decoded):
             video.add(event.frames)
 
-    tell = to_all(clock, Bars(), Progress(folder), save) if first else clock
+    tell = to_all(clock, Bars(), Progress(folder), save, listener) if first else clock
     resolved = session.resolve(config, names, tell)
     log.info("%s on %s", config.model.name, describe(resolved.mesh))
     weights |= fingerprints(resolved.checkpoints)
@@ -68,10 +68,11 @@ def generate_into(config, folder: Path, overrides) -> float:
             metrics = outputs.metrics(settled, weights, resolved.mesh, overrides)
             metrics["floor_seconds_per_step"] = Denoise.floor_seconds(resolved)
             metrics["adapters"] = adapters.described(config)
+            metrics["step_flops"] = Denoise.flops(resolved)["total"]
             with phase("write", tell):
                 made = outputs.write_outputs(folder, settled, values, metrics, video)
     if first:
-        outputs.write_metrics(folder, metrics | clock.report())
+        outputs.write_metrics(folder, metrics | clock.report() | outputs.described(settled, overrides))
         if made != folder and not config.output.keep_frames:  # there was a need for them until the video was written
             results.path_of(folder, graph.giver("frames")).unlink(missing_ok=True)
         compare_replay(config, metrics)

@@ -1,0 +1,257 @@
+"""OpenAI's video API over the queue: https://platform.openai.com/docs/api-reference/videos, and what it lacks."""
+import asyncio
+import json
+import shutil
+import time
+from pathlib import Path
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import FormData, UploadFile
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.wording import one_of
+from wan_torchax.records.report import without_places
+from wan_torchax.serve import estimate, requests
+from wan_torchax.serve.errors import Refused
+from wan_torchax.serve.queue import Conflict, Full, Job, events_from
+
+VARIANTS = {"video": "video.mp4", "thumbnail": "poster.png", "spritesheet": "contact_sheet.png"}
+POLL = {"openai-poll-after-ms": "500"}  # when OpenAI's client asks again
+FORM = dict(max_files=20, max_fields=64, max_part_size=1_000_000)
+MOST_LISTED = 100
+TAIL_SECONDS = 0.1  # between two looks at what has happened
+SIGN_SECONDS = 15  # without an event, after which a stream shows that it lives
+
+
+def video(front, job: Job) -> dict:
+    """OpenAI's video object, and what else there is to say."""
+    request, state = job.request, front.queue.state(job)
+    error = state.error and {"code": "failed", "message": without_places(state.error, job.folder)}
+    return {
+        "id": job.id, "object": "video", "model": request["model"], "status": state.status, "progress": state.progress,
+        "created_at": int(request["created"]), "completed_at": state.ended and int(state.ended), "expires_at": None,
+        "prompt": request["values"]["prompt.text"], "size": request["size"], "seconds": request["seconds"],
+        "remixed_from_video_id": request["remixed_from"], "error": error or None, "quality": "standard",
+        "phase": state.phase, "step": state.step, "steps": state.steps or request["steps"], "preview": state.preview,
+        "frames": request["frames"], "seed": request["seed"],
+    }
+
+
+def find(request: Request) -> Job:
+    job = request.app.state.front.queue.get(request.path_params["id"])
+    if job is None:
+        raise Refused(404, f"there is no video {request.path_params['id'][:60]!r}", "not_found")
+    return job
+
+
+# ---------------------------------------------------------------- asking for a video
+
+
+async def create(request: Request) -> JSONResponse:
+    front, asked = request.app.state.front, await read(request)
+    return await run_in_threadpool(submit, front, *asked, request.headers.get("idempotency-key"))
+
+
+async def remix(request: Request) -> JSONResponse:
+    """The same again with another prompt."""
+    front, job, (fields, files) = request.app.state.front, find(request), await read(request)
+    if set(fields) != {"prompt"} or files:
+        raise ConfigError("a remix takes a prompt and nothing else")
+    return await run_in_threadpool(submit, front, fields, {}, request.headers.get("idempotency-key"), job)
+
+
+async def read(request: Request) -> tuple[dict, dict[str, list[bytes]]]:
+    """JSON's fields or a form's, and the files among them."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
+        async with request.form(**FORM) as form:
+            return await read_form(form)
+    if kind != "application/json":
+        raise Refused(415, "send application/json or multipart/form-data", "unknown_content")
+    try:
+        fields = json.loads(await request.body())
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"not JSON ({error})", "invalid_json") from error
+    if not isinstance(fields, dict):
+        raise Refused(400, "not a JSON object", "invalid_json")
+    given = {name: value for name, value in fields.items() if requests.is_file(name)}
+    files = {name: requests.bytes_of(name, value) for name, value in given.items() if value is not None}
+    return {name: value for name, value in fields.items() if name not in given}, files
+
+
+async def read_form(form: FormData) -> tuple[dict, dict[str, list[bytes]]]:
+    """Each field once; `input_reference[image_url]` and `references[]` are how a form writes objects and lists."""
+    fields, files = {}, {}
+    for name, value in form.multi_items():
+        plain = name.partition("[")[0]
+        if isinstance(value, UploadFile):
+            files.setdefault(plain, []).append(await value.read())
+        elif requests.is_file(plain):
+            files.setdefault(plain, []).extend(requests.bytes_of(plain, value))
+        elif name in fields:
+            raise ConfigError(f"{name}: given twice")
+        else:
+            fields[name] = value
+    return fields, files
+
+
+def submit(front, fields: dict, files: dict, key: str | None, source: Job | None = None) -> JSONResponse:
+    """Check a request as run.py would, put it into the queue, answer with its video."""
+    if front.draining:
+        raise Refused(503, "the server is about to end; ask again in a moment", "draining", {"Retry-After": "10"})
+    with front.queue.draft() as draft:
+        requests.write_files(draft, files)
+        if source is not None:
+            shutil.copytree(source.folder / "inputs", draft / "inputs", dirs_exist_ok=True)
+            fields = source.request["fields"] | fields
+        values, config = requests.make(front.base, fields, draft)
+        content = describe(front.base, fields, values, config)
+        content["remixed_from"] = source and source.id
+        try:
+            job = front.queue.submit(draft, content, front.serve.queue_limit, key)
+        except Full:
+            seconds = max(round(estimate.usual_seconds(front.queue)), 1)
+            message = f"{front.serve.queue_limit} videos wait already; ask again in a while"
+            raise Refused(429, message, "queue_full", {"Retry-After": str(seconds)}) from None
+        except Conflict as error:
+            raise Refused(409, str(error), "idempotency_conflict") from None
+    front.measures.open[job.id] = job
+    return JSONResponse(video(front, job), headers=POLL)
+
+
+def describe(base, fields: dict, values: dict, config) -> dict:
+    """request.json: what was asked, and what came of it."""
+    resolution = config.resolution
+    seconds = fields.get("seconds") or f"{resolution.frames / resolution.fps:.4g}"
+    return {
+        "fields": fields, "values": values, "model": values.get("preset", base.model), "seconds": str(seconds),
+        "size": f"{resolution.width}x{resolution.height}", "frames": resolution.frames, "steps": config.steps,
+        "seed": config.seed,
+    }
+
+
+# ---------------------------------------------------------------- what became of it
+
+
+async def show(request: Request) -> JSONResponse:
+    return JSONResponse(video(request.app.state.front, find(request)), headers=POLL)
+
+
+async def listed(request: Request) -> JSONResponse:
+    """A page of all videos, the newest first; `after` is the last of the page before."""
+    front, query = request.app.state.front, request.query_params
+    order, limit = query.get("order", "desc"), query.get("limit", "20")
+    for problem in one_of("order", order, ("asc", "desc")):
+        raise ConfigError(problem)
+    if not limit.isdecimal() or not 1 <= int(limit) <= MOST_LISTED:
+        raise ConfigError(f"limit={limit[:20]}: must be from 1 to {MOST_LISTED}")
+    jobs = front.queue.jobs()
+    jobs = jobs if order == "asc" else jobs[::-1]
+    if "after" in query:
+        places = [place for place, job in enumerate(jobs) if job.id == query["after"]]
+        if not places:
+            raise Refused(404, f"after={query['after'][:60]}: there is no such video", "not_found")
+        jobs = jobs[places[0] + 1 :]
+    chosen = [video(front, job) for job in jobs[: int(limit)]]
+    ends = {"first_id": chosen[0]["id"], "last_id": chosen[-1]["id"]} if chosen else {"first_id": None, "last_id": None}
+    return JSONResponse({"object": "list", "data": chosen, "has_more": len(jobs) > len(chosen)} | ends)
+
+
+async def delete(request: Request) -> JSONResponse:
+    """Also of a video in the making, which OpenAI's does not do: it stops at its next step."""
+    front, job = request.app.state.front, find(request)
+    await run_in_threadpool(front.queue.delete, job)
+    return JSONResponse({"id": job.id, "object": "video.deleted", "deleted": True})
+
+
+async def content(request: Request) -> FileResponse:
+    job, variant = find(request), request.query_params.get("variant", "video")
+    for problem in one_of("variant", variant, VARIANTS):
+        raise ConfigError(problem)
+    state = request.app.state.front.queue.state(job)
+    if state.status != "completed":
+        raise Refused(409, f"the video is not there yet: {state.phase}", "not_ready")
+    return send_file(job.folder / VARIANTS[variant])
+
+
+def send_file(path: Path) -> FileResponse:
+    if not path.is_file():
+        raise Refused(404, f"there is no {path.name}", "not_found")
+    return FileResponse(path, headers={"Cache-Control": "private, max-age=86400"})
+
+
+async def preview(request: Request) -> Response:
+    """In one piece: the next preview takes its place at any moment."""
+    try:
+        picture = (find(request).folder / "preview.png").read_bytes()
+    except FileNotFoundError:
+        raise Refused(404, "there is no preview yet", "not_ready") from None
+    return Response(picture, media_type="image/png", headers={"Cache-Control": "no-store"})
+
+
+async def events(request: Request) -> StreamingResponse:
+    """Server-sent events, from the first or behind Last-Event-ID: queued, loading, …, step, preview; last done."""
+    front, job, last = request.app.state.front, find(request), request.headers.get("last-event-id", "0")
+    return stream(follow(front, job, int(last) if last.isdecimal() else 0))
+
+
+def stream(generator) -> StreamingResponse:
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # a proxy must not collect them
+    return StreamingResponse(generator, media_type="text/event-stream", headers=headers)
+
+
+async def follow(front, job: Job, sent: int):
+    place = number = 0
+    spoke = time.monotonic()
+    while not front.stopping:
+        gone = front.queue.get(job.id) is None
+        over = gone or front.queue.state(job).is_over  # before the lines are read: none comes after it
+        lines, place = events_from(job.folder, place)
+        for line in lines:
+            number += 1
+            if number > sent:
+                spoke = time.monotonic()
+                yield written(line.pop("event"), line, number)
+        if over:
+            yield written("deleted", {"id": job.id}) if gone else written("done", video(front, job), number + 1)
+            return
+        if time.monotonic() - spoke > SIGN_SECONDS:
+            spoke = time.monotonic()
+            yield ": still there\n\n"
+        await asyncio.sleep(TAIL_SECONDS)
+
+
+def written(name: str, data, number: int | None = None) -> str:
+    """One server-sent event."""
+    start = "" if number is None else f"id: {number}\n"
+    return f"{start}event: {name}\ndata: {json.dumps(data)}\n\n"
+
+
+# ---------------------------------------------------------------- the server itself
+
+
+async def models(request: Request) -> JSONResponse:
+    names = request.app.state.front.base.models
+    return JSONResponse({"object": "list", "data": [
+        {"id": name, "object": "model", "created": 0, "owned_by": "wan-torchax"} for name in names
+    ]})
+
+
+async def alive(request: Request) -> Response:
+    return PlainTextResponse("ok\n")
+
+
+async def is_ready(request: Request) -> Response:
+    """Whether weights and programs are there, so that a request would wait for nothing but its turn."""
+    front = request.app.state.front
+    if front.draining:
+        return PlainTextResponse("about to end\n", 503)
+    return PlainTextResponse("ready\n") if front.ready.value else PlainTextResponse("loading\n", 503)
+
+
+async def metrics(request: Request) -> Response:
+    text = await run_in_threadpool(request.app.state.front.measures.text)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,45 @@
+"""What went wrong, in the shape that OpenAI's clients know."""
+import errno
+import logging
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from wan_torchax.config.schema import ConfigError
+
+log = logging.getLogger("wan")
+KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class Refused(HTTPException):
+    """A request that is not carried out, with the reason in words, and in one word for programs."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, headers: dict | None = None):
+        super().__init__(status, message, headers)
+        self.code = code
+
+
+def answer(status: int, message: str, code: str | None = None, headers: dict | None = None) -> JSONResponse:
+    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    content = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return JSONResponse(content, status, headers)
+
+
+async def refused(request: Request, error: HTTPException) -> JSONResponse:
+    return answer(error.status_code, error.detail, getattr(error, "code", None), error.headers)
+
+
+async def wrong(request: Request, error: ConfigError) -> JSONResponse:
+    """What run.py would print of such settings."""
+    return answer(400, str(error), "invalid_settings")
+
+
+async def failed(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return answer(507, "the server's disk is full; ask its owner to free some space", "disk_full")
+    log.error("%s %s: %s", request.method, request.url.path, error, exc_info=error)
+    return answer(500, "the server made a mistake; its log says which", "internal_error")
+
+
+HANDLERS = {HTTPException: refused, ConfigError: wrong, OSError: failed, Exception: failed}

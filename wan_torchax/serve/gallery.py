@@ -1,0 +1,86 @@
+"""All finished runs below some folders, of run.py and of servers: what was made, to look at and to find again."""
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.wording import flatten
+from wan_torchax.records.report import read_json
+from wan_torchax.records.stored import read_stored
+from wan_torchax.serve.queue import IDS, Queue
+
+DEPTH = 4  # folders below which nothing is looked for: outputs/<date>/<time>/<job>
+LOOK_SECONDS = 2  # between two looks at the disk
+FILES = ("video.mp4", "poster.png", "contact_sheet.png")
+# What is shown of a run, by the name the form has for it.
+SHOWN = {
+    "prompt": "prompt.text", "negative_prompt": "prompt.negative", "seed": "seed", "steps": "steps",
+    "guidance_scale": "guidance_scale", "frames": "resolution.frames", "fps": "resolution.fps",
+    "width": "resolution.width", "height": "resolution.height",
+}
+
+
+class Gallery:
+    def __init__(self, folders: list[Path], queue: Queue):
+        self.folders, self.queue = [folder.resolve() for folder in folders], queue
+        self.runs: dict[Path, dict] = {}
+        self.beside: set[Path] = set()  # folders that are not of the queue
+        self.looked = -LOOK_SECONDS
+
+    def search(self, words: str) -> list[dict]:
+        """Runs that have all the words, the newest first: of the prompt, or `seed=7`, `preset=…`, `model=…`."""
+        wanted = words.lower().split()
+        found = [run for run in self.look() if all(word in run["words"] for word in wanted)]
+        return sorted(found, key=lambda run: -run["created"])
+
+    def look(self) -> list[dict]:
+        """The queue's videos as they are now, those of other folders as they were a moment ago."""
+        if time.monotonic() - self.looked > LOOK_SECONDS:
+            self.beside, self.looked = set(self.walk()), time.monotonic()
+        there = self.beside | {job.folder for job in self.queue.jobs() if self.queue.state(job).status == "completed"}
+        runs = {folder: run for folder, run in self.runs.items() if folder in there}
+        for folder in there - runs.keys():
+            with contextlib.suppress(OSError, ConfigError, KeyError, TypeError, ValueError):
+                runs[folder] = read_run(folder)
+        self.runs = runs
+        return list(runs.values())
+
+    def walk(self) -> Iterator[Path]:
+        """Folders that hold a finished video."""
+        for root in self.folders:
+            for place, below, files in os.walk(root):
+                below[:] = [name for name in below if not name.startswith(".") and name != "profile"]
+                if Path(place) == self.queue.folder:
+                    below.clear()
+                if len(Path(place).relative_to(root).parts) >= DEPTH:
+                    below.clear()
+                if "metrics.json" in files and "video.mp4" in files:
+                    yield Path(place)
+
+    def file(self, identifier: str, name: str) -> Path | None:
+        """A file of a run, if it is one to look at."""
+        if name not in FILES:
+            return None
+        if identifier not in (run["id"] for run in self.runs.values()):
+            self.look()
+        folder = next((folder for folder, run in self.runs.items() if run["id"] == identifier), None)
+        path = folder and folder / name
+        return path if path and path.resolve().parent == folder else None  # no link to somewhere else
+
+
+def read_run(folder: Path) -> dict:
+    metrics = read_json(folder / "metrics.json")
+    settings = metrics.get("settings") or dict(flatten(read_stored(folder, "replay").config))
+    preset = [text.partition("=")[2] for text in metrics.get("overrides", []) if text.startswith("preset=")]
+    run = {name: settings.get(key) for name, key in SHOWN.items()}
+    run["model"], run["preset"] = metrics.get("model") or settings.get("model.name"), preset[-1] if preset else None
+    digest = hashlib.sha256(str(folder).encode()).hexdigest()[:24]
+    run["id"] = folder.name if IDS.fullmatch(folder.name) else f"run_{digest}"
+    run["created"] = (folder / "metrics.json").stat().st_mtime
+    run["total_seconds"] = metrics["seconds"]["total"]
+    named = (f"{name}={run[name]}" for name in ("seed", "steps", "preset", "model", "frames"))
+    run["words"] = " ".join([str(run["prompt"]), *named, f"{run['width']}x{run['height']}"]).lower()
+    return run

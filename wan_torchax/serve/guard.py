@@ -1,0 +1,145 @@
+"""What every request passes first: who asks, from where, how much and for how long; and the clock beside it."""
+import asyncio
+import hashlib
+import hmac
+import os
+import time
+from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.routing import Match
+
+from wan_torchax.config.validation import is_loopback
+from wan_torchax.serve.errors import Refused, answer
+
+OPEN = ("/", "/login", "/healthz", "/readyz")  # and what lies under /static/: nothing of anybody's
+COOKIE = "wan_key"
+CLOSE = {"Connection": "close"}  # what is still to come of such a request is not waited for
+HEADERS = {
+    b"content-security-policy": b"default-src 'self'; img-src 'self' blob: data:; frame-ancestors 'none'",
+    b"x-content-type-options": b"nosniff",
+    b"referrer-policy": b"no-referrer",
+}
+
+
+def read_keys(path: str | None) -> list[bytes]:
+    """Digests of the keys that are good: of a file's lines, and of WAN_TORCHAX_KEYS."""
+    lines = Path(path).read_text().splitlines() if path is not None else []
+    keys = [*lines, *os.environ.get("WAN_TORCHAX_KEYS", "").split(",")]
+    return [digest(key.strip()) for key in keys if key.strip()]
+
+
+def digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def is_good(given: str, keys: list[bytes]) -> bool:
+    """In a time that says nothing of how nearly it was right, or of which it was."""
+    return sum(hmac.compare_digest(digest(given), key) for key in keys) > 0
+
+
+class Guard:
+    def __init__(self, app, front):
+        self.app, self.front = app, front
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        began, status = time.perf_counter(), 500
+
+        async def send_on(message):
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                given = {name for name, _ in message["headers"]}
+                message["headers"] += [pair for pair in HEADERS.items() if pair[0] not in given]
+            await send(message)
+
+        try:
+            if (refusal := self.refusal(scope)) is not None:
+                return await answer(*refusal)(scope, receive, send_on)
+            await self.app(scope, self.limited(receive), send_on)
+        finally:
+            self.front.measures.answered(template_of(scope), scope["method"], status, time.perf_counter() - began)
+
+    def refusal(self, scope) -> tuple | None:
+        """Why a request is not even looked at."""
+        headers, path = Headers(scope=scope), scope["path"]
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > self.most_bytes:
+            return 413, self.too_large, "too_large", CLOSE
+        if not self.is_from_here(headers):
+            reason = "a page of another site may not call this server; its owner can allow it with serve.origins"
+            return 403, reason, "other_site", CLOSE
+        if path in OPEN or path.startswith("/static/") or not self.front.keys:
+            return None
+        if not is_good(given_key(headers), self.front.keys):
+            headers = {"WWW-Authenticate": "Bearer"} | CLOSE
+            return 401, "give a key of this server: Authorization: Bearer <key>", "invalid_api_key", headers
+        return None
+
+    @property
+    def too_large(self) -> str:
+        return f"a request may have {self.front.serve.upload_mb} MB"
+
+    @property
+    def most_bytes(self) -> int:
+        return int(self.front.serve.upload_mb * 1e6)
+
+    def is_from_here(self, headers: Headers) -> bool:
+        """Not a page of another site, in the browser of somebody who can reach this server.
+
+        Without keys that browser must also have come by this machine's own name: a name of another site that leads
+        here would make its pages ours.
+        """
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if not self.front.keys and not is_loopback(urlsplit(f"//{host}").hostname or ""):
+            return False
+        if origin is None or origin in self.front.serve.origins:
+            return True
+        return urlsplit(origin).netloc == host
+
+    def limited(self, receive):
+        """`receive` that lets so many bytes through, in so many seconds."""
+        left, deadline = self.most_bytes, time.monotonic() + self.front.serve.upload_seconds
+        whole = False
+
+        async def receive_some():
+            nonlocal left, whole
+            if whole:  # what comes now is that the client went away
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), deadline - time.monotonic())
+            except TimeoutError:
+                most = self.front.serve.upload_seconds
+                raise Refused(408, f"a request may take {most} s to arrive", "too_slow", CLOSE) from None
+            left -= len(message.get("body", b""))
+            whole = not message.get("more_body", False)
+            if left < 0:
+                raise Refused(413, self.too_large, "too_large", CLOSE)
+            return message
+
+        return receive_some
+
+
+def given_key(headers: Headers) -> str:
+    """Of a client's header, or of the page's cookie."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return key.strip()
+    try:
+        cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+    except CookieError:
+        return ""
+    return cookie.value if cookie else ""
+
+
+def template_of(scope) -> str:
+    """`/v1/videos/{id}`: as many labels as there are routes, whatever is asked for."""
+    app = scope.get("app")
+    for route in app.routes if app else ():
+        if route.matches(scope)[0] is not Match.NONE:
+            return route.path
+    return "other"

@@ -1,0 +1,166 @@
+"""The page: a form made from the schema, the queue, the gallery. It uses the API like any other client."""
+import asyncio
+import dataclasses
+import json
+
+from omegaconf import OmegaConf
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
+
+from wan_torchax.config import inputs, trust
+from wan_torchax.config.geometry import Geometry
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.records.pages import render
+from wan_torchax.serve import api, requests
+from wan_torchax.serve.errors import Refused
+from wan_torchax.serve.estimate import estimate as estimated
+from wan_torchax.serve.guard import COOKIE, given_key, is_good
+from wan_torchax.serve.requests import FIELDS
+
+LOOK_SECONDS = 0.25  # between two looks at the queue
+RUNS = 24  # of the gallery at a time
+FAILED = 10  # of those that failed, the last
+COOKIE_SECONDS = 30 * 24 * 3600
+# Number fields of the form, in its order: label, what it means, least, most, step.
+NUMBERS = {
+    "frames": ("Frames", "4n+1 of them", 1, None, 4),
+    "steps": ("Steps", "more are finer and slower", 1, 1000, 1),
+    "guidance_scale": ("Guidance", "how closely it follows the prompt", 0, 20, 0.1),
+    "seed": ("Seed", "same seed, same video", 0, 2**32 - 1, 1),
+    "fps": ("Frames a second", "how fast it plays", 1, 120, 1),
+    "flow_shift": ("Flow shift", "how far sampling leans towards high noise", 0.1, 20, 0.1),
+}
+MORE = ("fps", "flow_shift")  # folded away
+FILES = {  # what the form says of each
+    "image": "Starts from a picture", "last_image": "Ends with a picture", "video": "Follows a video",
+    "mask": "Made anew where this is white", "references": "Shows what is in these pictures",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """A field of the form."""
+
+    name: str
+    label: str
+    help: str
+    least: float
+    most: float | None
+    step: float
+    value: float
+    more: bool
+
+
+def numbers(config) -> list[Number]:
+    """Of the keys that the schema offers, with the values that this server was started with."""
+    made = []
+    for name, (label, text, least, most, step) in NUMBERS.items():
+        assert trust.is_offered(FIELDS[name]), name
+        most = config.model.max_frames if name == "frames" else most
+        value = OmegaConf.select(config, FIELDS[name])
+        made.append(Number(name, label, text, least, most, step, value, name in MORE))
+    return made
+
+
+def sizes(config) -> list[str]:
+    """The size it was started with, the same upright or lying, and a square."""
+    width, height = config.resolution.width, config.resolution.height
+    multiple = max(Geometry.of(config.model.architecture).multiples.values())
+    side = max(round((width * height) ** 0.5 / multiple) * multiple, config.model.min_size)
+    return list(dict.fromkeys([f"{width}x{height}", f"{height}x{width}", f"{side}x{side}"]))
+
+
+async def show(request: Request) -> Response:
+    front = request.app.state.front
+    if front.keys and not is_good(given_key(request.headers), front.keys):
+        return HTMLResponse(render("login.html", failed="failed" in request.query_params), 401)
+    config = front.base.config
+    choices = {group: names for group, names in front.base.choices.items() if group != "preset"}
+    text = render(
+        "page.html", models=front.base.models, choices=choices, numbers=numbers(config), sizes=sizes(config),
+        files={key: FILES[key] for key in inputs.taken(config)}, letters=requests.LETTERS,
+        negative=config.prompt.negative or "",
+    )
+    return HTMLResponse(text, headers={"Cache-Control": "no-store"})
+
+
+async def login(request: Request) -> Response:
+    """A key becomes a cookie that pages of other sites cannot use: videos and streams carry no header."""
+    async with request.form(**api.FORM) as form:
+        key = str(form.get("key", "")).strip()
+    if not is_good(key, request.app.state.front.keys):
+        return RedirectResponse("/?failed", 303)
+    answer = RedirectResponse("/", 303)
+    secure = request.url.scheme == "https" or request.headers.get("x-forwarded-proto") == "https"
+    answer.set_cookie(COOKIE, key, COOKIE_SECONDS, httponly=True, samesite="strict", secure=secure)
+    return answer
+
+
+async def queue(request: Request) -> StreamingResponse:
+    """Every video that waits, is made or has failed, whenever something has changed: one stream for a page."""
+    front = request.app.state.front
+
+    async def changes():
+        before, silent = None, 0.0
+        while not front.stopping:
+            now = json.dumps([api.video(front, job) for job in shown_jobs(front.queue)])
+            if now != before:
+                before, silent = now, 0.0
+                yield f"event: queue\ndata: {now}\n\n"
+            elif (silent := silent + LOOK_SECONDS) > api.SIGN_SECONDS:
+                silent = 0.0
+                yield ": still there\n\n"
+            await asyncio.sleep(LOOK_SECONDS)
+
+    return api.stream(changes())
+
+
+def shown_jobs(queue) -> list:
+    jobs = queue.jobs()
+    failed = [job for job in jobs if queue.state(job).status == "failed"]
+    return [job for job in jobs if not queue.state(job).is_over] + failed[: -FAILED - 1 : -1]
+
+
+async def estimate(request: Request) -> JSONResponse:
+    """What Run would do: the video's size and length, and how long it would take; or what is wrong, which is no error
+    while somebody types."""
+    front, (fields, files) = request.app.state.front, await api.read(request)
+
+    def answer() -> dict:
+        try:
+            with front.queue.draft() as draft:
+                requests.write_files(draft, files)
+                _, config = requests.make(front.base, fields, draft)
+        except ConfigError as error:
+            return {"problem": str(error)}
+        resolution = config.resolution
+        return estimated(front.base, front.queue, config) | {
+            "width": resolution.width, "height": resolution.height, "frames": resolution.frames, "steps": config.steps,
+            "video_seconds": resolution.frames / resolution.fps, "ahead": len(front.queue.waiting()),
+        }
+
+    return JSONResponse(await run_in_threadpool(answer))
+
+
+async def runs(request: Request) -> JSONResponse:
+    """A page of the gallery: `query` words, `start` at which."""
+    front, query = request.app.state.front, request.query_params
+    start = query.get("start", "0")
+    if not start.isdecimal():
+        raise Refused(400, f"start={start[:20]}: must be a whole number")
+    found = await run_in_threadpool(front.gallery.search, query.get("query", "")[:200])
+    shown = found[int(start) : int(start) + RUNS]
+    return JSONResponse({"total": len(found), "data": [shown_run(run) for run in shown]})
+
+
+def shown_run(run: dict) -> dict:
+    return {name: value for name, value in run.items() if name != "words"} | {"files": f"/page/runs/{run['id']}"}
+
+
+async def run_file(request: Request) -> FileResponse:
+    gallery, named = request.app.state.front.gallery, request.path_params
+    path = await run_in_threadpool(gallery.file, named["id"], named["name"])
+    if path is None:
+        raise Refused(404, "there is no such file", "not_found")
+    return api.send_file(path)

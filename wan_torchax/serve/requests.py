@@ -1,0 +1,215 @@
+"""What a request may say, and the configuration that follows from it. No JAX, no torch.
+
+A request is a stranger's: each field stands for a key that trust.py offers, or for a group among whose options the
+owner lets it choose (serve.choices). It names no path, no code, no flag; a picture or a video comes as its bytes.
+"""
+import base64
+import io
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from wan_torchax.config import inputs, trust
+from wan_torchax.config.commandline import compose, key_of, quote
+from wan_torchax.config.geometry import Geometry
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.validation import validate
+from wan_torchax.config.wording import nearest
+from wan_torchax.records.outputs import is_under
+from wan_torchax.records.report import without_places
+
+# A field of a request -> the key of the config.
+FIELDS = {
+    "prompt": "prompt.text",
+    "negative_prompt": "prompt.negative",
+    "seed": "seed",
+    "steps": "steps",
+    "guidance_scale": "guidance_scale",
+    "guidance_scale_2": "guidance_scale_2",
+    "frames": "resolution.frames",
+    "fps": "resolution.fps",
+    "flow_shift": "resolution.flow_shift",
+    "fit": "fit",
+    "strength": "strength",
+    "conditioning_scale": "conditioning_scale",
+    "quality": "output.quality",
+}
+ALIASES = {"num_inference_steps": "steps", "num_frames": "frames", "input_reference": "image"}  # of OpenAI and others
+OWN = ("task", "serve", "prompt.text", "hydra")  # of the server's command line, not of its videos
+LETTERS = 32_000  # of a prompt, as OpenAI has it
+FORMATS = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp"}
+VIDEOS = {b"ftyp": ".mp4", b"\x1aE\xdf\xa3": ".webm"}  # how such files begin, or go on behind four bytes
+TAKE_VIDEOS = ("video", "mask")
+DATA = re.compile(r"data:(?:image|video)/[a-z0-9]+;base64,([A-Za-z0-9+/=\s]+)")
+
+
+@dataclass(frozen=True)
+class Base:
+    """What the owner started the server with."""
+
+    overrides: list[str]
+    config: DictConfig
+
+    @classmethod
+    def of(cls, config: DictConfig, overrides: list[str]) -> "Base":
+        return cls([text for text in overrides if not is_under(key_of(text), OWN)], config)
+
+    @property
+    def model(self) -> str:
+        """What clients call that which is served: the preset, or the model."""
+        presets = [text.partition("=")[2] for text in self.overrides if key_of(text) == "preset"]
+        return presets[-1] if presets else self.config.model.name
+
+    @property
+    def choices(self) -> dict[str, list[str]]:
+        return {group: list(names) for group, names in self.config.serve.choices.items()}
+
+    @property
+    def models(self) -> list[str]:
+        return list(dict.fromkeys([self.model, *self.choices.get("preset", [])]))
+
+    def overrides_for(self, values: dict, files: dict[str, list[Path]]) -> list[str]:
+        """What to compose a video's configuration from: the owner's overrides, then what the request chose."""
+        said = trust.overrides(values)
+        kept = [text for text in self.overrides if not is_under(key_of(text), [key_of(one) for one in said])]
+        own = ["sweep.active=true", f"preview_every={self.config.serve.preview_every}"]
+        named = {key: ",".join(quote(str(path)) for path in paths) for key, paths in files.items()}
+        given = [f"{key}=[{names}]" if key == "references" else f"{key}={names}" for key, names in named.items()]
+        return [*kept, *own, *said, *given]
+
+
+def read(base: Base, fields: dict) -> tuple[dict, float | None]:
+    """The keys that a request's fields stand for, checked, and the seconds it asks for."""
+    fields = {ALIASES.get(name, name): value for name, value in fields.items() if value is not None}
+    values, seconds = {}, None
+    for name, value in fields.items():
+        if name in FIELDS:
+            values[FIELDS[name]] = trust.offered_value(FIELDS[name], value)
+        elif name in base.choices:
+            values[name] = chosen(name, value, base.choices[name])
+        elif name == "model":
+            if chosen(name, value, base.models) != base.model:
+                values["preset"] = value
+        elif name == "size":
+            values |= read_size(value)
+        elif name == "seconds":
+            seconds = read_seconds(value)
+        else:
+            known = [*FIELDS, *ALIASES, *base.choices, "model", "size", "seconds"]
+            raise ConfigError(f"{trust.shown(name)}: no such field; {nearest(name, known)}")
+    text = values.get("prompt.text")
+    if not text or len(text) > LETTERS:
+        raise ConfigError(f"prompt: must be a text of 1 to {LETTERS} characters")
+    if seconds is not None and "resolution.frames" in values:
+        raise ConfigError("seconds and frames: give one of the two")
+    return values, seconds
+
+
+def chosen(name: str, value, names: list[str]) -> str:
+    if value not in names:
+        raise ConfigError(f"{name}={trust.shown(value)}: not served here; one of: {', '.join(names)}")
+    return value
+
+
+def read_size(value) -> dict[str, int]:
+    """`832x480` -> width and height."""
+    match = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", value) if isinstance(value, str) else None
+    if match is None:
+        raise ConfigError(f"size={trust.shown(value)}: write WIDTHxHEIGHT, e.g. 832x480")
+    return {"resolution.width": int(match[1]), "resolution.height": int(match[2])}
+
+
+def read_seconds(value) -> float:
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not 0 < seconds < 3600:
+        raise ConfigError(f"seconds={trust.shown(value)}: must be a number above 0, e.g. 4")
+    return seconds
+
+
+def make(base: Base, fields: dict, folder: Path) -> tuple[dict, DictConfig]:
+    """The values that a request chose and the configuration of its video; an error as run.py would print it.
+
+    `folder` has the files that came with it.
+    """
+    values, seconds = read(base, fields)
+    try:
+        config = compose(base.overrides_for(values, files_in(folder)))
+        if seconds is not None:
+            values["resolution.frames"] = frames_for(seconds, config)
+            OmegaConf.update(config, "resolution.frames", values["resolution.frames"])
+        validate(config)
+    except ConfigError as error:
+        message = str(error).replace(f"{folder}/inputs/", "")
+        raise ConfigError(without_places(message, folder)) from error
+    return values, config
+
+
+def frames_for(seconds: float, config: DictConfig) -> int:
+    """The number of frames that is nearest, of those that the model's VAE can make."""
+    scale = Geometry.of(config.model.architecture).frame_scale
+    return max(round((seconds * config.resolution.fps - 1) / scale), 0) * scale + 1
+
+
+# ---------------------------------------------------------------- files
+
+
+def files_in(folder: Path) -> dict[str, list[Path]]:
+    """By the key of the config that each is for: inputs/image.png, inputs/references.0.png."""
+    files = {}
+    for path in sorted((folder / "inputs").iterdir()):
+        files.setdefault(path.name.partition(".")[0], []).append(path)
+    return {key: paths for key, paths in files.items() if key in inputs.FILES}
+
+
+def write_files(folder: Path, files: dict[str, list[bytes]]) -> None:
+    """What came with a request, under names of ours."""
+    for name, contents in files.items():
+        key = ALIASES.get(name, name)
+        if key not in inputs.FILES:
+            raise ConfigError(f"{trust.shown(name)}: takes no file; files are {', '.join(inputs.FILES)}")
+        if len(contents) > 1 and key != "references":
+            raise ConfigError(f"{name}: given twice")
+        for number, content in enumerate(contents):
+            place = f".{number}" if key == "references" else ""
+            (folder / "inputs" / f"{key}{place}{suffix_of(name, content)}").write_bytes(content)
+
+
+def suffix_of(name: str, content: bytes) -> str:
+    """By what it holds. Of all that Pillow and ffmpeg read: formats without programs or links in them."""
+    from PIL import Image
+
+    if ALIASES.get(name, name) in TAKE_VIDEOS:
+        for start, suffix in VIDEOS.items():
+            if start in (content[:4], content[4:8]):
+                return suffix
+    try:
+        with Image.open(io.BytesIO(content), formats=list(FORMATS)) as picture:
+            return FORMATS[picture.format]
+    except Exception as error:  # whatever Pillow makes of a stranger's bytes
+        kinds = "PNG, JPEG or WebP" + (", MP4 or WebM" if name in TAKE_VIDEOS else "")
+        raise ConfigError(f"{name}: not a file that is taken; send {kinds}") from error
+
+
+def is_file(name: str) -> bool:
+    return ALIASES.get(name, name) in inputs.FILES
+
+
+def bytes_of(name: str, value) -> list[bytes]:
+    """Files in JSON: {"image_url": "data:image/png;base64,…"}, or the link alone, or a list of such. Nothing is fetched
+    from elsewhere."""
+    if isinstance(value, list):
+        return [content for item in value for content in bytes_of(name, item)]
+    link = value.get("image_url") if isinstance(value, dict) else value
+    match = DATA.fullmatch(link) if isinstance(link, str) else None
+    if match is None:
+        raise ConfigError(f"{name}: upload a file, or give its bytes as data:image/png;base64,…")
+    try:
+        return [base64.b64decode(match[1])]
+    except ValueError as error:
+        raise ConfigError(f"{name}: not base64") from error

@@ -1,0 +1,231 @@
+"""The worker: one video after the other from the queue, over this process's Session.
+
+It looks at the disk and writes to it, and knows nothing of who asks. What ends a video early raises in its listener, so
+between two steps: a `cancel` file, or word that this process must end.
+"""
+import contextlib
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from wan_torchax.config.commandline import compose
+from wan_torchax.config.schema import ConfigError, FolderError
+from wan_torchax.config.validation import validate
+from wan_torchax.events import Advanced, Began, Compiled, Event, Listener, Previewed, Stepped
+from wan_torchax.records import results
+from wan_torchax.records.files import claimed, sync
+from wan_torchax.serve.queue import Job, Queue, append, events_from, last_event
+from wan_torchax.serve.requests import Base, files_in
+from wan_torchax.session import session
+from wan_torchax.tasks.attempt import explain
+from wan_torchax.tasks.generate import generate_into
+
+log = logging.getLogger("wan")
+IDLE_SECONDS = 0.1  # between two looks at an empty queue
+LOOK_SECONDS = 0.05  # between two looks for a cancel file while weights load
+RESERVED_BYTES = 4096  # for the words of a failure, while the disk has room for them
+# A phase of a Session -> what a client is told, and how much of the work is done when it begins, in per cent.
+PHASES = {
+    "start": ("loading", 1), "build": ("loading", 1), "load_": ("loading", 2), "compile_": ("compiling", 2),
+    "denoise": ("denoising", 5), "decode": ("decoding", 90), "write": ("writing", 98),
+}
+OTHER = ("encoding", 4)  # texts and pictures
+ENDS = {"denoise": 90, "decode": 98}  # of phases that count
+
+
+class Cancelled(Exception):
+    """Nobody wants the video any more."""
+
+
+class Parked(Exception):
+    """This process has to end before the video is made."""
+
+
+class Reporter:
+    """A listener that writes what happens into a job's folder, and stops what is not wanted any more."""
+
+    def __init__(self, job: Job, must_end: Callable[[], bool]):
+        self.job, self.must_end, self.looked = job, must_end, 0.0
+        self.now = {"event": "loading", "progress": last_event(job.folder).progress}
+        self.total, self.done = None, 0
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Compiled):  # told in the compiler's thread
+            return
+        self.stop_if_unwanted(at_once=isinstance(event, Stepped))
+        if isinstance(event, Began):
+            self.begin(event)
+        elif isinstance(event, Advanced) and event.phase == self.phase and self.total:
+            self.done += event.count
+            if event.phase == "decode":
+                self.tell("decoding", share=self.done / self.total)
+        elif isinstance(event, Stepped):
+            self.tell("step", share=event.step / event.steps, step=event.step, steps=event.steps)
+        elif isinstance(event, Previewed):
+            self.tell("preview", preview=event.step)
+
+    def stop_if_unwanted(self, at_once: bool) -> None:
+        now = time.monotonic()
+        if at_once or now - self.looked > LOOK_SECONDS:
+            self.looked = now
+            if (self.job.folder / "cancel").exists():
+                raise Cancelled
+            if self.must_end():
+                raise Parked
+
+    def begin(self, event: Began) -> None:
+        self.phase, self.total, self.done = event.phase, event.total, 0
+        names = (name for name in PHASES if event.phase == name or (name[-1] == "_" and event.phase.startswith(name)))
+        word, self.percent = PHASES.get(next(names, ""), OTHER)
+        self.tell(word)
+
+    def tell(self, word: str, share: float = 0.0, **numbers) -> None:
+        """A line; numbers that this one does not bring stay as they were, and progress only grows."""
+        percent = self.percent + share * (ENDS.get(self.phase, self.percent) - self.percent)
+        now = self.now | numbers | {"event": word, "progress": max(self.now["progress"], int(percent))}
+        if now != self.now:
+            self.now = now
+            append(self.job.folder, now)
+
+
+# ---------------------------------------------------------------- one video
+
+
+def make(job: Job, base: Base, must_end: Callable[[], bool]) -> None:
+    """Make a video, or go on with one where an earlier worker was stopped. Raises what it ends with."""
+    reporter = Reporter(job, must_end)
+    config, overrides = configure(job, base)
+    validate(config)
+    try:
+        generate_into(config, job.folder, overrides, reporter)
+    except ConfigError as error:
+        if config.resume is None:
+            raise
+        # Of another configuration, or damaged: made again.
+        log.warning("%s: begins again: %s", job.id, error)
+        for path in stage_results(job.folder):
+            path.unlink()
+        config.resume = None
+        generate_into(config, job.folder, overrides, reporter)
+
+
+def configure(job: Job, base: Base):
+    """The configuration of a job's video; with what has been finished of it, that is not made again."""
+    overrides = base.overrides_for(job.request["values"], files_in(job.folder))
+    config = compose(overrides)
+    if stage_results(job.folder):
+        config.resume = str(job.folder)
+    return config, overrides
+
+
+def stage_results(folder: Path) -> list[Path]:
+    return sorted(folder.glob(results.path_of(Path(), "*").name))
+
+
+def attempt(job: Job, queue: Queue, base: Base, must_end: Callable[[], bool]) -> None:
+    """Try a job; whatever becomes of it is in its folder afterwards, and this worker goes on with the next."""
+    reserve(job.folder)
+    progress = last_event(job.folder).progress
+    append(job.folder, {"event": "loading", "progress": progress, "worker": name_of(os.getpid())})
+    try:
+        make(job, base, must_end)
+        (job.folder / ".failure").unlink()
+        for path in (*job.folder.iterdir(), job.folder):
+            sync(path)
+        log.info("%s: finished", job.id)
+    except Cancelled:
+        log.info("%s: cancelled", job.id)
+        queue.remove(job)
+    except Parked:
+        log.info("%s: parked", job.id)
+        append(job.folder, {"event": "queued", "progress": last_event(job.folder).progress})
+    except Exception as error:
+        log.error("%s: error: %s", job.id, explain(error), exc_info=base.config.traceback)
+        fail(job.folder, explain(error))
+        if not isinstance(error, (ConfigError, OSError)):  # what is held of the devices' memory may be why
+            session.clear()
+
+
+def reserve(folder: Path) -> None:
+    """Room for the words of a failure, which a disk may not have any more when it comes to them."""
+    (folder / ".failure").write_bytes(b" " * RESERVED_BYTES)
+
+
+def fail(folder: Path, message: str) -> None:
+    """failure.json, written over what was reserved for it."""
+    content = json.dumps({"error": message[: RESERVED_BYTES // 8]}).encode()
+    with (folder / ".failure").open("r+b") as file:
+        file.write(content.ljust(RESERVED_BYTES))
+        os.fsync(file.fileno())
+    os.replace(folder / ".failure", folder / "failure.json")
+
+
+# ---------------------------------------------------------------- one after the other
+
+
+def prepare(base: Base, tell: Listener) -> None:
+    """Have weights and programs there before the first request."""
+    config = compose([*base.overrides, "task=serve", "sweep.active=true"])
+    names = list(config.pipeline.stages)
+    session.prepare(session.resolve(config, names, tell), names, tell)
+
+
+def work(queue: Queue, base: Base, must_end: Callable[[], bool], must_stop: Callable[[], bool]) -> None:
+    """Take jobs until `must_stop`; a job in hand goes on until `must_end`."""
+    queue.tidy()
+    release(queue)
+    while not must_stop():
+        if not any(take(job, queue, base, must_end) for job in queue.waiting() if not must_stop()):
+            time.sleep(IDLE_SECONDS)
+
+
+def release(queue: Queue) -> None:
+    """Jobs that a killed worker had in hand are waiting again, and say so."""
+    for job in queue.waiting():
+        if queue.state(job).status == "in_progress":
+            with contextlib.suppress(FolderError, FileNotFoundError), claimed(job.folder):
+                append(job.folder, {"event": "queued", "progress": last_event(job.folder).progress})
+
+
+def take(job: Job, queue: Queue, base: Base, must_end: Callable[[], bool]) -> bool:
+    """Work on a job, unless another worker does, or it is for another; whether it was worked on."""
+    if job.request["model"] not in base.models:
+        return False
+    taken = False
+    try:
+        with claimed(job.folder):
+            if queue.get(job.id) is not None and not queue.state(job).is_over:
+                taken = True
+                attempt(job, queue, base, must_end)
+        if (job.folder / "cancel").exists():  # it came too late to stop anything
+            queue.delete(job)
+    except (FolderError, FileNotFoundError):  # another has it, or has removed it
+        return False
+    except OSError as error:  # a disk without room for a single line
+        log.error("%s: waits: %s", job.id, explain(error))
+        return False
+    return taken
+
+
+def name_of(pid: int) -> str:
+    """Of a worker, among all that share the queue."""
+    return f"{socket.gethostname()}:{pid}"
+
+
+def give_up(queue: Queue, worker: str, attempts: int, reason: str) -> None:
+    """After the death of a worker: the job it had in hand is tried again, or failed if it was too often the cause."""
+    for job in queue.waiting():
+        events, _ = events_from(job.folder, 0)
+        workers = [event["worker"] for event in events if "worker" in event]
+        if workers and workers[-1] == worker and last_event(job.folder).status == "in_progress":
+            crashes = 1 + sum(event.get("crashed", False) for event in events)
+            progress = last_event(job.folder).progress
+            append(job.folder, {"event": "queued", "progress": progress, "crashed": True})
+            log.error("%s: its worker ended (%s)", job.id, reason)
+            if crashes >= attempts:
+                reserve(job.folder)
+                fail(job.folder, f"the worker ended {crashes} times while it made this video ({reason})")
