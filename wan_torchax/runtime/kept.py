@@ -155,17 +155,21 @@ def sharded(mesh, spec) -> jax.sharding.NamedSharding:
 
 def describe_program(lowered: jax.stages.Lowered, component: str, arguments) -> dict:
     """What there is to know of a program: whose arrays and what else it takes, what it gives, and its executable."""
+    text = lowered.as_text()
     return {
         "component": component,
         "arguments": pack_tree(list(arguments)),
         "outputs": pack_tree(jax.tree.map(lambda _: OUTPUT, lowered.out_info)),
-        "executable": hashlib.sha256(lowered.as_text().encode()).hexdigest()[:24],
+        "executable": hashlib.sha256(text.encode()).hexdigest()[:24],
+        "mosaic_gpu": "mosaic_gpu" in text,
     }
 
 
 def load_program(kept: Kept, about: dict, arrays: dict[str, Tensor], mesh) -> tuple[jax.stages.Compiled, "Memory"]:
     """A program from the store, to be called with arrays of these names and the arguments it was made for."""
     entry = kept.read_executable(about["executable"])
+    if about["mosaic_gpu"]:  # JAX knows what such a kernel calls once its compiler is imported
+        from wan_torchax.kernels import hopper  # noqa: F401
     taken = (dict.fromkeys(arrays, 0), *unpack_tree(about["arguments"], lambda leaf: 0))
     takes, gives = jax.tree.structure((taken, {})), jax.tree.structure(unpack_tree(about["outputs"], lambda leaf: 0))
     devices = list(mesh.devices.flat)
