@@ -87,13 +87,21 @@ def begin(load: Load, files: dict[Path, int], pool: ThreadPoolExecutor) -> Readi
     for part in load.sharding.addressable_devices_indices_map(load.shape).values():
         first, last, _ = part[lead].indices(load.shape[lead])
         if (first, last) not in buffers:
-            buffer = numpy.empty((len(load.sources), last - first, *load.shape[lead + 1 :]), load.dtype)
+            buffer = aligned((len(load.sources), last - first, *load.shape[lead + 1 :]), numpy.dtype(load.dtype))
             for place, stored in zip(buffer, load.sources):
                 read = functools.partial(pool.submit, read_rows, files[stored.file], stored)
                 futures += [read(*rows) for rows in pieces(place, stored, first)]
             buffers[first, last] = buffer if load.stacked else buffer[0]
         parts[str(part)] = buffers[first, last][(*part[:lead], slice(None), *part[lead + 1 :])]
     return Reading(parts, sum(buffer.nbytes for buffer in buffers.values()), futures)
+
+
+def aligned(shape: tuple, dtype: numpy.dtype) -> numpy.ndarray:
+    """Memory that JAX's CPU backend takes as it is; what does not begin at a multiple of 64 it copies."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = numpy.empty(size + 64, numpy.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def pieces(place: numpy.ndarray, stored: Stored, first: int) -> Iterator[tuple[int, numpy.ndarray]]:
