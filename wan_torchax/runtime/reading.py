@@ -57,8 +57,9 @@ class Reading:
         return self.parts
 
 
-def read_ahead(loads: Iterable[Load]) -> Iterator[dict[str, numpy.ndarray]]:
-    """What this process's devices hold of each array, in their order, the next ones being read meanwhile."""
+def read_ahead(loads: Iterable[Load], ahead: int = AHEAD_BYTES) -> Iterator[dict[str, numpy.ndarray]]:
+    """What this process's devices hold of each array, in their order, the next ones being read meanwhile, as far as
+    they fit into `ahead` bytes."""
     with contextlib.ExitStack() as stack:
         files: dict[Path, int] = {}
         pool = ThreadPoolExecutor(READERS, thread_name_prefix="read")
@@ -66,7 +67,7 @@ def read_ahead(loads: Iterable[Load]) -> Iterator[dict[str, numpy.ndarray]]:
         stack.callback(pool.shutdown, cancel_futures=True)
         waiting: deque[Reading] = deque()
         for load in loads:
-            while waiting and sum(reading.bytes for reading in waiting) + load_bytes(load) > AHEAD_BYTES:
+            while waiting and sum(reading.bytes for reading in waiting) + load_bytes(load) > ahead:
                 yield waiting.popleft().result()
             for stored in load.sources:
                 if stored.file not in files:

@@ -25,7 +25,7 @@ from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import listed, nearest
 from wan_torchax.devices.sharding import partition_spec, replicated, spec_problem
 from wan_torchax.runtime.checkpoint import Stored, index
-from wan_torchax.runtime.reading import STORED_DTYPES, Load, read_ahead
+from wan_torchax.runtime.reading import AHEAD_BYTES, STORED_DTYPES, Load, read_ahead
 
 REPLICATED = "(replicated)"
 STACK_BYTES = 2**26  # of layers that become one array: up to here they are put together in host memory
@@ -177,7 +177,8 @@ def load(
     `took` of the seconds that reading and sending made this wait. `changes`, by checkpoint name, are added on the
     way."""
     files, arrays, spent = without_prefix(index(folder), prefix), {}, Counter()
-    reading = read_ahead(load for tensor in tensors.values() for load in loads(tensor, files, changes))
+    ahead = AHEAD_BYTES // 4 if changes else AHEAD_BYTES  # merging holds a tensor as it is stored, and its product
+    reading = read_ahead((load for tensor in tensors.values() for load in loads(tensor, files, changes)), ahead)
     parts = timed(functools.partial(next, reading), spent, "reading")
     began = time.perf_counter()
     for name, tensor in tensors.items():
