@@ -58,7 +58,7 @@ const estimate = delay(350, async () => {
     if (plan.source === "floor") parts.push(`at least ${seconds(plan.seconds)} to make`);
     if (plan.ahead) parts.push(`${plan.ahead} before it`);
     place.replaceChildren(...parts.flatMap((text, index) => {
-      const part = document.createElement(index === 1 ? "b" : "span");
+      const part = document.createElement(text.includes("to make") ? "b" : "span");
       part.textContent = text;
       return index ? [" · ", part] : [part];
     }));
