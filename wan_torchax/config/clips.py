@@ -4,8 +4,10 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy
+if TYPE_CHECKING:  # --help does without it
+    import numpy
 
 # Containers that hold their own frames: a playlist would have ffmpeg open what it lists.
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpegts,mpeg,ogg,flv"
@@ -28,8 +30,10 @@ def probe(path: Path) -> Clip:
         return Clip(*meta["size"], meta["fps"])
 
 
-def read_frames(path: Path, count: int, fps: float) -> Iterator[numpy.ndarray]:
+def read_frames(path: Path, count: int, fps: float) -> "Iterator[numpy.ndarray]":
     """Up to `count` frames (height, width, 3) in uint8 at so many a second, each the one nearest in time."""
+    import numpy
+
     with opened(path) as frames:
         meta = next(frames)
         width, height = meta["size"]

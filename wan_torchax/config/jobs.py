@@ -157,7 +157,8 @@ def read_prompts(source: str):
     else:
         rows = list(read_file(Path(source)))
     if not rows:
-        raise ConfigError(f"prompts={trust.shown(source)}: holds no prompt; write one a line")
+        shown = source if folder_of(source) else trust.shown(source)
+        raise ConfigError(f"prompts={shown}: holds no prompt; write one a line")
     return rows
 
 
@@ -167,7 +168,7 @@ def read_file(path: Path):
     try:
         content = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"prompts={trust.shown(path)}: cannot be read as UTF-8 text ({error})") from error
+        raise ConfigError(f"prompts={path}: cannot be read as UTF-8 text ({error})") from error
     for number, row, error in READERS[path.suffix](content):
         yield (number, *checked(row, number)) if error is None else (number, {}, error)
 
