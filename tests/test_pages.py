@@ -20,7 +20,7 @@ PAGES = sorted(
 )
 COMMAND = re.compile(r"^\s*(?:\$ )?(?:\.venv/bin/)?python run\.py([^\n]*)$", re.MULTILINE)
 # Files that a reader has and the tests do not; and a sampler's words.
-NOT_HERE = re.compile(r"(resume|replay|prompts|image|last_image|video|mask|references|prompt\.file)=|.*=choice\(")
+NOT_HERE = re.compile(r"(resume|replay|prompts|image|last_image|video|mask|references|prompt\.file|adapter\.\w+)=|.*=choice\(")
 GROUPS = (
     "pipeline", "model", "mesh", "distributed", "sharding", "attention", "resolution", "scheduler", "ops", "cache",
 )
@@ -74,7 +74,7 @@ def test_a_command_on_a_page_composes(line):
     words = shlex.split(line.replace("$(seq -s, -f %g/12 12)", "1/12"), comments=True)
     overrides = [word for word in words if "=" in word and not word.startswith(("-", "hydra"))]
     if "-m" in words:  # the first job of a sweep
-        overrides = [re.sub(r"=([\w/]+),[\w/,]+$", r"=\1", override) for override in overrides]
+        overrides = [re.sub(r"=([\w/.]+),[\w/.,]+$", r"=\1", override) for override in overrides]
     shown = [override for override in overrides if not NOT_HERE.match(override)]
     config = make_config(*shown)
     assert config.task in TASKS
