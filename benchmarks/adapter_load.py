@@ -115,7 +115,8 @@ def main() -> None:
         folder = Path(name)
         report = {
             "checkpoint_bytes": make_files(folder, layers, options.smoke), "rank": RANK,
-            "machine": f"{platform.machine()}, CPU", "repeats": repeats, "rows": [],
+            "command": " ".join(["python", *sys.argv]), "device": f"{os.cpu_count()} cores, {platform.machine()}",
+            "versions": versions(), "n": repeats, "rows": [],
         }
         for dtype in DTYPES[:1] if options.smoke else DTYPES:
             runs = {False: [], True: []}
@@ -125,6 +126,12 @@ def main() -> None:
             report["rows"].append(row(dtype, runs))
             print(report["rows"][-1], flush=True)
     print(json.dumps(report))
+
+
+def versions() -> dict[str, str]:
+    from wan_torchax.records import provenance
+
+    return provenance.versions()
 
 
 def row(dtype: str, runs: dict[bool, list[dict]]) -> dict:
