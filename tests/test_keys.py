@@ -42,6 +42,7 @@ OTHERS = {
     r"resolution\.frames": 9,
     r"attention\..*\.block_(q|kv)": 8,
     r"ops\..*\.platforms": ["tpu"],
+    r"serve\.choices": {"scheduler": ["unipc"]},
 }
 # Leaves that say what the model or the pipeline is. Another value is another model, which this checkpoint is not.
 FIXED = ("model.architecture.", "pipeline.", "model.path")
