@@ -21,6 +21,7 @@ from wan_torchax.serve.requests import Base
 
 HERE = Path(__file__).parent
 STOP_SECONDS = 3  # that open answers have when the server ends
+IDLE_SECONDS = 75  # of a connection: longer than clients and proxies keep one, so that none is closed in their hands
 
 
 class Front:
@@ -83,6 +84,7 @@ def run(base: Base, queue: Queue, ready, listening: socket.socket) -> None:
 
     server = uvicorn.Server(uvicorn.Config(
         make_app(front, lifespan), limit_concurrency=front.serve.connections, timeout_graceful_shutdown=STOP_SECONDS,
-        proxy_headers=False, server_header=False, log_config=None, log_level="warning", access_log=False,
+        timeout_keep_alive=IDLE_SECONDS, proxy_headers=False, server_header=False,
+        log_config=None, log_level="warning", access_log=False,
     ))
     server.run(sockets=[listening])
