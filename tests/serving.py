@@ -1,7 +1,6 @@
 """A server inside the test's process: the front in a thread and, where a test wants videos, the worker in another."""
 import ctypes
 import multiprocessing
-import socket
 import threading
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from tests.conftest import make_config
 from wan_torchax.config.commandline import rewrite
 from wan_torchax.serve import worker
 from wan_torchax.serve.front import Front, make_app
+from wan_torchax.serve.processes import bind
 from wan_torchax.serve.queue import Queue
 from wan_torchax.serve.requests import Base
 
@@ -26,7 +26,7 @@ class Server:
         self.base, self.queue = Base.of(config, rewrite(overrides)), Queue(folder)
         ready = multiprocessing.RawValue(ctypes.c_bool, works)
         self.front, self.ends, self.parks = Front(self.base, self.queue, ready), False, False
-        listening = socket.create_server(("127.0.0.1", 0))
+        listening = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         options = dict(log_level="warning", lifespan="off", limit_concurrency=config.serve.connections)
         self.uvicorn = uvicorn.Server(uvicorn.Config(make_app(self.front), **options))

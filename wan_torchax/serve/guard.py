@@ -9,7 +9,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.routing import Match
 
 from wan_torchax.config.validation import is_loopback
 from wan_torchax.serve.errors import Refused, answer
@@ -62,7 +61,8 @@ class Guard:
                 return await answer(*refusal)(scope, receive, send_on)
             await self.app(scope, self.limited(receive), send_on)
         finally:
-            self.front.measures.answered(template_of(scope), scope["method"], status, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self.front.measures.answered(template_of(scope), scope["method"], status, seconds)
 
     def refusal(self, scope) -> tuple | None:
         """Why a request is not even looked at."""
@@ -138,8 +138,7 @@ def given_key(headers: Headers) -> str:
 
 def template_of(scope) -> str:
     """`/v1/videos/{id}`: as many labels as there are routes, whatever is asked for."""
-    app = scope.get("app")
-    for route in app.routes if app else ():
-        if route.matches(scope)[0] is not Match.NONE:
+    for route in scope["app"].routes:
+        if scope.get("endpoint") is getattr(route, "endpoint", route.app):  # of the route that was found
             return route.path
     return "other"
