@@ -20,9 +20,11 @@ PAGES = sorted(
 )
 COMMAND = re.compile(r"^\s*(?:\$ )?(?:\.venv/bin/)?python run\.py([^\n]*)$", re.MULTILINE)
 # Files that a reader has and the tests do not; and a sampler's words.
-NOT_HERE = re.compile(r"(resume|replay|prompts|image|last_image|video|mask|references|prompt\.file|adapter\.\w+)=|.*=choice\(")
+FILES = r"resume|replay|prompts|image|last_image|video|mask|references|prompt\.file|adapter\.\w+"
+NOT_HERE = re.compile(rf"({FILES})=|.*=choice\(")
 GROUPS = (
     "pipeline", "model", "mesh", "distributed", "sharding", "attention", "resolution", "scheduler", "ops", "cache",
+    "adapter", "sampling",
 )
 
 spec = importlib.util.spec_from_file_location("figures", ROOT / "benchmarks/figures.py")
