@@ -1,5 +1,6 @@
 # make demo    a video from the embedded model
 # make test    lint and the whole test suite
+# make test-full   with every case of every matrix
 # make check   lint and the quick lane: configs, kernels, parity on a model of two layers, one run
 # All make their own .venv and install into it what this machine needs, at the versions and hashes of a lock:
 # make KIND=cpu, tpu or gpu says it yourself. With uv installed they use it.
@@ -21,13 +22,16 @@ QUICK = architecture commandline conf hopper jobs parallel presets rotary schema
 QUICK_PARITY = "tests/test_parity.py::test_every_layout_is_diffusers[one device]"
 COMPILE = uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header
 
-.PHONY: demo test check lint locks image clean
+.PHONY: demo test test-full check lint locks image clean
 
 demo: .venv/ready
 	.venv/bin/python run.py
 
 test: lint
 	.venv/bin/python -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations=10
+
+test-full: export FULL = 1
+test-full: test
 
 check: lint
 	.venv/bin/python -m pytest -q --numprocesses 2 --dist load -k "not lowers" $(QUICK:%=tests/test_%.py) $(QUICK_PARITY)

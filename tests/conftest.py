@@ -1,6 +1,7 @@
 """Eight fake CPU devices, one compilation cache for the whole session, and configs composed as run.py composes them."""
 import json
 import os
+import re
 import sys
 
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
@@ -27,10 +28,26 @@ SMALL = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "
 LONG = ("distributed", "parity", "sweep", "launchers", "demo", "bad_inputs", "keys", "benchmarks", "splash", "conf")
 
 
+# Cases of a matrix whose other cases cover the same code: FULL=1 runs them too (make test-full).
+FULL_ONLY = re.compile("|".join(map(re.escape, (
+    "two_experts_are_diffusers[guidance off", "two_experts_are_diffusers[swapped",
+    "with_an_image_encoder_is_diffusers[first]", "with_an_image_encoder_is_diffusers[tokens over sp]",
+    "image_to_video_is_diffusers[one expert", "image_to_video_is_diffusers[other sizes]",
+    "the_5b_is_diffusers[a prompt]", "the_5b_is_diffusers[one prompt", "the_5b_is_diffusers[dp and tp]",
+    "video_to_video_is_diffusers[all of it", "vace_is_diffusers[one reference", "vace_is_diffusers[all, heads",
+    "magcache_reuses_what_the_blocks_added[one prompt",
+    "lowers_for_its_tpu[i2v_14b", "lowers_for_its_tpu[t2v_a14b", "lowers_for_its_tpu[t2v_14b_480p_v",
+    "lowers_for_its_tpu[ti2v_5b_704p_v6e1", "lowers_for_its_tpu[vace_1_3b_480p_v6e1",
+))))
+
+
 def pytest_collection_modifyitems(items):
     """The longest files first: two workers then end at about the same time."""
     order = {f"test_{name}.py": place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
+    for item in items:
+        if FULL_ONLY.search(item.nodeid) and not os.environ.get("FULL"):
+            item.add_marker(pytest.mark.skip(reason="FULL=1 runs it"))
 
 
 def make_config(*overrides):
