@@ -2,7 +2,7 @@
 
     python benchmarks/quality.py outputs/quality                    # 73 prompts x 2 seeds; goes on where it stopped
     python benchmarks/quality.py outputs/quality --modes magcache   # some of the modes
-    python benchmarks/quality.py /tmp/smoke --smoke                 # two prompts, few steps
+    python benchmarks/quality.py --smoke                            # one prompt, one mode, few steps
 
 The reference is the exact float32 video of 50 steps. Beside each mode stands the honest alternative: exact with as many
 steps as the mode computes forwards for. Writes quality.json, quality.md and index.html, where videos play side by side.
@@ -197,7 +197,7 @@ def page(folder: Path, rows: list[dict], clips: list) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("outputs/quality"))
     parser.add_argument("--modes", nargs="*", default=list(MODES), help="names, or parts of them")
     parser.add_argument("--prompts", type=int, help="only so many")
     parser.add_argument("--make", action="store_true", help="only the videos: several processes may share the modes")
@@ -209,7 +209,8 @@ def main() -> None:
         extra = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "steps=8"]
     clips = [(prompt, number + 1000 * seed) for seed in range(2) for number, (prompt, _) in enumerate(held_out)]
     scenes = [scene for _ in range(2) for _, scene in held_out]
-    modes = {name: MODES[name] for name in MODES if any(part in name for part in options.modes)}
+    chosen = ["easycache 0.02"] if options.smoke else options.modes
+    modes = {name: MODES[name] for name in MODES if any(part in name for part in chosen)}
     rows = []
     with ProcessPoolExecutor(mp_context=__import__("multiprocessing").get_context("spawn")) as pool:
         if not options.make or not modes:
@@ -238,6 +239,7 @@ def main() -> None:
     if not options.no_videos:
         page(options.folder, rows, clips)
     print(table(rows))
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ FULL_ONLY = re.compile("|".join(map(re.escape, (
     "image_to_video_is_diffusers[one expert", "image_to_video_is_diffusers[other sizes]",
     "the_5b_is_diffusers[a prompt]", "the_5b_is_diffusers[one prompt", "the_5b_is_diffusers[dp and tp]",
     "video_to_video_is_diffusers[all of it", "vace_is_diffusers[one reference", "vace_is_diffusers[all, heads",
-    "magcache_reuses_what_the_blocks_added[one prompt",
+    "magcache_reuses_what_the_blocks_added[one prompt", "a_smoke_test_runs_through[quality.py]",
+    "a_smoke_test_runs_through[demo_quality.py]",
     "lowers_for_its_tpu[i2v_14b", "lowers_for_its_tpu[t2v_a14b", "lowers_for_its_tpu[t2v_14b_480p_v",
     "lowers_for_its_tpu[ti2v_5b_704p_v6e1", "lowers_for_its_tpu[vace_1_3b_480p_v6e1",
 ))))
