@@ -198,6 +198,7 @@ def build(config, name, make):
 
     Returns (stage, resolved, compile seconds, peak GiB by XLA's own account).
     """
+    from wan_torchax.events import Compiled
     from wan_torchax.runtime.programs import compiling
     from wan_torchax.session import session
 
@@ -212,12 +213,13 @@ def build(config, name, make):
                 torch.cuda.empty_cache()
         for future in stage.programs.compiled.values():
             future.result()
+    compiled = [event for event in report if isinstance(event, Compiled)]
     peaks = [
         memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
         - memory.alias_size_in_bytes
-        for memory in (event.memory for event in report)
+        for memory in (event.memory for event in compiled)
     ]
-    return stage, resolved, sum(event.seconds for event in report), max(peaks) / 2**30
+    return stage, resolved, sum(event.seconds for event in compiled), max(peaks) / 2**30
 
 
 # ---------------------------------------------------------------- the transformer
