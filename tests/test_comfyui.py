@@ -33,7 +33,7 @@ from wan_torchax.config.commandline import options
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.runtime import programs, weights
 from wan_torchax.session import session
-from wan_torchax.stages import denoise
+from wan_torchax.stages import step
 
 
 def load(folder: Path, name: str):
@@ -621,7 +621,7 @@ def test_failed_then_cancelled_while_compiling_then_run_again(made, comfy, monke
 
     session.clear()
     with monkeypatch.context() as broken:
-        broken.setattr(denoise, "advance", fail)  # while the step is traced, with torchax on
+        broken.setattr(step, "advance", fail)  # while the step is traced, with torchax on
         with pytest.raises(RuntimeError, match="out of memory"):
             pipeline()
     assert_torch_is_plain()

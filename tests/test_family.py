@@ -424,7 +424,7 @@ def test_the_5b_has_wans_settings_and_refuses_a_last_picture(pictures):
     with pytest.raises(ConfigError, match="resolution.height=720: must be a multiple of 32; nearest 704 or 736"):
         validate(make_config("model=wan22_ti2v_5b", "resolution=720p"))
     paths = [f"image={pictures / 'first.png'}", f"last_image={pictures / 'last.png'}"]
-    with pytest.raises(ConfigError, match="last_image=.*: pipeline=ti2v takes no such picture"):
+    with pytest.raises(ConfigError, match="last_image=.*: pipeline=ti2v takes no such file"):
         validate(make_config("model=wan22_ti2v_5b", "resolution=704p", "pipeline=ti2v", *paths))
 
 
@@ -489,7 +489,7 @@ def test_pictures_that_cannot_be_used_are_told_first(tmp_path, pictured, name, m
 
 
 def test_a_picture_that_the_pipeline_does_not_take_is_told(pictures):
-    with pytest.raises(ConfigError, match="last_image=.*: pipeline=t2v takes no such picture; choose a model"):
+    with pytest.raises(ConfigError, match="last_image=.*: pipeline=t2v takes no such file; choose a model"):
         validate(make_config(f"last_image={pictures / 'last.png'}"))
     with pytest.raises(ConfigError, match="pipeline=i2v: gives the transformer 36 channels, and demo takes 16"):
         validate(make_config("pipeline=i2v", f"image={pictures / 'first.png'}"))
