@@ -27,6 +27,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 
 import wan_torchax
+from wan_torchax import events
 from wan_torchax.config import commandline, jobs
 from wan_torchax.devices import distributed
 from wan_torchax.tasks.attempt import attempt, explain, failures, report
@@ -36,14 +37,27 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM: a scheduler wants this process to end."""
 
 
+def interrupt(*_) -> None:
+    events.interruptions.append(KeyboardInterrupt)
+    raise KeyboardInterrupt
+
+
 def terminate(*_) -> None:
+    events.interruptions.append(Terminated)
     raise Terminated
+
+
+def ignore(lost) -> None:
+    """An interruption that was lost in a callback of Python's own is raised again at the next event."""
+    if not issubclass(lost.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(lost)
 
 
 def main() -> None:
     """Compose the config, run the task, leave with 0, 1 (an error), 130 (Ctrl-C) or 143 (SIGTERM)."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGTERM, terminate)
+    sys.unraisablehook = ignore
     # ffmpeg and git are started with fork and exec at once, which is safe beside JAX's threads.
     warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and `explain` says it better

@@ -234,7 +234,9 @@ def test_a_class_gets_what_it_takes(caplog):
         def eval(self):
             return self
 
-    assert construct(Model, OmegaConf.create({"width": 3, "colour": "red"})).made == (3, 1)
+    assert construct(Model, OmegaConf.create({"width": 3, "clip_output": False})).made == (3, 1)
+    with pytest.raises(ConfigError, match="colour=red in the checkpoint's config.json: Model does not know it"):
+        construct(Model, OmegaConf.create({"width": 3, "colour": "red"}))
 
 
 def test_attention_refuses_what_it_does_not_implement():

@@ -87,6 +87,15 @@ Event = Began | Advanced | Ended | Compiled | Took | Stepped | Previewed | Decod
 Listener = Callable[[Event], None]
 
 
+interruptions: list[type[BaseException]] = []  # that somebody asked this process to end by (run.py)
+
+
+def raise_interruption() -> None:
+    """Raise what was asked for once more: an exception in a callback of Python's own is lost."""
+    if interruptions:
+        raise interruptions[0]
+
+
 def silence(event: Event) -> None:
     """The listener nobody listens with."""
 

@@ -24,7 +24,18 @@ from wan_torchax.config import inputs
 from wan_torchax.config.graph import Graph
 from wan_torchax.config.resolve import Resolved, key_of, plain, resolve
 from wan_torchax.devices.start import start, warm_up
-from wan_torchax.events import Advanced, Began, Ended, Finished, Listener, Previewed, Stepped, Took, silence
+from wan_torchax.events import (
+    Advanced,
+    Began,
+    Ended,
+    Finished,
+    Listener,
+    Previewed,
+    Stepped,
+    Took,
+    raise_interruption,
+    silence,
+)
 from wan_torchax.records.provenance import sources, versions
 from wan_torchax.records.store import Store
 from wan_torchax.runtime import adapters
@@ -278,6 +289,7 @@ def is_resident(config) -> bool:
 @contextlib.contextmanager
 def phase(name: str, tell: Listener, total: int | None = None, unit: str = "") -> Iterator[None]:
     began = time.perf_counter()
+    raise_interruption()
     tell(Began(name, total, unit))
     yield
     tell(Ended(name, time.perf_counter() - began))
@@ -306,6 +318,7 @@ def stopped_by_errors(compiled: dict[str, Programs], tell: Listener) -> Listener
     """A listener that raises what the compiler stumbled over, also in a stage whose turn comes later."""
 
     def listener(event):
+        raise_interruption()
         for programs in compiled.values():
             programs.raise_error()
         tell(event)
