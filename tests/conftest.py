@@ -26,8 +26,8 @@ from wan_torchax.runtime.checkpoint import find_all  # noqa: E402
 SMALL = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "steps=3", "output.keep_frames=true"]
 
 LONG = (
-    "family", "distributed", "parity", "conf", "sweep", "keys", "bad_inputs", "serve", "launchers", "demo", "benchmarks", "comfyui",
-    "run", "caches", "splash",
+    "family", "distributed", "parity", "conf", "sweep", "keys", "bad_inputs", "serve", "launchers", "demo", "benchmarks",
+    "comfyui", "run", "caches", "splash",
 )
 
 
@@ -38,7 +38,7 @@ FULL_ONLY = re.compile("|".join(map(re.escape, (
     "image_to_video_is_diffusers[one expert", "image_to_video_is_diffusers[other sizes]",
     "the_5b_is_diffusers[a prompt]", "the_5b_is_diffusers[one prompt", "the_5b_is_diffusers[dp and tp]",
     "video_to_video_is_diffusers[all of it", "vace_is_diffusers[one reference", "vace_is_diffusers[all, heads",
-    "the_5b_is_diffusers[a picture]", "every_layout_is_diffusers[dp]", "every_layout_is_diffusers[everything everywhere]",
+    "the_5b_is_diffusers[a picture]", "every_layout_is_diffusers[dp]", "every_layout_is_diffusers[everything every",
     "every_layout_is_diffusers[tokens over sp, ring]", "changes_nothing[text_encoder]", "changes_nothing[vae]",
     "changes_nothing[text]", "changes_nothing[decode]", "denoise-replicate]", "training_resumes_where_it_stopped",
     "a_lost_worker_loses_its_running_job", "lowers_for_its_tpu[flf2v",
