@@ -26,8 +26,8 @@ from wan_torchax.runtime.checkpoint import find_all  # noqa: E402
 SMALL = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "steps=3", "output.keep_frames=true"]
 
 LONG = (
-    "family", "distributed", "parity", "conf", "sweep", "keys", "bad_inputs", "serve", "launchers", "demo", "benchmarks",
-    "comfyui", "run", "caches", "splash",
+    "family", "distributed", "parity", "conf", "sweep", "keys", "bad_inputs", "serve", "launchers", "demo",
+    "benchmarks", "comfyui", "run", "caches", "splash",
 )
 
 
