@@ -18,6 +18,7 @@ from wan_torchax.config.validation import validate
 from wan_torchax.records import media
 from wan_torchax.records.stored import take_over
 from wan_torchax.runtime import adapters
+from wan_torchax.runtime.checkpoint import read_header
 from wan_torchax.session import Session, session
 from wan_torchax.tasks.generate import generate as generate_into
 
@@ -67,9 +68,30 @@ def adapter(name, path, **rest):
     return f"adapter.{name}={{{row}}}"
 
 
+def learned_in(file, weights):
+    """What a file adds to each tensor, from the factors that are found for it."""
+    stored, added = {key: numpy.asarray(value) for key, value in load_file(file).items()}, {}
+    keys = {one.offset: key for key, one in read_header(file).items()}
+    for name, changes in place(file, weights).items():
+        for change in changes:
+            first, *second = (stored[keys[one.offset]].reshape(one.shape) for one in change.factors)
+            added[name] = change.scale * (numpy.tensordot(first, second[0], 1) if second else first)
+    return added
+
+
 @pytest.mark.parametrize("name", lora.FORMATS)
-def test_every_format_is_the_formula(checkpoint, weights, tmp_path, name):
+def test_every_format_is_the_formula(weights, tmp_path, name):
     """Two ranks, an alpha that is neither, and differences of norms, biases, modulations and the patch embedding."""
+    learned = lora.Learned(weights).differ(weights, *DIFFS)
+    file = learned.save(tmp_path / "x.safetensors", **lora.FORMATS[name])
+    added, expected = learned_in(file, weights), learned.changes()
+    assert added.keys() == expected.keys()
+    for key, value in expected.items():
+        numpy.testing.assert_allclose(added[key], value.numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["diffusers", "musubi"])
+def test_what_a_file_adds_is_merged_while_loading(checkpoint, weights, tmp_path, name):
     learned = lora.Learned(weights).differ(weights, *DIFFS)
     file = learned.save(tmp_path / "x.safetensors", **lora.FORMATS[name])
     arrays = loaded(*tiny.overrides(checkpoint), adapter("style", file, strength=0.7))
