@@ -104,9 +104,13 @@ def median_seconds(call, repeats, warm_up=1):
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
-    median = Seconds(statistics.median(times[warm_up:]))
-    median.times = tuple(times[warm_up:])
-    return median, times[0]
+    return median_of(times[warm_up:]), times[0]
+
+
+def median_of(times) -> Seconds:
+    median = Seconds(statistics.median(times))
+    median.times = tuple(times)
+    return median
 
 
 def repeats_for(config) -> int:
@@ -545,9 +549,11 @@ def pipeline(case, overrides, side, options):
                 shown = "".join(which)
                 print(f"  ({shown}) start to first step {first:.2f} s, to frames {frames:.2f} s", flush=True)
         for (column, known), times in taken.items():
-            first, whole = map(statistics.median, zip(*times[1:]))
+            first, whole = map(median_of, zip(*times[1:]))
             record(f"start to first step{known}", case, column, first)
             record(f"start to frames, {STEPS} steps{known}", case, column, whole)
+        seconds = project_list(folder, Path(scratch), overrides)
+        record("prompt to video.mp4, four steps without guidance", case, "c", seconds)
 
 
 def peer_pipeline(folder, scratch, overrides, prompt):
@@ -577,6 +583,21 @@ def project_pipeline(folder, scratch, overrides, prompt):
     parts = ("load_vae", "decode", "write")
     after = sum(metrics["step_seconds"][1:]) + sum(metrics["seconds"][part] for part in parts)
     return whole - after, whole - metrics["seconds"]["write"]
+
+
+def project_list(folder, scratch, overrides):
+    """Seconds a video of a list takes in a process that has made one before: text, four steps, decoding, the file."""
+    prompts = [f"{PROMPT}, {number}" for number in ("one", "two", "three", "four", "five", "six")]
+    folders = [f"model.path={folder}", f"hydra.run.dir={scratch}/list", f"compile.cache_dir={scratch}/cache"]
+    settings = [f"compile.store={scratch}/store", f"prompts={json.dumps(prompts)}", *FEW]
+    command = [sys.executable, "run.py", *MESH, *overrides, *folders, *settings]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError((done.stdout + done.stderr)[-600:])
+    files = sorted(scratch.glob("list/*/metrics.json"), key=lambda file: file.stat().st_mtime)
+    metrics = [json.loads(file.read_text()) for file in files]
+    print(*(one["seconds"] for one in metrics), sep="\n", flush=True)
+    return median_of([one["seconds"]["total"] for one in metrics[1:]])
 
 
 def write_checkpoint(config, folder: Path) -> Path:
