@@ -1,13 +1,18 @@
 """Steps that are not computed: which they are, that nothing else changes, and that what is reused is what it says."""
+import json
+import shutil
+
 import diffusers
 import numpy
 import pytest
 import torch
 import yaml
 from omegaconf import OmegaConf
+from safetensors.numpy import load_file
 
 from tests import tiny
 from tests.conftest import SMALL, build, make_config, resolve_here
+from tests.fork import warm
 from tests.test_family import components, run, scheduler  # noqa: F401 - a fixture
 from tests.test_parity import NEGATIVE, PROMPT, relative_error
 from wan_torchax.config.caches import CURVES
@@ -40,7 +45,7 @@ def published(ratios, threshold, most, steps=50):
 
 
 @pytest.mark.parametrize("settings", PUBLISHED, ids=str)
-@pytest.mark.parametrize("place, model", enumerate(["wan21_t2v_14b", "wan21_t2v_1_3b"]))
+@pytest.mark.parametrize("place, model", [*enumerate(["wan21_t2v_14b", "wan21_t2v_1_3b"])])
 def test_the_skipped_steps_are_those_of_the_published_algorithm(place, model, settings):
     curve, stored = caching.read_curve(model), yaml.safe_load((CURVES / f"{model}.yaml").read_text())
     overrides = [f"cache.threshold={settings[0]}", f"cache.most_in_a_row={settings[1]}", "steps=50"]
@@ -183,6 +188,39 @@ def test_easycache_leaves_steps_out_and_says_so(run, checkpoint, tmp_path):  # n
     run(*tiny.overrides(checkpoint), *mode)
     metrics = yaml.safe_load((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["step_work"]["reuse"] >= 3 and sum(metrics["step_work"].values()) == 8
+
+
+MODES = ("magcache", "magcache_guidance", "easycache", "guidance")
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory, cache, two_layers):
+    """Every mode of conf/cache as a job of one sweep, with previews."""
+    folder = tmp_path_factory.mktemp("swept")
+    arguments = ["-m", f"cache={','.join(MODES)}", *two_layers, cache, "steps=10", "preview_every=3"]
+    settings = ["cache.guidance_every=3", "cache.threshold=0.3", "cache.curve=wan21_t2v_1_3b"]
+    answer = warm().run([*arguments, *settings, f"hydra.sweep.dir={folder}"])
+    assert answer.returncode == 0, answer.stderr
+    return {mode: folder / str(job) for job, mode in enumerate(MODES)}
+
+
+def step_work(folder):
+    return json.loads((folder / "metrics.json").read_text())["step_work"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_is_swept_resumed_and_replayed(swept, mode, tmp_path, cache, two_layers):
+    """The same steps are left out, so the frames are the same bit for bit, and the video says which mode made it."""
+    made, work = load_file(swept[mode] / "decode.safetensors")["frames"], step_work(swept[mode])
+    assert work["full"] < 10 and (swept[mode] / "preview.png").is_file()
+    shutil.copytree(swept[mode], half := tmp_path / "half")
+    for name in ("denoise.safetensors", "decode.safetensors", "video.mp4", "metrics.json"):
+        (half / name).unlink()
+    for again, argument in {half: f"resume={half}", tmp_path / "new": f"replay={swept[mode] / 'video.mp4'}"}.items():
+        answer = warm().run([argument, *two_layers, "steps=10", cache, f"hydra.run.dir={again}"])
+        assert answer.returncode == 0, answer.stderr
+        assert numpy.array_equal(load_file(again / "decode.safetensors")["frames"], made), argument
+        assert step_work(again) == work
 
 
 def test_calibration_writes_a_curve_that_a_run_can_use(checkpoint, tmp_path, cache, monkeypatch):

@@ -579,6 +579,16 @@ def test_the_same_frames_as_run_py(made, generate):
     assert numpy.array_equal((made["images"] * 255).round().to(torch.uint8).numpy(), expected)
 
 
+@pytest.mark.parametrize("mode", ["magcache", "magcache_guidance", "easycache", "guidance"])
+def test_a_cache_goes_through_the_nodes(owner, generate, mode):
+    lines = [f"cache={mode}", "cache.threshold=0.3", "cache.guidance_every=3"]
+    frames = execute(small_demo(overrides="\n".join(lines), num_inference_steps=9, seed=7))["images"]
+    folder = generate(*lines, "seed=7", "steps=9", f"prompt={PROMPT}")
+    expected = load_file(folder / "decode.safetensors")["frames"]
+    assert numpy.array_equal((frames * 255).round().to(torch.uint8).numpy(), expected)
+    assert json.loads((folder / "metrics.json").read_text())["step_work"]["full"] < 9
+
+
 def test_the_full_pipeline_gives_the_same_frames_as_the_three_nodes(made):
     assert torch.equal(pipeline(), made["images"])
 

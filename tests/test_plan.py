@@ -2,6 +2,7 @@
 import json
 import os
 import shlex
+import sys
 
 import jax
 import pytest
@@ -122,6 +123,27 @@ def test_a_compiler_that_fails_is_told(tmp_path):
     config = make_config("task=plan", "mesh=v6e_8", "plan.compiler='python -c 1/0'")
     with pytest.raises(ConfigError, match=r"plan.compiler: .* failed"):
         plan.call_compiler(config, tmp_path / "program.bin")
+
+
+FAKE = """
+import json, pathlib, sys
+if sys.argv[1:2] == ["-c"]:
+    print("1 2 3")
+else:
+    pathlib.Path(sys.argv[sys.argv.index("--json") + 1]).write_text(json.dumps({"ops": [], "cycles": 7}))
+    pathlib.Path(__file__).with_name("asked").open("a").write(".")
+"""
+
+
+def test_what_the_compiler_says_is_kept(tmp_path):
+    (tmp_path / "fake.py").write_text(FAKE)
+    program = tmp_path / "program.bin"
+    settings = [f"plan.compiler='{sys.executable} {tmp_path / 'fake.py'}'", f"compile.store={tmp_path / 'store'}"]
+    config = make_config("task=plan", "mesh=v6e_8", *settings)
+    for content, asked in (b"one", 1), (b"one", 1), (b"two", 2):
+        program.write_bytes(content)
+        assert plan.call_compiler(config, program) == {"cycles": 7, "cycles_by_group": {}}
+        assert len((tmp_path / "asked").read_text()) == asked
 
 
 # ---------------------------------------------------------------- the estimate's arithmetic

@@ -95,6 +95,7 @@ class ScannedBlocks(torch.nn.Module):
         super().__init__()
         self.block, self.layers = blocks[0], len(blocks)
         self.gathered, self.multiple, self.same_video, self.given_tokens = None, 1, False, 0
+        self.spread = None  # how tokens lie on the devices from block to block, where the compiler would not see it
         self.control_blocks, self.control = [], None  # in a list, so that its parameters keep their own names
         self.keeps, self.reused, self.residual = False, None, None  # what the blocks add: kept, or given instead
 
@@ -110,6 +111,8 @@ class ScannedBlocks(torch.nn.Module):
 
         def one_block(layer, hidden):
             weights = self.layer_of(stacked, layer)
+            if self.spread is not None:
+                hidden = jax.lax.with_sharding_constraint(hidden, self.spread)
             return call_module(self.block, weights, hidden, text, modulate(hidden.shape[0]), tuple(rotary))
 
         first, layers = int(self.same_video and hidden.shape[0] > 1), len(next(iter(stacked.values())))

@@ -188,6 +188,9 @@ class Denoise(Stage):
             blocks, shards = module.blocks[0], math.prod(mesh.shape[axis] for axis in widest.token_axes)
             blocks.gathered = replicated(mesh) if config.sharding.transformer.gather else None
             blocks.multiple = LANES * shards if shards > 1 else 1
+            if prompts == 1 and self.recipe.derived["rests"]:  # beside what two prompts have left on the devices
+                spec = jax.sharding.PartitionSpec(parallel.batch, parallel.token_axes or None)
+                blocks.spread = jax.sharding.NamedSharding(mesh, spec)
             # Over several devices each would compute what the prompts share.
             blocks.same_video = not (parallel.batch and mesh.shape[parallel.batch] > 1)
             blocks.given_tokens = self.given_tokens()

@@ -18,6 +18,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from hashlib import sha256
 from pathlib import Path
 
 import jax
@@ -28,6 +29,7 @@ from wan_torchax.config.resolve import Resolved, resolve
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.devices.mesh import Described, Here
 from wan_torchax.devices.start import use_fake_devices
+from wan_torchax.records.store import Store
 from wan_torchax.runtime.checkpoint import find_all
 from wan_torchax.runtime.weights import gib
 from wan_torchax.session import Session
@@ -38,6 +40,7 @@ from wan_torchax.stages.stage import Stage
 from wan_torchax.tasks import compiler, plan_page
 
 log = logging.getLogger("wan")
+VERSIONS = "from importlib.metadata import version; print(*map(version, ('libtpu', 'jax', 'jaxlib')))"
 REUSED = 0.005  # of a step's time, at most, that one takes whose blocks are left out (measured: 0.0007 to 0.003)
 # The part of the program an op belongs to, by the names its scopes have; the first that matches counts.
 GROUPS = {
@@ -185,18 +188,33 @@ def compile_stage(resolved: Resolved, stage: Stage, program: str | None = None) 
 
 
 def call_compiler(config, artifact: Path) -> dict:
-    answer = artifact.with_suffix(".json")
+    """What libtpu says of a program. It takes minutes, so the answer is kept in the store."""
     axes = ",".join(f"{axis}={size}" for axis, size in config.mesh.axes.items())
-    place = ["--topology", config.mesh.chip.topology, "--mesh", axes, "--json", str(answer)]
-    command = [*tpu_compiler(config), compiler.__file__, str(artifact), *place]
+    place = ["--topology", config.mesh.chip.topology, "--mesh", axes]
+    store, made_from = Store.of(config), {"place": place, "versions": ask_compiler(config, ["-c", VERSIONS]).split()}
+    for name, path in {"program": artifact, "compiler": Path(compiler.__file__)}.items():
+        made_from[name] = sha256(path.read_bytes()).hexdigest()
+    entry = store and store.read("compiled", made_from)
+    if entry:
+        report = entry.about["report"]
+    else:
+        answer = artifact.with_suffix(".json")
+        ask_compiler(config, [compiler.__file__, str(artifact), *place, "--json", str(answer)])
+        report = json.loads(answer.read_text())
+        if store:
+            store.write("compiled", made_from, {"report": report}, {})
+    report["cycles_by_group"] = by_group(report.pop("ops"))
+    return report
+
+
+def ask_compiler(config, arguments: list[str]) -> str:
+    command = [*tpu_compiler(config), *arguments]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    if not answer.is_file():
+    if ran.returncode:
         reason = ran.stderr.strip().splitlines()
         shown = reason[-1] if reason else ran.returncode
         raise ConfigError(f"plan.compiler: {' '.join(command[:2])} failed: {shown}")
-    report = json.loads(answer.read_text())
-    report["cycles_by_group"] = by_group(report.pop("ops"))
-    return report
+    return ran.stdout
 
 
 def by_group(rows: list[dict]) -> dict[str, int]:
