@@ -60,7 +60,9 @@ class Encoder:
         # Converted as it says it is: what is not tagged, players show in the colours they guess.
         colours = ["-vf", "scale=out_color_matrix=bt709:out_range=tv", "-color_range", "tv"]
         colours += ["-colorspace", "bt709", "-color_primaries", "bt709", "-color_trc", "bt709"]
-        encoder = ["-c:v", "libx264", "-crf", str(self.encoding.quality), "-pix_fmt", "yuv420p", *colours, "-f", "mp4"]
+        # About as good and as large as `medium` with a factor one higher, in less than half of its time.
+        encoder = ["-c:v", "libx264", "-preset", "veryfast", "-crf", str(self.encoding.quality), "-pix_fmt", "yuv420p"]
+        encoder += [*colours, "-f", "mp4"]
         command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *source, "-i", "-", *encoder, str(self.stream)]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
 
@@ -133,4 +135,4 @@ def write_pictures(folder: Path, frames: numpy.ndarray) -> None:
 
 def write_picture(path: Path, pixels: numpy.ndarray) -> None:
     with whole(path) as partial:
-        Image.fromarray(pixels).save(partial)
+        Image.fromarray(pixels).save(partial, compress_level=2)  # a tenth more bytes than 6, in a quarter of its time

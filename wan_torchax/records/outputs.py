@@ -116,8 +116,8 @@ def write_outputs(folder: Path, settled: dict, values: dict, metrics: dict, vide
     comment = {"prompt": prompt["text"], "negative_prompt": prompt["negative"], "seed": settled["seed"]}
     comment |= metrics | carried(settled, metrics["overrides"])
     video.add(values["frames"][video.frames :])  # those that an earlier run left, which nobody told of
+    media.write_pictures(folder, values["frames"])  # while the video is being encoded
     video.finish(prompt["text"], comment)
-    media.write_pictures(folder, values["frames"])
     return video.path
 
 
