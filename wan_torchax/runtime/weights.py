@@ -320,7 +320,7 @@ def merge_program(sharding, dtype: str):
             product = jax.numpy.tensordot(scale * first, second[0], 1, precision="highest") if second else scale * first
             total = total + product
         total = total.astype(dtype)
-        return total if stack is None else jax.lax.dynamic_update_index_in_dim(stack, total, layer, 0)
+        return total if stack is None else into_place(stack, total, layer)
 
     return jax.jit(program, out_shardings=sharding, donate_argnums=0)
 
@@ -341,6 +341,16 @@ def zeros_program(struct):
     return jax.jit(lambda: jax.numpy.zeros(struct.shape, struct.dtype), out_shardings=struct.sharding)
 
 
-@jax.jit(donate_argnums=0)
-def write_layer(stack, value, layer):
-    return jax.lax.dynamic_update_index_in_dim(stack, value, layer, 0)
+def into_place(stack, value, layer):
+    """A layer of a stack. A CPU moves numbers of half precision one by one, integers many at a time; a TPU would make a
+    second stack of integers."""
+    update = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
+
+    def as_integers(stack, value, layer):
+        bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=f"uint{8 * stack.dtype.itemsize}")
+        return jax.lax.bitcast_convert_type(update(bits(stack), bits(value), layer), stack.dtype)
+
+    return jax.lax.platform_dependent(stack, value, layer, cpu=as_integers, default=update)
+
+
+write_layer = jax.jit(into_place, donate_argnums=0)
