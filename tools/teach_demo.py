@@ -13,6 +13,7 @@ they are judged; what is judged is what was written.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import platform
@@ -443,10 +444,13 @@ def judge(cfg: DictConfig, networks: dict, folder: Path) -> dict:
 
 def about(cfg: DictConfig, stages: dict, seconds: float) -> dict:
     """What metrics.json says of a training."""
-    asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    commit = cfg.commit
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or no repository
+        said = ["git", "rev-parse", "HEAD"]
+        commit = commit or subprocess.check_output(said, cwd=Path(__file__).parent, text=True).strip()
     return {
         "command": shlex.join(["python", "tools/teach_demo.py", *sys.argv[1:]]),
-        "commit": cfg.commit or asked.stdout.strip() or None,
+        "commit": commit,
         "versions": {"python": platform.python_version(), "torch": torch.__version__,
                      "diffusers": diffusers.__version__, "transformers": transformers.__version__},
         "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
