@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from wan_torchax.config import commandline, trust
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
+from wan_torchax.config.wording import flatten
 
 from . import files, host
 
@@ -77,23 +78,33 @@ def adapter_names() -> list[str]:
     return [*(name for name in commandline.options("adapter") if name != "none"), *host.adapter_files()]
 
 
+def adapter_option(name) -> tuple[dict, list[str]]:
+    """Rows of a file of conf/adapter, and as overrides the recipe that some bring."""
+    said = OmegaConf.to_container(OmegaConf.load(commandline.CONF / "adapter" / f"{name}.yaml"))
+    if "adapter" not in said:
+        return said, []
+    rows, chosen = said.pop("adapter"), [pair for entry in said.pop("defaults") for pair in entry.items()]
+    groups = [f"{group.removeprefix('override /')}={option}" for group, option in chosen]
+    return rows, groups + [f"{key}={trust.written(value)}" for key, value in flatten(said)]
+
+
 def from_adapter_node(config, adapter, strength, target) -> Chosen:
     """What an Adapter node adds to a Config node's settings: rows of a file that its owner has, by the file's name."""
     if not isinstance(config, Chosen):
         raise ConfigError("config: not from a Wan 2.1 Config node; connect one")
-    own = host.adapter_files()
+    own, recipe = host.adapter_files(), []
     if adapter not in adapter_names():
         raise ConfigError(f"adapter={adapter}: no such adapter; one of: {', '.join(adapter_names())}")
     if adapter in own:
         stem = re.sub(r"\W+", "_", adapter.removesuffix(".safetensors"))
         rows = {stem: {"path": own[adapter]}}
     else:
-        rows = OmegaConf.to_container(OmegaConf.load(commandline.CONF / "adapter" / f"{adapter}.yaml"))
+        rows, recipe = adapter_option(adapter)
     added = [f"adapter.{name}.{key}={trust.written(value)}" for name, row in rows.items() for key, value in row.items()]
     for name in rows:
         added.append(trust.override(f"adapter.{name}.strength", strength))
         added += [] if target == UNCHANGED else [trust.override(f"adapter.{name}.target", [target])]
-    return Chosen([*config, *added])
+    return Chosen([*config, *recipe, *added])
 
 
 def from_widgets(**values) -> list[str]:

@@ -145,6 +145,8 @@ def test_an_adapter_node_chooses_among_the_owners_files(tmp_path, monkeypatch):
     rows = settings.compose(chosen).adapter
     assert rows.sub_my_style == {"path": str(file), "strength": 0.5, "target": ["high"]}
     assert rows.lightx2v.strength == 0.7 and rows.lightx2v.repo == "lightx2v/Wan2.1-Distill-Loras"
+    few = settings.commandline.compose(settings.from_adapter_node(start, "demo_4step", 1.0, settings.UNCHANGED))
+    assert (few.steps, few.guidance_scale, few.scheduler.name) == (4, 1.0, "euler")  # with its recipe
     for wrong, message in (
         ((start, "/etc/passwd", 1.0, "all"), "adapter=/etc/passwd: no such adapter"),
         ((["adapter.x.path=/etc/passwd"], "lightx2v_t2v_21", 1.0, "all"), "not from a Wan 2.1 Config node"),

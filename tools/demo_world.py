@@ -163,6 +163,14 @@ def validation_prompts() -> list[tuple[str, Scene]]:
     return fixed_prompts(seed=7, pairs=18)
 
 
+def held_out_pictures(short: bool = False) -> list[tuple[str, Scene, torch.Tensor, torch.Tensor]]:
+    """(sentence, scene, its numbers): sixty clips whose first frames are given. `short` tells the motion only."""
+    random = Random(60)
+    listed = [(text, scene, *motion_numbers(scene, random)) for text, scene in fixed_prompts(seed=60, pairs=13)]
+    return [(motion_sentence(scene, random), scene, *numbers) if short else (text, scene, *numbers)
+            for text, scene, *numbers in listed]
+
+
 # ---------------------------------------------------------------- English
 
 SHAPE_WORDS = {
@@ -219,6 +227,19 @@ def caption(scene: Scene, random: Random, complete: bool = False) -> str:
     describe = _describe_pair if len(scene.things) == 2 else _describe_one
     backdrop = "" if not complete and random.random() < 0.12 else scene.background
     return _finish(describe(scene.things, random), backdrop, random)
+
+
+def motion_sentence(scene: Scene, random: Random) -> str:
+    """Only what moves how, for those who see a picture of the scene: "the red star spins and the ball moves left"."""
+    alone = len(scene.things) == 1
+    parts = []
+    for thing in scene.things:
+        name = _name(replace(thing, size=None), random)
+        if alone and random.random() < 0.5:
+            name = _word(SHAPE_WORDS, thing.shape, random)
+        place = "" if alone or random.random() < 0.5 else _place(thing, random)
+        parts.append(_join("the", name, place, _motion(thing.motion, random)[1]))
+    return _finish(" and ".join(parts), "", random)
 
 
 def _finish(sentence: str, background: str, random: Random) -> str:
@@ -366,6 +387,26 @@ def _moving(thing: Thing, at: dict[str, float], random: Random, shrink: float) -
     if thing.motion == "spinning":
         return {"turn": random.uniform(0.9, 1.1) * math.pi}
     return {}
+
+
+def start_elsewhere(things: torch.Tensor, share: float = 0.5) -> torch.Tensor:
+    """Things [clips, 2, fields] of which a share moves less far and begins anywhere on its way, or grows from any size.
+
+    In the world a thing's place tells its motion: one at the left goes right. Of a picture another may be asked.
+    """
+    at = FIELDS.index
+    things = things.clone()
+    moved = torch.rand(things.shape[:2], device=things.device) < share
+    less = torch.where(moved, 0.45 * torch.rand_like(things[..., 0]), 0.0)
+    aside = less * (2 * torch.rand_like(less) - 1)
+    for place, travel in (("x", "travel_x"), ("y", "travel_y")):
+        things[..., at(place)] += aside * things[..., at(travel)]
+        things[..., at(travel)] *= 1 - less
+    things[..., at("y")] -= aside.abs() * things[..., at("bounce")] * 0.7
+    things[..., at("bounce")] *= 1 - 0.7 * less
+    grows = things[..., at("radius_end")] > things[..., at("radius")]
+    things[..., at("radius")] *= torch.where(grows, 1 + 1.3 * less, 1.0)
+    return things
 
 
 # ---------------------------------------------------------------- pictures

@@ -282,6 +282,12 @@ def adherence(videos: list[np.ndarray], scenes: list[world.Scene]) -> tuple[dict
     return {aspect: float(np.mean([verdict[aspect] for verdict in verdicts])) for aspect in ASPECTS}, verdicts
 
 
+def likeness(frame: np.ndarray, picture: np.ndarray) -> float:
+    """Peak signal-to-noise ratio in dB of a frame against the picture it should be, both uint8; 100 where it is."""
+    error = np.square(frame.astype(np.float32) - picture).mean()
+    return float(10 * np.log10(255**2 / max(error, 255**2 / 1e10)))
+
+
 def to_frames(video: torch.Tensor) -> np.ndarray:
     """A clip [3, time, height, width] in -1..1 as uint8 frames [time, height, width, 3]."""
     return ((video.float().clamp(-1, 1) + 1) * 127.5).round().byte().permute(1, 2, 3, 0).cpu().numpy()

@@ -24,7 +24,6 @@ from random import Random
 
 import demo_world as world
 import diffusers
-import judge_demo
 import numpy as np
 import torch
 import transformers
@@ -143,8 +142,8 @@ class Scenes(torch.utils.data.IterableDataset):
     """An endless stream of batches: things [batch, 2, fields], backgrounds [batch, 3], tokens [batch, CAPTION_TOKENS]
     and labels [batch, world.LABELS]."""
 
-    def __init__(self, batch: int, seed: int):
-        self.batch, self.seed = batch, seed
+    def __init__(self, batch: int, seed: int, caption=world.caption):
+        self.batch, self.seed, self.caption = batch, seed, caption
 
     def __iter__(self):
         worker = torch.utils.data.get_worker_info()
@@ -153,7 +152,7 @@ class Scenes(torch.utils.data.IterableDataset):
         while True:
             scenes = [world.sample_scene(random) for _ in range(self.batch)]
             things, backgrounds = zip(*(world.motion_numbers(scene, random) for scene in scenes))
-            captions = [world.caption(scene, random) for scene in scenes]
+            captions = [self.caption(scene, random) for scene in scenes]
             labels = torch.tensor([world.labels(scene) for scene in scenes])
             yield torch.stack(things), torch.stack(backgrounds), tokenize(tokenizer, captions), labels
 
@@ -165,9 +164,9 @@ def tokenize(tokenizer: PreTrainedTokenizerFast, captions: list[str]) -> torch.T
     ).input_ids
 
 
-def stream(cfg: DictConfig, batch: int, seed: int):
+def stream(cfg: DictConfig, batch: int, seed: int, caption=world.caption):
     """Batches of scenes from the workers; another seed gives other scenes."""
-    loader = torch.utils.data.DataLoader(Scenes(batch, seed), batch_size=None, num_workers=cfg.workers)
+    loader = torch.utils.data.DataLoader(Scenes(batch, seed, caption), batch_size=None, num_workers=cfg.workers)
     return iter(loader)
 
 
@@ -411,11 +410,23 @@ class QuickAttention:
         return attn.to_out[0](seen.transpose(1, 2).flatten(2))
 
 
+def attend_quickly(transformer: WanTransformer3DModel) -> None:
+    quick = QuickAttention()
+    for block in transformer.blocks:
+        block.attn1.processor = block.attn2.processor = quick
+
+
 def turn_pairs(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
     """Rotary position embedding; x [batch, tokens, heads, channels]."""
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     cosine, sine = cosines[..., 0::2], sines[..., 1::2]
     return torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), -1).flatten(-2)
+
+
+def read(encoder: UMT5EncoderModel, tokens: torch.Tensor) -> torch.Tensor:
+    """Embeddings of captions, then one padding: [captions, CAPTION_TOKENS + 1, channels]."""
+    mask = (tokens != 0).long()
+    return functional.pad(encoder(tokens, mask).last_hidden_state * mask[..., None], (0, 0, 0, 1))
 
 
 class Denoiser(torch.nn.Module):
@@ -427,16 +438,12 @@ class Denoiser(torch.nn.Module):
 
     def pad_once(self) -> Denoiser:
         """The same function of CAPTION_TOKENS and one padding instead of PROMPT_TOKENS."""
-        for block in self.transformer.blocks:
-            block.attn1.processor = block.attn2.processor = QuickAttention()
+        attend_quickly(self.transformer)
         return self
 
     def forward(self, latents: torch.Tensor, timestep: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Velocity [batch, 16, time, height, width]."""
-        mask = (tokens != 0).long()
-        text = self.text_encoder(tokens, mask).last_hidden_state * mask[..., None]
-        text = functional.pad(text, (0, 0, 0, 1))
-        return self.transformer(latents, timestep, text, return_dict=False)[0]
+        return self.transformer(latents, timestep, read(self.text_encoder, tokens), return_dict=False)[0]
 
 
 def flow_loss(cfg: DictConfig, denoiser: Denoiser, latents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -523,6 +530,8 @@ def draw_prompts(cfg: DictConfig, networks: dict[str, torch.nn.Module], prompts:
 
 def measure(cfg: DictConfig, vae: AutoencoderKLWan, denoiser: Denoiser, listed) -> dict[str, float]:
     """Share of the listed (prompt, scene) pairs in which each aspect is drawn right."""
+    import judge_demo
+
     prompts, scenes = zip(*listed)
     networks = {"vae": vae, "text_encoder": denoiser.text_encoder, "transformer": denoiser.transformer}
     return judge_demo.adherence(draw_prompts(cfg, networks, prompts), scenes)[0]

@@ -262,8 +262,9 @@ def result_inputs(name: str, resolved: Resolved) -> dict[str, Any]:
 
 # What says which programs a run needs, before there are devices and `resolve` has filled in what is left open.
 START_KEYS = (
-    "pipeline.name", "model.name", "model.path", "model.dtype", "model.scan_blocks", "mesh.name", "sharding.name",
-    "resolution", "ops", "guidance", "scheduler", "steps", "compile.xla_flags", "compile.matmul_precision",
+    "pipeline.name", "model.name", "model.path", "model.paths", "model.dtype", "model.scan_blocks", "mesh.name",
+    "sharding.name", "resolution", "ops", "guidance", "scheduler", "steps", "compile.xla_flags",
+    "compile.matmul_precision",
 )
 
 

@@ -5,11 +5,11 @@
 """
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from wan_torchax import own_path
 from wan_torchax.config.schema import Adapter
 from wan_torchax.config.wording import one_of
 
@@ -73,7 +73,7 @@ def place_problems(key: str, row: DictConfig, planned: bool, configured: str) ->
     name = row.path or row.file
     if name is not None and not name.endswith(".safetensors"):
         yield f"{key}: {name} can run code when opened and is not read; convert it to safetensors"
-    elif row.path is not None and not planned and not Path(row.path).expanduser().is_file():
+    elif row.path is not None and not planned and not own_path(row.path).is_file():
         yield f"{key}.path={row.path}: no such file"
 
 

@@ -102,6 +102,7 @@ class Pipeline:
 class Model:
     name: str = MISSING
     path: str = MISSING  # a folder in diffusers layout, or a Hub id
+    paths: dict[str, str] = field(default_factory=dict)  # by component: of those that lie elsewhere
     revision: Optional[str] = None
     scan_blocks: bool = offered(True)
     text_tokens: int = offered(512)

@@ -22,8 +22,8 @@ from wan_torchax.records.outputs import is_under
 
 # Settings that say where things are on this machine, or belong to all jobs alike: not on a page.
 MACHINE = (
-    "compile.cache_dir", "compile.store", "model.path", "hydra", "plan.compiler", "prompt.file", "prompt.negative_file",
-    "sweep",
+    "compile.cache_dir", "compile.store", "model.path", "model.paths", "hydra", "plan.compiler", "prompt.file",
+    "prompt.negative_file", "sweep",
 )
 EMBEDDED_BYTES = 40e6  # videos beyond this much in all are linked, not embedded: a browser must still open the page
 STAGE_COLOURS = ("#7aa6c2", "#2f6690", "#f2a65a", "#8d6a9f", "#c9ae5d", "#4f9d8b")  # by a stage's place in its pipeline

@@ -23,6 +23,7 @@ import numpy
 from omegaconf import DictConfig
 from safetensors import safe_open
 
+from wan_torchax import own_path
 from wan_torchax.config import adapters as config_adapters
 from wan_torchax.config.resolve import Checkpoint
 from wan_torchax.config.schema import Adapter, ConfigError
@@ -147,7 +148,7 @@ def described(config: DictConfig) -> dict[str, dict]:
 def find(name: str, row: Adapter, local_only: bool) -> Path | None:
     """An adapter's file: local, or downloaded from the Hub."""
     if row.path is not None:
-        return Path(row.path).expanduser()
+        return own_path(row.path)
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 

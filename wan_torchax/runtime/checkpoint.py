@@ -2,14 +2,13 @@
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import safe_open
 
-from wan_torchax import ROOT
+from wan_torchax import own_path
 from wan_torchax.config.registry import described_by
 from wan_torchax.config.resolve import Checkpoint
 from wan_torchax.config.schema import ConfigError
@@ -24,7 +23,7 @@ BESIDE = {"text_encoder": ("tokenizer",), "image_encoder": ("image_processor",)}
 
 def find_all(model, components: Iterable[str], required: bool = True) -> dict[str, Checkpoint]:
     """The checkpoint of each component. Where none is required, as for a plan, only local ones are taken."""
-    if not required and local_folder(model) is None:
+    if not required and local_folder(model.path) is None:
         return {}
     return {component: find(model, component) for component in components}
 
@@ -41,7 +40,10 @@ def find_present(model, components: Iterable[str]) -> dict[str, Checkpoint]:
 def find(model, component: str, local_only: bool = False) -> Checkpoint:
     """One component's folder, its architecture and its fingerprint. Its config.json may add to the config's
     architecture, not contradict it."""
-    folder, *beside = (find_folder(model, name, local_only) for name in (component, *BESIDE.get(component, ())))
+    path = model.paths.get(component, model.path)
+    revision = model.revision if path == model.path else None
+    names = component, *BESIDE.get(component, ())
+    folder, *beside = (find_folder(path, revision, name, local_only) for name in names)
     architecture = read_architecture(folder, model.architecture[described_by(component)], described_by(component))
     index(folder)
     for file in (path for other in beside for path in sorted(other.glob("*.json"))):
@@ -56,28 +58,26 @@ def fingerprints(checkpoints: dict[str, Checkpoint]) -> dict[str, str]:
 # ---------------------------------------------------------------- folders
 
 
-def local_folder(model) -> Path | None:
-    """The checkpoint on this machine that model.path names, also one of the project's own; None if there is none."""
-    local = Path(os.path.expanduser(model.path))
-    if not local.is_absolute() and not local.exists():
-        local = ROOT / model.path
+def local_folder(path: str) -> Path | None:
+    """The checkpoint on this machine that a path names, also one of the project's own; None if there is none."""
+    local = own_path(path)
     return local if local.is_dir() else None
 
 
-def find_folder(model, component: str, local_only: bool) -> Path:
+def find_folder(path: str, revision: str | None, component: str, local_only: bool) -> Path:
     """The folder of one component of a checkpoint: local, or downloaded from the Hub."""
-    folder = (local_folder(model) or download(model, component, local_only)) / component
+    folder = (local_folder(path) or download(path, revision, component, local_only)) / component
     if not folder.is_dir():
         layout = "a checkpoint in diffusers layout has text_encoder, tokenizer, transformer and vae"
-        raise ConfigError(f"model.path={model.path}: no folder {component}/; {layout}")
+        raise ConfigError(f"model.path={path}: no folder {component}/; {layout}")
     return folder
 
 
-def download(model, component: str, local_only: bool) -> Path:
+def download(path: str, revision: str | None, component: str, local_only: bool) -> Path:
     """Fetch one component's safetensors and configs from the Hub; only those, so no remote code can come along. Of a
     bucket only what is read."""
-    if remote.is_remote(model.path):
-        return remote.mirror(model.path, component)
+    if remote.is_remote(path):
+        return remote.mirror(path, component)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -86,12 +86,10 @@ def download(model, component: str, local_only: bool) -> Path:
         RepositoryNotFoundError,
     )
 
-    key = f"model.path={model.path}"
+    key = f"model.path={path}"
     patterns = [f"{component}/*.safetensors", f"{component}/*.json", f"{component}/*.model"]
     try:
-        return Path(snapshot_download(
-            model.path, revision=model.revision, allow_patterns=patterns, local_files_only=local_only
-        ))
+        return Path(snapshot_download(path, revision=revision, allow_patterns=patterns, local_files_only=local_only))
     except GatedRepoError as error:
         raise ConfigError(f"{key}: gated; accept its licence on the Hub, then `hf auth login`") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
@@ -99,7 +97,7 @@ def download(model, component: str, local_only: bool) -> Path:
     except (LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
             f"{key}: the Hub cannot be reached and {component} is not in the local cache; connect once, or download "
-            f"elsewhere with `hf download {model.path}` and set model.path to the folder"
+            f"elsewhere with `hf download {path}` and set model.path to the folder"
         ) from error
 
 

@@ -21,8 +21,8 @@ class Encoder(Stage):
     latent frame stands for, each with the caches for the next."""
 
     result_settings = (
-        "model.path", "model.revision", "model.dtype.vae", "resolution.height", "resolution.width", "resolution.frames",
-        "fit", "ops",
+        "model.path", "model.paths", "model.revision", "model.dtype.vae", "resolution.height", "resolution.width",
+        "resolution.frames", "fit", "ops",
     )
     parts: ClassVar = {"vae": r"(encoder|quant_conv)\..*"}
 

@@ -14,7 +14,7 @@ class Image(Stage):
     """One or two pictures to embeddings (pictures, tokens, width)."""
 
     settings = ("model.dtype.transformer",)
-    result_settings = ("model.path", "model.revision", "model.dtype.image_encoder", "ops")
+    result_settings = ("model.path", "model.paths", "model.revision", "model.dtype.image_encoder", "ops")
     results_remembered = 16
 
     @classmethod

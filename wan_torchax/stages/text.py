@@ -27,8 +27,8 @@ class Text(Stage):
 
     settings = ("model.text_tokens", "model.dtype.transformer")
     result_settings = (
-        "model.path", "model.revision", "model.text_tokens", "model.dtype.text_encoder", "model.dtype.transformer",
-        "ops",
+        "model.path", "model.paths", "model.revision", "model.text_tokens", "model.dtype.text_encoder",
+        "model.dtype.transformer", "ops",
     )
     results_remembered = 64
 
