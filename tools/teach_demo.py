@@ -3,7 +3,7 @@
     python tools/teach_demo.py what=i2v                 # a transformer that takes a picture, as Wan 2.2's do
     python tools/teach_demo.py what=four_steps          # an adapter: four steps, no guidance
     python tools/teach_demo.py what=pastel              # an adapter: another palette
-    python tools/teach_demo.py what=i2v minutes=9       # any key of tools/conf/teach_demo.yaml
+    python tools/teach_demo.py what=i2v i2v.minutes=9   # any key of tools/conf/teach_demo.yaml
     python tools/teach_demo.py --smoke what=i2v         # a few steps on the CPU
     python tools/teach_demo.py --judge models/demo_i2v what=i2v      # stored weights, on the held-out prompts once more
 
