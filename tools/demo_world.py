@@ -413,6 +413,7 @@ def start_elsewhere(things: torch.Tensor, share: float = 0.5) -> torch.Tensor:
 
 ANGLES = 720  # entries of a shape's outline
 SOFTNESS = 2.0  # pixels over which an edge fades
+HOLLOW = 0.55  # of a radius: what is left out of a thing that is drawn as an outline; a ring is one already
 
 
 def _polygon_outline(corners: list[tuple[float, float]]) -> torch.Tensor:
@@ -476,11 +477,11 @@ def cover(shape: torch.Tensor, x: torch.Tensor, y: torch.Tensor, radius: torch.T
 
 
 def render(
-    things: torch.Tensor, backgrounds: torch.Tensor, size: int = SIZE, times: slice = slice(None)
+    things: torch.Tensor, backgrounds: torch.Tensor, size: int = SIZE, times: slice = slice(None), hollow: bool = False
 ) -> torch.Tensor:
     """Draw clips: things [clips, 2, fields], backgrounds [clips, 3] -> [clips, 3, frames, size, size] in -1..1.
 
-    `times` picks some of the FRAMES frames.
+    `times` picks some of the FRAMES frames. `hollow` leaves only a thick outline of every thing.
     """
     line = (torch.arange(size, device=things.device) + 0.5) * (2 / size) - 1
     y, x = line[:, None], line[None, :]
@@ -488,11 +489,11 @@ def render(
     time = torch.linspace(0, 1, FRAMES, device=things.device)[times]
     video = (backgrounds[:, :, None, None, None] * light).expand(-1, -1, len(time), -1, size)
     for row in things.unbind(1):
-        video = _draw(video, dict(zip(FIELDS, row.unbind(-1))), x, y, time)
+        video = _draw(video, dict(zip(FIELDS, row.unbind(-1))), x, y, time, hollow)
     return video.clamp(0, 1) * 2 - 1
 
 
-def _draw(video, thing, x, y, time):
+def _draw(video, thing, x, y, time, hollow):
     """Lay one thing per clip over the video; a radius of 0 draws nothing."""
     shaped = {name: value[:, None, None, None] for name, value in thing.items()}  # [clips, frames, y, x]
     time = time[None, :, None, None]
@@ -504,6 +505,8 @@ def _draw(video, thing, x, y, time):
     offset_x, offset_y = x - centre_x, y - centre_y
     shape, turn, pixel = shaped["shape"].long(), shaped["turn"] * time, SOFTNESS * 2 / x.shape[-1]
     covered = cover(shape, offset_x, offset_y, radius, turn, pixel=pixel)
+    if hollow:
+        covered = covered * (1 - cover(shape, offset_x, offset_y, HOLLOW * radius, turn, pixel=pixel))
     covered = (covered * (radius > 0))[:, None]
     colour = torch.stack((thing["red"], thing["green"], thing["blue"]), 1)[:, :, None, None, None]
     shade = (1 - 0.08 * offset_y / radius.clamp(min=1e-3)).clamp(0.9, 1.1)[:, None]

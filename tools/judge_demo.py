@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from random import Random
 
@@ -280,6 +280,34 @@ def adherence(videos: list[np.ndarray], scenes: list[world.Scene]) -> tuple[dict
     """Share of clips in which each aspect is right, and the verdict on each clip."""
     verdicts = [judge(video, scene) for video, scene in zip(videos, scenes)]
     return {aspect: float(np.mean([verdict[aspect] for verdict in verdicts])) for aspect in ASPECTS}, verdicts
+
+
+def hollowness(frames: np.ndarray) -> float:
+    """Share of all pieces that show the background in their middle."""
+    background = backdrop(frames)
+    middles = [(frame, round(piece.y), round(piece.x)) for frame in frames for piece in pieces(frame, background)]
+    hollow = [np.abs(frame[y, x] - background[y]).max() <= CONTRAST for frame, y, x in middles]
+    return float(np.mean(hollow)) if hollow else 0.0
+
+
+def filled(frames: np.ndarray) -> np.ndarray:
+    """Frames in which what things enclose has their colour."""
+    background, solid = backdrop(frames)[:, None], frames.copy()
+    for frame in solid:
+        labels, count = ndimage.label(np.abs(frame - background).max(-1) > CONTRAST)
+        for label in range(1, count + 1):
+            piece = labels == label
+            frame[ndimage.binary_fill_holes(piece) & ~piece] = np.median(frame[piece], axis=0)
+    return solid
+
+
+def outlined(videos: list[np.ndarray], scenes: list[world.Scene]) -> dict[str, float]:
+    """Adherence of clips whose things are drawn as outlines, judged as if solid; a ring is then a circle."""
+    solid = [replace(scene, things=tuple(
+        replace(thing, shape="circle") if thing.shape == "ring" else thing for thing in scene.things
+    )) for scene in scenes]
+    hollow = float(np.mean([hollowness(video) for video in videos]))
+    return adherence([filled(video) for video in videos], solid)[0] | {"hollow": hollow}
 
 
 def likeness(frame: np.ndarray, picture: np.ndarray) -> float:

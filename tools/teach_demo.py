@@ -2,7 +2,7 @@
 
     python tools/teach_demo.py what=i2v                 # a transformer that takes a picture, as Wan 2.2's do
     python tools/teach_demo.py what=four_steps          # an adapter: four steps, no guidance
-    python tools/teach_demo.py what=pastel              # an adapter: another palette
+    python tools/teach_demo.py what=outline             # an adapter: things as outlines
     python tools/teach_demo.py what=i2v i2v.minutes=9   # any key of tools/conf/teach_demo.yaml
     python tools/teach_demo.py --smoke what=i2v         # a few steps on the CPU
     python tools/teach_demo.py --judge models/demo_i2v what=i2v      # stored weights, on the held-out prompts once more
@@ -40,7 +40,7 @@ from training import Clock, Every, Recorded, apply_gradients, autocast, build_op
 
 MASK = 4  # channels: one for each frame that a latent frame stands for
 WEIGHTS = {"i2v": "transformer/diffusion_pytorch_model.safetensors", "four_steps": "demo_4step.safetensors",
-           "pastel": "demo_pastel.safetensors"}
+           "outline": "demo_outline.safetensors"}
 Weights = dict[str, torch.Tensor]
 
 
@@ -90,16 +90,6 @@ def condition(vae, pictures: torch.Tensor, frames: int = world.FRAMES) -> torch.
 def picture_caption(scene: world.Scene, random) -> str:
     """The whole scene in words, or only the motion."""
     return (world.caption if random.random() < 0.5 else world.motion_sentence)(scene, random)
-
-
-def pastel(clips: torch.Tensor) -> torch.Tensor:
-    """Every colour halfway to white; in -1..1 or, of frames, in 0..255."""
-    return (clips + 1) / 2
-
-
-def unpastel(frames: np.ndarray) -> np.ndarray:
-    """Frames of uint8 in the world's palette again."""
-    return (frames.astype(np.float32) * 2 - 255).clip(0, 255).astype(np.uint8)
 
 
 # ---------------------------------------------------------------- models
@@ -269,21 +259,21 @@ def teach_i2v(cfg: DictConfig, networks: dict, save_to: Path, device: torch.devi
                          lambda weights: save_transformer(transformer, weights, save_to), refresh)}
 
 
-def teach_pastel(cfg: DictConfig, networks: dict, save_to: Path, device: torch.device) -> dict:
-    """An adapter, from clips in another palette with the same captions."""
+def teach_outline(cfg: DictConfig, networks: dict, save_to: Path, device: torch.device) -> dict:
+    """An adapter, from clips in which things are outlines, with the same captions."""
     vae, encoder, empty = networks["vae"], networks["text_encoder"], empty_text(networks)
-    transformer = adapt(networks["transformer"], cfg.pastel.rank)
+    transformer = adapt(networks["transformer"], cfg.outline.rank)
 
     def make(things, backgrounds, tokens):
-        clips = pastel(world.render(things, backgrounds, size=cfg.clip_size))
+        clips = world.render(things, backgrounds, size=cfg.clip_size, hollow=True)
         return encode(vae, clips), train_demo.read(encoder, tokens)
 
     shelf = Shelf(cfg.bank, device)
     refresh = shelve(cfg, shelf, train_demo.stream(cfg, cfg.refresh, cfg.seed + 1), make)
     compiled(cfg, transformer)
-    return {"pastel": train(cfg, cfg.pastel, transformer,
-                            lambda: flow_loss(cfg, transformer, empty, *shelf.draw(cfg.batch)),
-                            lambda weights: save_adapter(weights, save_to), refresh)}
+    return {"outline": train(cfg, cfg.outline, transformer,
+                             lambda: flow_loss(cfg, transformer, empty, *shelf.draw(cfg.batch)),
+                             lambda weights: save_adapter(weights, save_to), refresh)}
 
 
 def teach_four_steps(cfg: DictConfig, networks: dict, save_to: Path, device: torch.device) -> dict:
@@ -346,7 +336,7 @@ def demo_ways(cfg: DictConfig, networks: dict, points: int, device: torch.device
     return shelf, clock.state()
 
 
-TEACH = {"i2v": teach_i2v, "four_steps": teach_four_steps, "pastel": teach_pastel}
+TEACH = {"i2v": teach_i2v, "four_steps": teach_four_steps, "outline": teach_outline}
 
 
 # ---------------------------------------------------------------- drawing and judging
@@ -424,8 +414,9 @@ def judge(cfg: DictConfig, networks: dict, folder: Path) -> dict:
     if cfg.what != "i2v":
         prompts, scenes = zip(*world.held_out_prompts()[: cfg.judge.prompts])
         clips = show(cfg, networks, transformer, prompts)
-        clips = [unpastel(clip) for clip in clips] if cfg.what == "pastel" else clips
-        return {"held_out": judge_demo.adherence(clips, scenes)[0], "held_out_prompts": len(prompts)}
+        outline = cfg.what == "outline"
+        rates = judge_demo.outlined(clips, scenes) if outline else judge_demo.adherence(clips, scenes)[0]
+        return {"held_out": rates, "held_out_prompts": len(prompts)}
     rates = {}
     for name, short in (("held_out", False), ("held_out_motion_only", True)):
         prompts, scenes, *numbers = zip(*world.held_out_pictures(short)[: cfg.judge.prompts])
