@@ -68,17 +68,20 @@ def files(folder: Path) -> dict[str, int]:
 
 
 def test_a_killed_server_takes_up_its_queue_and_one_told_to_end_parks(tmp_path, cache, two_layers):
-    folder = tmp_path / "queue"
-    server = Processes(folder, cache, *two_layers)
+    folder, settings = tmp_path / "queue", [cache, *two_layers, "serve.batch=2"]
+    server = Processes(folder, *settings)
     assert server.client.get("/readyz").status_code == 503, "nothing is loaded yet"
     server.ready()
-    first = server.post(steps=2, seed=1)
-    second, third = server.post(steps=80, seed=2, prompt="a blue square"), server.post(steps=2, seed=3)
+    blocker = server.post(steps=900)  # while it is made the others wait
+    first, second = server.post(steps=2, seed=1), server.post(steps=80, seed=2, prompt="a blue square")
+    third = server.post(steps=80, seed=3)
+    server.client.delete(f"/v1/videos/{blocker}")
     wait_for(lambda: server.get(second)["step"] >= 2)
+    assert server.get(third)["step"] >= 2, "the two of one shape are denoised together"
     before, progress = files(folder / first), server.get(second)["progress"]
     server.kill()
     assert (folder / second / "text.safetensors").exists()
-    server = Processes(folder, cache, *two_layers).ready()
+    server = Processes(folder, *settings).ready()
     assert server.get(second)["progress"] >= progress
     videos = server.all_over([first, second, third])
     assert [video["status"] for video in videos] == ["completed"] * 3
