@@ -189,7 +189,10 @@ async def crowd(server: Processes) -> None:
     third = len(memory) // 3
     grown = {name: statistics.mean(row[name] for row in memory[-third:]) - statistics.mean(
         row[name] for row in memory[third : 2 * third]) for name in processes}
-    print(f"{len(ordered)} answers, median {statistics.median(ordered):.4f} s, p99 {p99:.4f} s; MiB grown {grown}")
+    print(json.dumps({
+        "answers": len(ordered), "median_seconds": statistics.median(ordered), "p99_seconds": p99,
+        "mib_first": memory[0], "mib_last": memory[-1], "mib_grown": grown, "machine_load": os.getloadavg(),
+    }))
     assert p99 < 0.05 and max(grown.values()) < 20
 
 
