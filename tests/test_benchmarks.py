@@ -15,6 +15,7 @@ ENDS = {  # the last line's keys, where it is JSON
     "demo_quality.py": None,
     "start.py": {"reading", "runs"},
     "adapter_load.py": {"checkpoint_bytes", "rank", "rows"},
+    "serve_batch.py": {"command", "versions", "device", "rows"},
     "quality.py": {"command", "versions", "device", "n", "rows"},
 }
 

@@ -1,5 +1,6 @@
 """task=serve: the API as OpenAI's client knows it, strangers at the door, a queue that forgets nothing."""
 import errno
+import io
 import json
 import os
 import random
@@ -58,6 +59,8 @@ def test_openais_client_makes_lists_downloads_and_deletes(server, generate, two_
     assert next(iter(client.videos.list(limit=2, order="asc"))).id == first.id
     folder = server.queue.folder / first.id
     assert client.videos.download_content(first.id).read() == (folder / "video.mp4").read_bytes()
+    part = server.get(f"/v1/videos/{first.id}/content", 206, headers={"Range": "bytes=4-7"})
+    assert part.content == b"ftyp", "a player asks for parts"
     for variant, name in (("thumbnail", "poster.png"), ("spritesheet", "contact_sheet.png")):
         assert client.videos.download_content(first.id, variant=variant).read() == (folder / name).read_bytes()
     remix = client.videos.remix(first.id, prompt="a green star")
@@ -84,6 +87,13 @@ def test_events_tell_every_step_and_never_go_back(server):
     behind = read_events(server, video["id"], {"Last-Event-ID": str(len(events) - 2)})
     assert [number for number, _, _ in behind] == [len(events) - 1, len(events)], "a client that was cut off goes on"
     server.get(f"/v1/videos/{video['id']}/preview")
+
+
+def test_a_size_that_is_new_is_compiled_and_says_so(server):
+    video = server.post(prompt="a red circle", steps=1, size="64x80")
+    names = [name for _, name, _ in read_events(server, video["id"])]
+    order = [names.index(name) for name in ("queued", "loading", "compiling", "step", "decoding", "writing", "done")]
+    assert order == sorted(order)
 
 
 def read_events(server, identifier, headers=()):
@@ -216,7 +226,9 @@ def test_a_text_is_a_text(idle):
 
 
 def test_the_owner_offers_choices_and_a_request_takes_one(tmp_path):
-    offered = ["+serve.choices.scheduler=[unipc,euler]", "+serve.choices.preset=[t2v_demo_128_cpu_v1]"]
+    choices = {"scheduler": "unipc,euler", "preset": "t2v_demo_128_cpu_v1", "cache": "none,easycache",
+               "adapter": "none,lightx2v_t2v_21"}
+    offered = [f"+serve.choices.{group}=[{names}]" for group, names in choices.items()]
     server = Server(tmp_path / "queue", *SMALL, *offered)
     try:
         video = server.post(prompt="a", scheduler="euler", model="t2v_demo_128_cpu_v1", num_inference_steps=5)
@@ -224,6 +236,10 @@ def test_the_owner_offers_choices_and_a_request_takes_one(tmp_path):
         assert config.scheduler.target == "FlowMatchEulerDiscreteScheduler" and config.steps == 5
         assert "preset=t2v_demo_128_cpu_v1" in overrides and video["model"] == "t2v_demo_128_cpu_v1"
         assert "one of: unipc, euler" in server.post(400, prompt="a", scheduler="deis")["error"]["message"]
+        cached = server.queue.get(server.post(prompt="a", cache="easycache", adapter="none")["id"])
+        assert worker.configure(cached, server.base)[0].cache.mode == "easycache"
+        for fields in ({"cache": "magcache"}, {"adapter": "lightning_4step"}, {"preset": "t2v_14b_720p_v6e8_v1"}):
+            assert "not served here" in server.post(400, prompt="a", **fields)["error"]["message"]
         assert [model["id"] for model in server.get("/v1/models").json()["data"]] == server.base.models
     finally:
         server.close()
@@ -247,6 +263,20 @@ def test_a_picture_comes_as_its_bytes_and_keeps_no_name(tmp_path):
         half = {"input_reference": ("a.png", picture(tmp_path)[:200])}
         broken = server.client.post("/v1/videos", data={"prompt": "a"}, files=half)
         assert broken.status_code == 400 and str(tmp_path) not in broken.text
+    finally:
+        server.close()
+
+
+def test_a_picture_that_would_fill_the_memory_is_not_decoded(tmp_path):
+    """Few bytes, and 900 million pixels; or 120 million, which Pillow itself would take."""
+    server = Server(tmp_path / "queue", *SMALL, "pipeline=i2v", "model.architecture.transformer.in_channels=36")
+    try:
+        for side in (30_000, 11_000):
+            bomb = io.BytesIO()
+            Image.new("1", (side, side)).save(bomb, "PNG")
+            files = {"input_reference": ("a.png", bomb.getvalue())}
+            answer = server.client.post("/v1/videos", data={"prompt": "a"}, files=files)
+            assert answer.status_code == 400 and not server.queue.jobs(), answer.text
     finally:
         server.close()
 
@@ -458,6 +488,30 @@ def test_a_video_that_fails_fails_alone(server, monkeypatch):
     assert str(server.queue.folder.parent) not in failed["error"]["message"]
     assert read_events(server, bad["id"])[-1][1] == "done"
     server.get(f"/v1/videos/{bad['id']}/content", 409)
+
+
+def test_a_video_without_memory_fails_alone(server, monkeypatch):
+    def run(resolved, *arguments, original=session.run):
+        if resolved.config.seed == 666:
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory while trying to allocate 99 GiB")
+        return original(resolved, *arguments)
+
+    monkeypatch.setattr(session, "run", run)
+    bad, good = server.post(prompt="a", seed=666, steps=1), server.post(prompt="a", seed=1, steps=1)
+    assert server.finished(good["id"])["status"] == "completed"
+    failed = server.get(f"/v1/videos/{bad['id']}").json()
+    assert failed["status"] == "failed" and "out of memory" in failed["error"]["message"]
+
+
+def test_told_to_stop_a_worker_finishes_what_it_has_and_begins_nothing(tmp_path, cache, two_layers):
+    """As between SIGTERM and the deadline."""
+    server = Server(tmp_path / "queue", *two_layers, cache, works=True)
+    first, second = (server.post(prompt="a", steps=60)["id"] for _ in range(2))
+    wait_for(lambda: server.get(f"/v1/videos/{first}").json()["step"] >= 1)
+    server.ends = True
+    wait_for(lambda: not server.threads[1].is_alive())
+    assert [server.get(f"/v1/videos/{name}").json()["status"] for name in (first, second)] == ["completed", "queued"]
+    server.close()
 
 
 def read_request(folder):

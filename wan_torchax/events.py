@@ -58,6 +58,8 @@ class Stepped:
     estimate: Any  # part of the latents as they would end if the video went straight on from here, on the devices
     work: str = "full"  # how much of it was computed: full, prompt or reuse
     measures: Any = None  # a few numbers that the step leaves, for those who calibrate
+    video: int = 0  # which of the videos that are denoised together: each is told of
+    videos: int = 1  # how many that are
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Previewed:
 
     step: int
     frame: Any  # uint8 (height, width, 3)
+    video: int = 0  # as of the step
 
 
 @dataclass(frozen=True)

@@ -97,10 +97,13 @@ class Session:
             if component not in self.components:
                 self.components[component] = Component(component, resolved, kept)
             components[component] = self.components[component]
-        recipe, stage = find(name).recipe_for(name, resolved), self.stages.get(name)
+        recipe = find(name).recipe_for(name, resolved)
+        videos = recipe.derived.get("videos", 1)  # programs for several at once stay beside those for one
+        place = name if videos == 1 else f"{name} of {videos}"
+        stage = self.stages.get(place)
         if stage is None or stage.recipe.key != recipe.key or not stage.programs.ready():
-            self.stages.pop(name, None)
-            stage = self.stages[name] = find(name)(name, recipe, components, kept)
+            self.stages.pop(place, None)
+            stage = self.stages[place] = find(name)(name, recipe, components, kept)
         stage.components = components
         return stage
 
@@ -333,7 +336,7 @@ def with_previews(previewer: Stage, every: int, tell: Listener) -> Listener:
     def listener(event):
         tell(event)
         if isinstance(event, Stepped) and event.step % every == 0 and event.step < event.steps:
-            tell(Previewed(event.step, previewer.preview(event.estimate)))
+            tell(Previewed(event.step, previewer.preview(event.estimate), event.video))
 
     return listener
 

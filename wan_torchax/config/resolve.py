@@ -82,6 +82,11 @@ class Resolved:
     checkpoints: Mapping[str, Checkpoint]  # by component; those of a plan may be missing
     mesh: Any
     placement: dict
+    seeds: tuple[int, ...]  # of the videos that are denoised together; they differ in nothing but these and their texts
+
+    @property
+    def videos(self) -> int:
+        return len(self.seeds)
 
     @property
     def latent_shape(self) -> tuple[int, int, int, int, int]:
@@ -137,7 +142,7 @@ def resolve(config: DictConfig, checkpoints: Mapping[str, Checkpoint], devices: 
     placement = {"axes": axes, "kind": devices.kind, "platform": devices.platform, "hosts": devices.hosts}
     return Resolved(
         complete, Graph.of(complete.pipeline), Geometry.of(complete.model.architecture), dict(checkpoints),
-        devices.arrange(axes), placement,
+        devices.arrange(axes), placement, (complete.seed,),
     )
 
 

@@ -301,6 +301,7 @@ class Serve:
     origins: list[str] = field(default_factory=list)
     choices: dict[str, list[str]] = field(default_factory=dict)  # group -> the options that a request may choose among
     queue_limit: int = MISSING
+    batch: int = MISSING
     preview_every: int = MISSING
     upload_mb: float = MISSING
     upload_seconds: float = MISSING

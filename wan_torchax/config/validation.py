@@ -48,8 +48,8 @@ SCHEDULERS = (  # of diffusers', those that are linear: stages/sampling.py write
 SIGMAS_TAKEN = SCHEDULERS[:3]  # by these, and shifted as their own are
 PROBLEMS_SHOWN = 30
 SERVE_LEAST = {
-    "queue_limit": 1, "preview_every": 0, "upload_mb": 0.01, "upload_seconds": 1, "connections": 10, "drain_seconds": 0,
-    "attempts": 1,
+    "queue_limit": 1, "batch": 1, "preview_every": 0, "upload_mb": 0.01, "upload_seconds": 1, "connections": 10,
+    "drain_seconds": 0, "attempts": 1,
 }
 
 

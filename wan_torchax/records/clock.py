@@ -22,6 +22,7 @@ class Clock:
         self.seconds: dict[str, float] = {}
         self.steps: list[float] = []
         self.work: list[str] = []
+        self.together = 1
         self.programs: dict[str, dict] = {}
         self.start: dict[str, float] = dict.fromkeys(START, 0.0)
         self.start["imports"] = process_seconds()
@@ -33,6 +34,7 @@ class Clock:
         elif isinstance(event, Stepped):
             self.steps.append(event.seconds)
             self.work.append(event.work)
+            self.together = event.videos
         elif isinstance(event, Compiled):
             self.compiled(event)
         elif isinstance(event, Took):
@@ -64,6 +66,7 @@ class Clock:
             "step_seconds": [round(value, 4) for value in self.steps],
             "step_seconds_median": median and round(median, 4),
             "step_work": {kind: self.work.count(kind) for kind in dict.fromkeys(self.work)},
+            "denoised_together": self.together,  # videos: a step is one of all of them
             "compile": self.programs,
         }
 

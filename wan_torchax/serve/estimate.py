@@ -30,7 +30,8 @@ def estimate(base: Base, queue: Queue, config) -> dict:
     flops = step_flops(config)
     for _, metrics in finished(queue):
         if metrics.get("model") == config.model.name and metrics.get("step_flops") and metrics["step_seconds_median"]:
-            step = metrics["step_seconds_median"] * flops / metrics["step_flops"]
+            together = metrics.get("denoised_together", 1)
+            step = metrics["step_seconds_median"] / together * flops / metrics["step_flops"]
             parts = ("text", "decode", "write")
             beside = sum(metrics["seconds"].get(part, 0) for part in parts) * flops / metrics["step_flops"]
             return {"step_seconds": step, "seconds": step * config.steps + beside, "source": "measured"}

@@ -1,4 +1,4 @@
-"""The worker: one video after the other from the queue, over this process's Session.
+"""The worker: one video after the other from the queue, or a few together, over this process's Session.
 
 It looks at the disk and writes to it, and knows nothing of who asks. What ends a video early raises in its listener, so
 between two steps: a `cancel` file, or word that this process must end.
@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from wan_torchax.config.commandline import compose
@@ -17,12 +17,15 @@ from wan_torchax.config.schema import ConfigError, FolderError
 from wan_torchax.config.validation import validate
 from wan_torchax.events import Advanced, Began, Compiled, Event, Listener, Previewed, Stepped
 from wan_torchax.records import results
+from wan_torchax.records.clock import Clock
 from wan_torchax.records.files import claimed, sync
 from wan_torchax.serve.queue import Job, Queue, append, events_from, last_event
 from wan_torchax.serve.requests import Base, files_in
 from wan_torchax.session import session
+from wan_torchax.stages.denoise import Denoise
 from wan_torchax.tasks.attempt import explain
 from wan_torchax.tasks.generate import generate_into
+from wan_torchax.tasks.together import Video, denoise_together, several_of
 
 log = logging.getLogger("wan")
 IDLE_SECONDS = 0.1  # between two looks at an empty queue
@@ -34,6 +37,7 @@ PHASES = {
     "denoise": ("denoising", 5), "decode": ("decoding", 90), "write": ("writing", 98),
 }
 OTHER = ("encoding", 4)  # texts and pictures
+APART = ("prompt.text", "prompt.negative", "seed")  # what tells videos apart that are denoised together
 ENDS = {"denoise": 90, "decode": 98}  # of phases that count
 
 
@@ -50,6 +54,8 @@ class Reporter:
 
     def __init__(self, job: Job, must_end: Callable[[], bool]):
         self.job, self.must_end, self.looked = job, must_end, 0.0
+        self.clock = Clock()
+        self.together = [job]  # with others: what is wanted by one of them goes on
         self.now = {"event": "loading", "progress": last_event(job.folder).progress}
         self.total, self.done = None, 0
 
@@ -72,7 +78,7 @@ class Reporter:
         now = time.monotonic()
         if at_once or now - self.looked > LOOK_SECONDS:
             self.looked = now
-            if (self.job.folder / "cancel").exists():
+            if all((job.folder / "cancel").exists() for job in self.together):
                 raise Cancelled
             if self.must_end():
                 raise Parked
@@ -95,13 +101,12 @@ class Reporter:
 # ---------------------------------------------------------------- one video
 
 
-def make(job: Job, base: Base, must_end: Callable[[], bool]) -> None:
+def make(job: Job, base: Base, reporter: Reporter) -> None:
     """Make a video, or go on with one where an earlier worker was stopped. Raises what it ends with."""
-    reporter = Reporter(job, must_end)
     config, overrides = configure(job, base)
     validate(config)
     try:
-        generate_into(config, job.folder, overrides, reporter)
+        generate_into(config, job.folder, overrides, reporter, reporter.clock)
     except ConfigError as error:
         if config.resume is None:
             raise
@@ -126,13 +131,10 @@ def stage_results(folder: Path) -> list[Path]:
     return sorted(folder.glob(results.path_of(Path(), "*").name))
 
 
-def attempt(job: Job, queue: Queue, base: Base, must_end: Callable[[], bool]) -> None:
+def attempt(job: Job, queue: Queue, base: Base, reporter: Reporter) -> None:
     """Try a job; whatever becomes of it is in its folder afterwards, and this worker goes on with the next."""
-    reserve(job.folder)
-    progress = last_event(job.folder).progress
-    append(job.folder, {"event": "loading", "progress": progress, "worker": name_of(os.getpid())})
     try:
-        make(job, base, must_end)
+        make(job, base, reporter)
         (job.folder / ".failure").unlink()
         for path in (*job.folder.iterdir(), job.folder):
             sync(path)
@@ -164,6 +166,45 @@ def fail(folder: Path, message: str) -> None:
     os.replace(folder / ".failure", folder / "failure.json")
 
 
+# ---------------------------------------------------------------- several at once
+
+
+def groups(queue: Queue, most: int) -> Iterator[list[Job]]:
+    """The jobs that wait, the next first; with each, up to `most` in all, later ones that it can be denoised with."""
+    waiting = [(job, shape_of(job) if most > 1 else job.id) for job in queue.waiting()]
+    while waiting:
+        group = [job for job, shape in waiting if shape == waiting[0][1]][:most]
+        yield group
+        waiting = [pair for pair in waiting if pair[0] not in group]
+
+
+def shape_of(job: Job) -> dict | str:
+    """What jobs that are denoised together have in common: all but texts and seed. One that may have taken a worker
+    down has nothing in common with others."""
+    if any(event.get("crashed") for event in events_from(job.folder, 0)[0]):
+        return job.id
+    return {key: value for key, value in job.request["values"].items() if key not in APART}
+
+
+def denoise_group(jobs: list[Job], base: Base, reporters: list[Reporter]) -> None:
+    """Have the latents of several jobs in their folders, as if each had been stopped behind them. What does not come
+    of it is made one by one, so nothing that happens here ends a job."""
+    for reporter in reporters:
+        reporter.together = jobs
+    try:
+        videos = [Video(configure(job, base)[0], job.folder, one, one.clock) for job, one in zip(jobs, reporters)]
+        denoise_together(videos)
+    except (Cancelled, Parked):
+        pass
+    except Exception as error:
+        words = "%d videos are denoised one by one: %s"
+        log.warning(words, len(jobs), explain(error), exc_info=base.config.traceback)
+        if not isinstance(error, (ConfigError, OSError)):
+            session.clear()
+    for job, reporter in zip(jobs, reporters):
+        reporter.together = [job]
+
+
 # ---------------------------------------------------------------- one after the other
 
 
@@ -171,7 +212,11 @@ def prepare(base: Base, tell: Listener) -> None:
     """Have weights and programs there before the first request."""
     config = compose([*base.overrides, "task=serve", "sweep.active=true"])
     names = list(config.pipeline.stages)
-    session.prepare(session.resolve(config, names, tell), names, tell)
+    resolved = session.resolve(config, names, tell)
+    session.prepare(resolved, names, tell)
+    for videos in range(2, base.config.serve.batch + 1) if Denoise.takes_several(config) else ():
+        if (several := several_of(resolved, [config.seed] * videos)) is not None:
+            session.prepare(several, ["denoise"], tell)
 
 
 def work(queue: Queue, base: Base, must_end: Callable[[], bool], must_stop: Callable[[], bool]) -> None:
@@ -179,7 +224,8 @@ def work(queue: Queue, base: Base, must_end: Callable[[], bool], must_stop: Call
     queue.tidy()
     release(queue)
     while not must_stop():
-        if not any(take(job, queue, base, must_end) for job in queue.waiting() if not must_stop()):
+        waiting = groups(queue, base.config.serve.batch)
+        if not any(take(jobs, queue, base, must_end) for jobs in waiting if not must_stop()):
             time.sleep(IDLE_SECONDS)
 
 
@@ -191,24 +237,48 @@ def release(queue: Queue) -> None:
                 append(job.folder, {"event": "queued", "progress": last_event(job.folder).progress})
 
 
-def take(job: Job, queue: Queue, base: Base, must_end: Callable[[], bool]) -> bool:
-    """Work on a job, unless another worker does, or it is for another; whether it was worked on."""
-    if job.request["model"] not in base.models:
-        return False
-    taken = False
-    try:
-        with claimed(job.folder):
-            if queue.get(job.id) is not None and not queue.state(job).is_over:
-                taken = True
-                attempt(job, queue, base, must_end)
+def take(jobs: list[Job], queue: Queue, base: Base, must_end: Callable[[], bool]) -> bool:
+    """Work on those of the jobs that no other worker has, and that are not for another; whether there were any."""
+    with contextlib.ExitStack() as claims:
+        held = [job for job in jobs if job.request["model"] in base.models and hold(job, queue, claims)]
+        reporters = [Reporter(job, must_end) for job in held]
+        if len(held) > 1:
+            denoise_group(held, base, reporters)
+        worked = [try_one(job, queue, base, reporter) for job, reporter in zip(held, reporters)]
+    for job in jobs:
         if (job.folder / "cancel").exists():  # it came too late to stop anything
             queue.delete(job)
+    return any(worked)
+
+
+def hold(job: Job, queue: Queue, claims: contextlib.ExitStack) -> bool:
+    """Claim a job, if it is to be had and not over, with room for the words of its end."""
+    with ignored(job):
+        claims.enter_context(claimed(job.folder))
+        if queue.get(job.id) is not None and not queue.state(job).is_over:
+            reserve(job.folder)
+            progress = last_event(job.folder).progress
+            append(job.folder, {"event": "loading", "progress": progress, "worker": name_of(os.getpid())})
+            return True
+    return False
+
+
+def try_one(job: Job, queue: Queue, base: Base, reporter: Reporter) -> bool:
+    with ignored(job):
+        attempt(job, queue, base, reporter)
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def ignored(job: Job) -> Iterator[None]:
+    """What keeps this worker from a job now, and not from the next."""
+    try:
+        yield
     except (FolderError, FileNotFoundError):  # another has it, or has removed it
-        return False
+        pass
     except OSError as error:  # a disk without room for a single line
         log.error("%s: waits: %s", job.id, explain(error))
-        return False
-    return taken
 
 
 def name_of(pid: int) -> str:

@@ -37,15 +37,16 @@ PROGRAMS = {caching.FULL: "step", caching.PROMPT: "prompt", caching.REUSE: "reus
 
 
 class Denoise(Stage):
-    """Embeddings to latents (1, channels, frames, height, width).
+    """Embeddings to latents (videos, channels, frames, height, width), mostly of one video.
 
     What goes from step to step and what stays the same are named arrays:
 
-        state       slots: the latents (slot 0) and what the scheduler remembers, (slots, 1, channels, frames, …)
+        state       slots: the latents (slot 0) and what the scheduler remembers, (slots, videos, channels, frames, …)
         schedule    timestep, coefficients (slots, slots + 1), guidance_scale: of one step; with a scheduler that draws
                     noise also that, like the latents, and coefficients (slots, slots + 2)
-        conditions  embeddings (prompts, tokens, width); condition (1, channels, frames, height, width), which joins the
-                    latents as further channels; first_latent (1, channels, 1, height, width), which is the first frame
+        conditions  embeddings (prompts · videos, tokens, width), those of all videos' prompts before those of their
+                    negative ones; condition (1, channels, frames, height, width), which joins the latents as further
+                    channels; first_latent (1, channels, 1, height, width), which is the first frame
                     of the latents, without noise; image_embeddings (pictures, tokens, width); control (1, channels,
                     frames, height, width), of which VACE's control blocks make hints that count conditioning_scale
 
@@ -66,7 +67,8 @@ class Denoise(Stage):
         pictures = "image" in resolved.graph.stages and Image.result_shapes(resolved.config)["image_embeddings"]
         return {
             "prompts": prompt_count(resolved.config),
-            "latent_shape": resolved.denoised_shape,
+            "videos": resolved.videos,
+            "latent_shape": (resolved.videos, *resolved.denoised_shape[1:]),
             "references": reference_count(resolved.config),
             "tokens": resolved.tokens,
             "slots": slots,
@@ -121,7 +123,7 @@ class Denoise(Stage):
         if derived["renoised"]:
             schedule["noise"] = array(*derived["latent_shape"])
         dtype = self.config.model.dtype.transformer
-        conditions = {"embeddings": array(derived["prompts"], *text, dtype=dtype)}
+        conditions = {"embeddings": array(derived["prompts"] * derived["videos"], *text, dtype=dtype)}
         if "condition" in derived["conditions"]:
             batch, channels, *sizes = derived["latent_shape"]
             conditions["condition"] = array(batch, architecture.in_channels - channels, *sizes)
@@ -192,11 +194,24 @@ class Denoise(Stage):
                 spec = jax.sharding.PartitionSpec(parallel.batch, parallel.token_axes or None)
                 blocks.spread = jax.sharding.NamedSharding(mesh, spec)
             # Over several devices each would compute what the prompts share.
-            blocks.same_video = not (parallel.batch and mesh.shape[parallel.batch] > 1)
+            spread = parallel.batch and mesh.shape[parallel.batch] > 1
+            blocks.same_video = self.recipe.derived["videos"] == 1 and not spread
             blocks.given_tokens = self.given_tokens()
         if self.given_tokens():
             give_times_by_token(module, self.given_tokens(), self.recipe.derived["tokens"])
         return module
+
+    @classmethod
+    def takes_several(cls, config) -> bool:
+        """Whether videos can be denoised together: where a text is all that tells them apart, and no cache judges by
+        what it sees of one."""
+        return not caches.is_on(config) and list(config.pipeline.stages.denoise.takes) == ["embeddings"]
+
+    @staticmethod
+    def joined(values: list[dict]) -> dict:
+        """What several videos take, as one."""
+        embeddings = numpy.stack([taken["embeddings"] for taken in values], axis=1)  # (prompts, videos, …)
+        return {"embeddings": embeddings.reshape(-1, *embeddings.shape[2:])}
 
     @classmethod
     def amount(cls, resolved):
@@ -226,7 +241,7 @@ class Denoise(Stage):
 
     def run(self, resolved, values, tell):
         config, table = resolved.config, scheduler_table(resolved.config)
-        draws = noises(config.seed, resolved.denoised_shape)
+        draws = map(numpy.concatenate, zip(*(noises(seed, resolved.denoised_shape) for seed in resolved.seeds)))
         state, schedule, conditions = self.first_arguments(config, table, values, draws)
         rows = schedule_rows(config, table)
         experts = [expert_at(config, timestep) for timestep in table.timesteps]
@@ -252,7 +267,9 @@ class Denoise(Stage):
             measures = numpy.asarray(state["measures"]) if "measures" in state else None
             if adaptive is not None:
                 adaptive.learn(measures, kind)
-            tell(Stepped(index + 1, len(experts), time.perf_counter() - began, estimate, kind, measures))
+            seconds, videos = time.perf_counter() - began, resolved.videos
+            for video, one in enumerate(numpy.split(numpy.asarray(estimate), videos) if videos > 1 else [estimate]):
+                tell(Stepped(index + 1, len(experts), seconds, one, kind, measures, video, videos))
             tell(Advanced(self.name, 1))
         latents = numpy.array(state["slots"])[0][:, :, reference_count(config) :]
         if "first_latent" in values:
@@ -311,7 +328,7 @@ class Denoise(Stage):
         def size(axis):
             return axes.get(axis, 1) if axis else 1
 
-        batch = prompt_count(config) if config.guidance == "batched" else 1
+        batch = resolved.videos * (prompt_count(config) if config.guidance == "batched" else 1)
         shards = size(parallel.ulysses) * size(parallel.ring)
         rows = math.ceil(batch / size(parallel.batch)) * resolved.tokens / shards
         dim = transformer.num_attention_heads * transformer.attention_head_dim

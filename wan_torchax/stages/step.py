@@ -35,14 +35,14 @@ class Step:
     # ------------------------------------------------------------ the model
 
     def forward(self, arrays, latents, timestep, conditions, embeddings, residual=None):
-        """Velocity of the model's input (1, …) for each of the embeddings (batch, tokens, width), and what its blocks
-        added, if that is kept."""
+        """Velocity of the model's input (videos, …) for each of the embeddings (batch, tokens, width), those of all
+        videos' prompts before those of their negative ones; and what its blocks added, if that is kept."""
         from wan_torchax.patches import call_module
 
         batch, named = embeddings.shape[0], {}
 
         def repeated(array):
-            return jnp.broadcast_to(array.astype(self.dtype), (batch, *array.shape[1:]))
+            return jnp.tile(array.astype(self.dtype), (batch // len(array),) + (1,) * (array.ndim - 1))
 
         timestep = jnp.stack([jnp.zeros_like(timestep), timestep]) if self.given else timestep
         times = jnp.broadcast_to(timestep, (batch, *timestep.shape))
@@ -61,7 +61,8 @@ class Step:
         return velocity, kept[0] if kept else None
 
     def velocities(self, arrays, latents, schedule, conditions, residual=None):
-        """One for each prompt, (prompts, channels, frames, height, width), and what the blocks added."""
+        """One for each prompt of each video, (prompts · videos, channels, frames, height, width), and what the blocks
+        added."""
         if "condition" in conditions:
             latents = jnp.concatenate([latents, conditions["condition"]], axis=1)
         latents = with_first(latents, conditions)
@@ -69,12 +70,13 @@ class Step:
         def one(embeddings, residual):
             return self.forward(arrays, latents, schedule["timestep"], conditions, embeddings, residual)
 
-        embeddings = conditions["embeddings"][: self.prompts]
+        embeddings = conditions["embeddings"][: self.prompts * len(latents)]
         if self.prompts == 1 or self.batched:
             return one(embeddings, residual)
-        each = (embeddings[:, None],) if residual is None else (embeddings[:, None], residual[:, None])
+        given = (embeddings,) if residual is None else (embeddings, residual)
+        each = [array.reshape(self.prompts, len(latents), *array.shape[1:]) for array in given]
         results = jax.lax.map(lambda prompt: one(*prompt) if residual is not None else one(*prompt, None), each)
-        return jax.tree.map(lambda array: array[:, 0], results)
+        return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), results)
 
     # ------------------------------------------------------------ programs
 
@@ -111,11 +113,10 @@ class Step:
 
     def finish(self, state, velocities, schedule, conditions):
         """Guidance, the scheduler's step, and a look at where the flow would end."""
-        velocity = velocities
-        if len(velocities) == 2:
+        velocity, slots = velocities, state["slots"]
+        if len(velocities) == 2 * slots.shape[1]:
             prompt, negative = jnp.split(velocities, 2)
             velocity = negative + schedule["guidance_scale"] * (prompt - negative)
-        slots = state["slots"]
         # What previews show, of the first frame, the only one that can be decoded alone.
         estimate = with_first(slots[0] - schedule["timestep"] / 1000 * velocity, conditions)
         estimate = estimate[:, :, self.references : self.references + 1]

@@ -31,8 +31,9 @@ def generate(config, folder: Path, overrides=(), listener: Listener = silence) -
         return generate_into(config, folder, overrides, listener)
 
 
-def generate_into(config, folder: Path, overrides, listener: Listener) -> float:
-    clock, config = Clock(), inputs.with_texts(config)
+def generate_into(config, folder: Path, overrides, listener: Listener, clock: Clock | None = None) -> float:
+    """With a `clock` of what was made of it before."""
+    clock, config = clock or Clock(), inputs.with_texts(config)
     settled, graph = outputs.settle(config), Graph.of(config.pipeline)
     first = distributed.is_first()  # the process that writes
     if first:
@@ -45,15 +46,11 @@ def generate_into(config, folder: Path, overrides, listener: Listener) -> float:
 
     video = outputs.open_video(folder, settled)
 
-    def save(event: Event) -> None:
-        if isinstance(event, Finished) and config.output.save_stages:
-            results.save(folder, event.stage, event.values, result_settings(config, event.stage, weights))
-        elif isinstance(event, Previewed):
-            outputs.write_preview(folder, event.frame)
-        elif isinstance(event, Decoded):
+    def encode(event: Event) -> None:
+        if isinstance(event, Decoded):
             video.add(event.frames)
 
-    tell = to_all(clock, Bars(), Progress(folder), save, listener) if first else clock
+    tell = to_all(clock, Bars(), Progress(folder), saver(config, folder, weights), encode, listener) if first else clock
     resolved = session.resolve(config, names, tell)
     log.info("%s on %s", config.model.name, describe(resolved.mesh))
     weights |= fingerprints(resolved.checkpoints)
@@ -78,6 +75,18 @@ def generate_into(config, folder: Path, overrides, listener: Listener) -> float:
         compare_replay(config, metrics)
         show(made)
     return clock.median_step() or clock.report()["seconds"]["total"]
+
+
+def saver(config, folder: Path, weights: dict[str, str]) -> Listener:
+    """A listener that keeps results of stages, with what they were made from, and previews."""
+
+    def save(event: Event) -> None:
+        if isinstance(event, Finished) and config.output.save_stages:
+            results.save(folder, event.stage, event.values, result_settings(config, event.stage, weights))
+        elif isinstance(event, Previewed):
+            outputs.write_preview(folder, event.frame)
+
+    return save
 
 
 def read_results(config, graph: Graph) -> tuple[dict, dict[str, str]]:
