@@ -3,6 +3,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import uvicorn
@@ -70,6 +71,8 @@ def make_app(front: Front, lifespan=None) -> Starlette:
 def run(base: Base, queue: Queue, ready, listening: socket.socket) -> None:
     """Until SIGTERM comes twice: the first has it refuse new videos."""
     front = Front(base, queue, ready)
+    # A request that is composed, in a thread, keeps the interpreter for this long, and answers wait; by default 5 ms.
+    sys.setswitchinterval(1e-4)
 
     @contextlib.asynccontextmanager
     async def lifespan(app):
