@@ -16,6 +16,7 @@ from PIL import Image
 from wan_torchax.records.files import whole
 
 SHEET_FRAMES = 9
+SHEET_WIDTH = 1920  # pixels, at most
 READ_SECONDS = 60  # that ffmpeg may take over a file's metadata
 
 
@@ -130,7 +131,8 @@ def write_pictures(folder: Path, frames: numpy.ndarray) -> None:
     for index, frame in enumerate(chosen):
         row, column = divmod(index, columns)
         sheet[row * height : (row + 1) * height, column * width : (column + 1) * width] = frame
-    write_picture(folder / "contact_sheet.png", sheet)
+    smaller = Image.fromarray(sheet).reduce(math.ceil(sheet.shape[1] / SHEET_WIDTH))
+    write_picture(folder / "contact_sheet.png", numpy.asarray(smaller))
 
 
 def write_picture(path: Path, pixels: numpy.ndarray) -> None:

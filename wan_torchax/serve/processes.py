@@ -26,6 +26,7 @@ from wan_torchax.tasks.attempt import explain
 log = logging.getLogger("wan")
 BIND_SECONDS = 5  # that the processes of a server which was killed may still hold the port
 KILL_SECONDS = 60  # after the deadline, that a step may take
+NICE = 10  # of the worker: where a CPU makes the videos, whoever asks is answered first
 CANNOT_START = 3  # a worker's status when another try would be no better
 context = multiprocessing.get_context("fork")
 
@@ -145,6 +146,7 @@ def worker(base: Base, queue: Queue, ready, listening: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, remember)
     end_with_parent()
+    os.nice(NICE)
     try:
         work.prepare(base, lambda event: end_if(must_stop))
         ready.value = True
