@@ -61,7 +61,7 @@ class Encoder:
         # Converted as it says it is: what is not tagged, players show in the colours they guess.
         colours = ["-vf", "scale=out_color_matrix=bt709:out_range=tv", "-color_range", "tv"]
         colours += ["-colorspace", "bt709", "-color_primaries", "bt709", "-color_trc", "bt709"]
-        # About as good and as large as `medium` with a factor one higher, in less than half of its time.
+        # In a third of the time that `medium` takes, a tenth smaller and up to 0.7 dB further off, at 35.
         encoder = ["-c:v", "libx264", "-preset", "veryfast", "-crf", str(self.encoding.quality), "-pix_fmt", "yuv420p"]
         encoder += [*colours, "-f", "mp4"]
         command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *source, "-i", "-", *encoder, str(self.stream)]
