@@ -26,7 +26,7 @@ from wan_torchax.runtime.checkpoint import find_all  # noqa: E402
 SMALL = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "steps=3", "output.keep_frames=true"]
 
 LONG = (
-    "family", "distributed", "parity", "conf", "sweep", "keys", "bad_inputs", "serve", "launchers", "demo",
+    "family", "distributed", "weights", "parity", "conf", "sweep", "keys", "bad_inputs", "serve", "launchers", "demo",
     "benchmarks", "comfyui", "run", "caches", "splash",
 )
 
@@ -53,7 +53,7 @@ FULL_ONLY = re.compile("|".join(map(re.escape, (
     "a_lost_worker_loses_its_running_job", "lowers_for_its_tpu[flf2v",
     "magcache_reuses_what_the_blocks_added[one prompt", "a_smoke_test_runs_through[quality.py]",
     "a_smoke_test_runs_through[demo_quality.py]", "a_mode_is_swept_resumed_and_replayed",
-    "a_cache_goes_through_the_nodes",
+    "a_cache_goes_through_the_nodes", "a_smoke_test_runs_through[gpu.py]",
     "a_video_of_several_is_what_it_is_alone[not guided]",
     "lowers_for_its_tpu[i2v_14b", "lowers_for_its_tpu[t2v_a14b", "lowers_for_its_tpu[t2v_14b_480p_v",
     "lowers_for_its_tpu[ti2v_5b_704p_v6e1", "lowers_for_its_tpu[vace_1_3b_480p_v6e1",

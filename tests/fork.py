@@ -38,12 +38,13 @@ class Server:
     def __init__(self, warm: bool = False):
         environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
         command = [sys.executable, "-m", "tests.fork", *(["warm"] if warm else [])]
+        self.folder = tempfile.TemporaryDirectory(prefix="runs-")
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
 
     def start(self, arguments, environment=(), code: str | None = None) -> "Run":
         """run.py, or some code, with these arguments, and with these variables beside the server's."""
-        folder = Path(tempfile.mkdtemp(prefix="run-"))
+        folder = Path(tempfile.mkdtemp(dir=self.folder.name))
         order = {"arguments": list(map(str, arguments)), "environment": dict(environment), "code": code}
         order["folder"] = str(folder)
         self.process.stdin.write(json.dumps(order) + "\n")
@@ -58,6 +59,7 @@ class Server:
     def close(self) -> None:
         self.process.stdin.close()
         assert self.process.wait(60) == 0
+        self.folder.cleanup()
 
 
 class Run:

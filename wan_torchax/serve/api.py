@@ -141,8 +141,11 @@ async def show(request: Request) -> JSONResponse:
 
 
 async def listed(request: Request) -> JSONResponse:
+    return JSONResponse(await run_in_threadpool(page_of, request.app.state.front, request.query_params))
+
+
+def page_of(front, query) -> dict:
     """A page of all videos, the newest first; `after` is the last of the page before."""
-    front, query = request.app.state.front, request.query_params
     order, limit = query.get("order", "desc"), query.get("limit", "20")
     for problem in one_of("order", order, ("asc", "desc")):
         raise ConfigError(problem)
@@ -157,7 +160,7 @@ async def listed(request: Request) -> JSONResponse:
         jobs = jobs[places[0] + 1 :]
     chosen = [video(front, job) for job in jobs[: int(limit)]]
     ends = {"first_id": chosen[0]["id"], "last_id": chosen[-1]["id"]} if chosen else {"first_id": None, "last_id": None}
-    return JSONResponse({"object": "list", "data": chosen, "has_more": len(jobs) > len(chosen)} | ends)
+    return {"object": "list", "data": chosen, "has_more": len(jobs) > len(chosen)} | ends
 
 
 async def delete(request: Request) -> JSONResponse:
