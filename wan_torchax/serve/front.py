@@ -1,6 +1,7 @@
 """The front: Starlette's application and uvicorn, which runs it. No JAX is started in here."""
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 import sys
@@ -73,6 +74,7 @@ def run(base: Base, queue: Queue, ready, listening: socket.socket) -> None:
     front = Front(base, queue, ready)
     # A request that is composed, in a thread, keeps the interpreter for this long, and answers wait; by default 5 ms.
     sys.setswitchinterval(1e-4)
+    gc.freeze()  # what was imported stays: to look through it for garbage takes a tenth of a second
 
     @contextlib.asynccontextmanager
     async def lifespan(app):
