@@ -5,7 +5,6 @@ import logging
 import re
 from pathlib import Path
 
-import ftfy
 import jax.numpy as jnp
 import numpy
 import tokenizers
@@ -105,7 +104,11 @@ def load_tokenizer(folder: Path, store: Store | None = None) -> tuple[tokenizers
 def clean(prompt: str) -> str:
     """A prompt as Wan's own pipeline cleans it: broken Unicode mended, HTML's entities read, also where they were
     written twice, and one space wherever there is any."""
-    return re.sub(r"\s+", " ", html.unescape(html.unescape(ftfy.fix_text(prompt)))).strip()
+    if not (prompt.isascii() and prompt.isprintable()) or "&" in prompt:  # ftfy leaves all others as they are
+        import ftfy
+
+        prompt = html.unescape(html.unescape(ftfy.fix_text(prompt)))
+    return re.sub(r"\s+", " ", prompt).strip()
 
 
 def tokenize(folder: Path, prompts, limit: int, store: Store | None = None):
