@@ -10,11 +10,13 @@ prompt from there, each word a place in wan_torchax/ (docs/architecture.md has t
     compose → validate → resolve (checkpoints, devices) → build → compile beside loading → run the stages → write
     config/   config/    session.py                       stages/  runtime/               stages/          records/
 """
+import gc
 import os
 import signal
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until `main` knows better: nothing has been done yet
+    gc.set_threshold(100_000)  # what is imported stays: looking through it for garbage is a tenth of the start
 
 import contextlib
 import sys
