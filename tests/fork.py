@@ -39,6 +39,7 @@ class Server:
         environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
         command = [sys.executable, "-m", "tests.fork", *(["warm"] if warm else [])]
         self.folder = tempfile.TemporaryDirectory(prefix="runs-")
+        atexit.register(self.folder.cleanup)  # what the runs said is read after the server's end too
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
 
@@ -59,7 +60,6 @@ class Server:
     def close(self) -> None:
         self.process.stdin.close()
         assert self.process.wait(60) == 0
-        self.folder.cleanup()
 
 
 class Run:
