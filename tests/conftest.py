@@ -54,7 +54,7 @@ FULL_ONLY = re.compile("|".join(map(re.escape, (
     "magcache_reuses_what_the_blocks_added[one prompt", "a_smoke_test_runs_through[quality.py]",
     "a_smoke_test_runs_through[demo_quality.py]", "a_mode_is_swept_resumed_and_replayed",
     "a_cache_goes_through_the_nodes", "a_smoke_test_runs_through[gpu.py]",
-    "teaching_runs_through[outline]", "teaching_runs_through[i2v]", "vace_is_diffusers[video and mask, odd size",
+    "teaching_runs_through[outline]", "teaching_runs_through[i2v]",
     "a_video_of_several_is_what_it_is_alone[not guided]",
     "lowers_for_its_tpu[i2v_14b", "lowers_for_its_tpu[t2v_a14b", "lowers_for_its_tpu[t2v_14b_480p_v",
     "lowers_for_its_tpu[ti2v_5b_704p_v6e1", "lowers_for_its_tpu[vace_1_3b_480p_v6e1",
