@@ -16,7 +16,7 @@ import signal
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until `main` knows better: nothing has been done yet
-    gc.set_threshold(100_000)  # what is imported stays: looking through it for garbage is a tenth of the start
+    gc.set_threshold(100_000)  # what is imported stays: no need to look through it for garbage again and again
 
 import contextlib
 import sys

@@ -568,13 +568,8 @@ def peer_pipeline(folder, scratch, overrides, prompt):
 def project_pipeline(folder, scratch, overrides, prompt):
     """As the user runs it, until it writes its metrics. What came after the first step, or the frames, is taken off."""
     shutil.rmtree(scratch / "run", ignore_errors=True)
-    folders = [f"model.path={folder}", f"hydra.run.dir={scratch}/run", f"compile.cache_dir={scratch}/cache"]
-    folders.append(f"compile.store={scratch}/store")
-    command = [sys.executable, "run.py", *MESH, *overrides, *folders, f"steps={STEPS}", f"prompt={prompt}"]
     began = time.time()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError((done.stdout + done.stderr)[-600:])
+    run_project(folder, scratch, [*overrides, f"steps={STEPS}", f"prompt={prompt}"])
     written = scratch / "run/metrics.json"
     metrics, whole = json.loads(written.read_text()), written.stat().st_mtime - began
     print(f"  {metrics['seconds']} {metrics['start']}", flush=True)
@@ -583,27 +578,27 @@ def project_pipeline(folder, scratch, overrides, prompt):
     return whole - after, whole - metrics["seconds"]["write"]
 
 
+def run_project(folder, scratch, overrides) -> None:
+    """run.py with a checkpoint, into scratch/run, with caches of its own."""
+    folders = [f"model.path={folder}", f"hydra.run.dir={scratch}/run", f"compile.cache_dir={scratch}/cache"]
+    command = [sys.executable, "run.py", *MESH, *overrides, *folders, f"compile.store={scratch}/store"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError((done.stdout + done.stderr)[-600:])
+
+
 def videos(case, overrides, side, options):
     """Seconds a video of a list takes in a process that has made one before: text, four steps, decoding, the file.
     Random weights draw noise, over which a video's encoder takes two to three times as long as over a picture."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_checkpoint(configure(*overrides), Path(scratch) / "model")
-        seconds = project_list(folder, Path(scratch), overrides)
-        record("prompt to video.mp4, four steps without guidance", case, "c", seconds)
-
-
-def project_list(folder, scratch, overrides):
-    prompts = [f"{PROMPT}, {number}" for number in ("one", "two", "three", "four", "five", "six")]
-    folders = [f"model.path={folder}", f"hydra.run.dir={scratch}/list", f"compile.cache_dir={scratch}/cache"]
-    settings = [f"compile.store={scratch}/store", f"prompts={json.dumps(prompts)}", *FEW]
-    command = [sys.executable, "run.py", *MESH, *overrides, *folders, *settings]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError((done.stdout + done.stderr)[-600:])
-    files = sorted(scratch.glob("list/*/metrics.json"), key=lambda file: file.stat().st_mtime)
-    metrics = [json.loads(file.read_text()) for file in files]
-    print(*(one["seconds"] for one in metrics), sep="\n", flush=True)
-    return median_of([one["seconds"]["total"] for one in metrics[1:]])
+        prompts = [f"{PROMPT}, {number}" for number in ("one", "two", "three", "four", "five", "six")]
+        run_project(folder, scratch, [*overrides, f"prompts={json.dumps(prompts)}", *FEW])
+        files = sorted(Path(scratch).glob("run/*/metrics.json"), key=lambda file: file.stat().st_mtime)
+        seconds = [json.loads(file.read_text())["seconds"] for file in files]
+        print(*seconds, sep="\n", flush=True)
+        totals = median_of([one["total"] for one in seconds[1:]])
+        record("prompt to video.mp4, four steps without guidance", case, "c", totals)
 
 
 def write_checkpoint(config, folder: Path) -> Path:

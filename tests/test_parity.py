@@ -100,6 +100,7 @@ LAYOUTS = {  # those that spread the tokens at a size where every device has som
     "dp": [*SMALL, "mesh=cpu_8", "mesh.devices=2", "mesh.axes={dp:2,sp:1,tp:1}", NO_DECODE],
     "dp and tp": [*SMALL, "mesh=cpu_8"],
     "tokens over sp, Ulysses": ["mesh=cpu_8", "mesh.axes={dp:2,sp:4,tp:1}", "sharding=sequence", NO_DECODE],
+    "tokens over sp, whole weights": ["mesh=cpu_8", "mesh.axes={dp:2,sp:4,tp:1}", "sharding=tokens", NO_DECODE],
     "tokens over sp, ring": ["mesh=cpu_8", "mesh.axes={dp:1,sp:8,tp:1}", "sharding=ring", NO_DECODE],
     "heads over tp, tokens in a ring": ["mesh=cpu_8", "mesh.axes={dp:2,sp:2,tp:2}", "sharding=tp_ring", NO_DECODE],
     "Ulysses and ring": ["mesh=cpu_8", "mesh.axes={dp:2,sp:2,tp:2}", *ULYSSES_RING, NO_DECODE],

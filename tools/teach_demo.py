@@ -12,7 +12,6 @@ they are judged; what is judged is what was written.
 """
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -32,11 +31,21 @@ import torch
 import train_demo
 import transformers
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler, WanTransformer3DModel
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
-from training import Clock, Every, Recorded, apply_gradients, autocast, build_optimizers, learning_rate, say, set_rate
+from training import (
+    Clock,
+    Every,
+    Recorded,
+    apply_gradients,
+    autocast,
+    build_optimizers,
+    command_line,
+    learning_rate,
+    say,
+    set_rate,
+)
 
 MASK = 4  # channels: one for each frame that a latent frame stands for
 WEIGHTS = {"i2v": "transformer/diffusion_pytorch_model.safetensors", "four_steps": "demo_4step.safetensors",
@@ -480,13 +489,8 @@ def run(cfg: DictConfig, judged: str | None) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="a few steps on the CPU")
-    parser.add_argument("--judge", metavar="FOLDER", help="teach nothing: judge the weights in this folder")
-    parser.add_argument("overrides", nargs="*", help="key=value, as in tools/conf/teach_demo.yaml")
-    arguments = parser.parse_args()
-    with initialize_config_dir(str(Path(__file__).parent.resolve() / "conf"), version_base="1.3"):
-        cfg = compose("teach_demo_smoke" if arguments.smoke else "teach_demo", arguments.overrides)
+    flag = dict(metavar="FOLDER", help="teach nothing: judge the weights in this folder")
+    arguments, cfg = command_line(__doc__, "teach_demo", "--judge", **flag)
     run(cfg, arguments.judge)
 
 

@@ -12,7 +12,6 @@ The best checkpoint by judged adherence ends up in <output>/model, with metrics.
 """
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import platform
@@ -29,7 +28,6 @@ import torch
 import transformers
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample, WanRMS_norm
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -41,6 +39,7 @@ from training import (
     apply_gradients,
     autocast,
     build_optimizers,
+    command_line,
     learning_rate,
     load_optimizers,
     say,
@@ -614,13 +613,8 @@ def train(cfg: DictConfig) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="a few steps on the CPU")
-    parser.add_argument("--init", action="store_true", help="write an untrained model and stop")
-    parser.add_argument("overrides", nargs="*", help="key=value, as in tools/conf/train_demo.yaml")
-    arguments = parser.parse_args()
-    with initialize_config_dir(str(Path(__file__).parent.resolve() / "conf"), version_base="1.3"):
-        cfg = compose("train_demo_smoke" if arguments.smoke else "train_demo", arguments.overrides)
+    flag = dict(action="store_true", help="write an untrained model and stop")
+    arguments, cfg = command_line(__doc__, "train_demo", "--init", **flag)
     if arguments.init:
         export(cfg, build_models(cfg, torch.device("cpu")), Path(cfg.output) / "model")
     else:

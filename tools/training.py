@@ -1,11 +1,26 @@
 """What every stage of a training needs: how far it is, its optimizers, and its steps as CUDA graphs."""
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import time
+from pathlib import Path
 
 import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+
+def command_line(about: str, name: str, flag: str, **how) -> tuple[argparse.Namespace, DictConfig]:
+    """A tool's arguments, of which `flag` is its own, and the config tools/conf/<name>.yaml with its overrides."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="a few steps on the CPU")
+    parser.add_argument(flag, **how)
+    parser.add_argument("overrides", nargs="*", help=f"key=value, as in tools/conf/{name}.yaml")
+    arguments = parser.parse_args()
+    with initialize_config_dir(str(Path(__file__).parent.resolve() / "conf"), version_base="1.3"):
+        return arguments, compose(f"{name}_smoke" if arguments.smoke else name, arguments.overrides)
 
 
 class Clock:

@@ -74,7 +74,7 @@ def run(base: Base, queue: Queue, ready, listening: socket.socket) -> None:
     front = Front(base, queue, ready)
     # A request that is composed, in a thread, keeps the interpreter for this long, and answers wait; by default 5 ms.
     sys.setswitchinterval(1e-4)
-    gc.freeze()  # what was imported stays: to look through it for garbage takes a tenth of a second
+    gc.freeze()  # what was imported stays: to look through it for garbage holds up every answer
 
     @contextlib.asynccontextmanager
     async def lifespan(app):

@@ -247,7 +247,8 @@ def take(jobs: list[Job], queue: Queue, base: Base, must_end: Callable[[], bool]
         worked = [try_one(job, queue, base, reporter) for job, reporter in zip(held, reporters)]
     for job in jobs:
         if (job.folder / "cancel").exists():  # it came too late to stop anything
-            queue.delete(job)
+            with ignored(job):
+                queue.delete(job)
     return any(worked)
 
 

@@ -148,10 +148,13 @@ class Denoise(Stage):
         width = architecture.num_attention_heads * architecture.attention_head_dim
         tokens = self.recipe.derived["tokens"]
         shape = step.prompts, tokens + -tokens % blocks.multiple, width
-        parallel = self.parallel(step.prompts)
-        spec = jax.sharding.PartitionSpec(parallel.batch, parallel.token_axes or None)
-        sharding = jax.sharding.NamedSharding(self.mesh, spec)
+        sharding = self.token_sharding(self.parallel(step.prompts))
         return jax.ShapeDtypeStruct(shape, self.config.model.dtype.transformer, sharding=sharding)
+
+    def token_sharding(self, parallel: Parallel) -> jax.sharding.NamedSharding:
+        """How (prompts, tokens, channels) lie on the devices between blocks."""
+        spec = jax.sharding.PartitionSpec(parallel.batch, parallel.token_axes or None)
+        return jax.sharding.NamedSharding(self.mesh, spec)
 
     def given_tokens(self) -> int:
         """Tokens of a first frame that is given, at the start of all."""
@@ -191,8 +194,7 @@ class Denoise(Stage):
             blocks.gathered = replicated(mesh) if config.sharding.transformer.gather else None
             blocks.multiple = LANES * shards if shards > 1 else 1
             if prompts == 1 and self.recipe.derived["rests"]:  # beside what two prompts have left on the devices
-                spec = jax.sharding.PartitionSpec(parallel.batch, parallel.token_axes or None)
-                blocks.spread = jax.sharding.NamedSharding(mesh, spec)
+                blocks.spread = self.token_sharding(parallel)
             # Over several devices each would compute what the prompts share.
             spread = parallel.batch and mesh.shape[parallel.batch] > 1
             blocks.same_video = self.recipe.derived["videos"] == 1 and not spread

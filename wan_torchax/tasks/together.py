@@ -18,12 +18,12 @@ from wan_torchax.devices.mesh import memory_bytes
 from wan_torchax.events import Event, Finished, Listener, to_all
 from wan_torchax.records.clock import Clock
 from wan_torchax.runtime.checkpoint import fingerprints
+from wan_torchax.runtime.weights import gib
 from wan_torchax.session import session
 from wan_torchax.stages.denoise import SPARE_BYTES, Denoise
 from wan_torchax.tasks.generate import read_results, saver
 
 log = logging.getLogger("wan")
-GIB = 2**30
 
 
 @dataclass
@@ -77,7 +77,7 @@ def several_of(resolved: Resolved, seeds: list[int]) -> Resolved | None:
     limit = memory_bytes(resolved.mesh, resolved.config.mesh.chip)
     if limit is not None and needed > limit:
         words = "%d videos are denoised one by one: together they need %.1f GiB of a device's %.1f"
-        log.info(words, len(seeds), needed / GIB, limit / GIB)
+        log.info(words, len(seeds), gib(needed), gib(limit))
         return None
     return several
 
