@@ -12,13 +12,8 @@ they are judged; what is judged is what was written.
 """
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import platform
-import shlex
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from copy import deepcopy
@@ -31,13 +26,14 @@ import torch
 import train_demo
 import transformers
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler, WanTransformer3DModel
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from training import (
     Clock,
     Every,
     Recorded,
+    about,
     apply_gradients,
     autocast,
     build_optimizers,
@@ -45,6 +41,7 @@ from training import (
     learning_rate,
     say,
     set_rate,
+    write_metrics,
 )
 
 MASK = 4  # channels: one for each frame that a latent frame stands for
@@ -442,28 +439,6 @@ def judge(cfg: DictConfig, networks: dict, folder: Path) -> dict:
 # ---------------------------------------------------------------- running
 
 
-def about(cfg: DictConfig, stages: dict, seconds: float) -> dict:
-    """What metrics.json says of a training."""
-    commit = cfg.commit
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or no repository
-        said = ["git", "rev-parse", "HEAD"]
-        commit = commit or subprocess.check_output(said, cwd=Path(__file__).parent, text=True).strip()
-    return {
-        "command": shlex.join(["python", "tools/teach_demo.py", *sys.argv[1:]]),
-        "commit": commit,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__,
-                     "diffusers": diffusers.__version__, "transformers": transformers.__version__},
-        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "seconds": round(seconds, 1),
-        "stages": stages,
-        "settings": OmegaConf.to_container(cfg, resolve=True),
-    }
-
-
-def write_metrics(folder: Path, metrics: dict) -> None:
-    (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
-
-
 def judge_into(cfg: DictConfig, networks: dict, folder: Path) -> None:
     """Add the rates of a folder's weights to its metrics.json."""
     start = time.perf_counter()
@@ -484,7 +459,7 @@ def run(cfg: DictConfig, judged: str | None) -> None:
         return
     start, folder = time.perf_counter(), Path(cfg.output)
     stages = TEACH[cfg.what](cfg, networks, folder / WEIGHTS[cfg.what], device)
-    write_metrics(folder, about(cfg, stages, time.perf_counter() - start))
+    write_metrics(folder, about(cfg, stages) | {"seconds": round(time.perf_counter() - start, 1)})
     judge_into(cfg, networks, folder)
 
 

@@ -1,6 +1,6 @@
 """Train the demo model: a miniature of Wan 2.1 that draws the world of demo_world.py.
 
-    python tools/train_demo.py                        # everything, about twenty minutes on one H200
+    python tools/train_demo.py                        # everything, about a quarter of an hour on one H200
     python tools/train_demo.py denoiser.minutes=30    # any key of tools/conf/train_demo.yaml
     python tools/train_demo.py --smoke                # a few steps on the CPU
     python tools/train_demo.py --init                 # only an untrained model, to build on
@@ -14,21 +14,16 @@ from __future__ import annotations
 
 import json
 import math
-import platform
-import shlex
-import sys
 from copy import deepcopy
 from pathlib import Path
 from random import Random
 
 import demo_world as world
-import diffusers
 import numpy as np
 import torch
-import transformers
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample, WanRMS_norm
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch.nn import functional
@@ -36,6 +31,7 @@ from training import (
     Clock,
     Every,
     Recorded,
+    about,
     apply_gradients,
     autocast,
     build_optimizers,
@@ -44,11 +40,12 @@ from training import (
     load_optimizers,
     say,
     set_rate,
+    write_metrics,
 )
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 CAPTION_TOKENS = 39  # longer than any caption of the world
-PROMPT_TOKENS = 512  # what the pipeline pads prompts to
+PROMPT_TOKENS = 128  # what prompts are padded to: model.text_tokens of conf/model/demo.yaml
 STORED = {"text_encoder": "model.safetensors", "transformer": "diffusion_pytorch_model.safetensors",
           "vae": "diffusion_pytorch_model.safetensors"}
 
@@ -265,7 +262,7 @@ def train_vae(cfg: DictConfig, vae: AutoencoderKLWan, state: dict, device: torch
     clock = Clock(cfg.vae.minutes, cfg.vae.steps, **saved.get("clock", {}))
     for part in (vae.encoder, vae.quant_conv):
         part.requires_grad_(cfg.vae.train_encoder)
-    optimizers = build_optimizers(vae, 0.0, muon=0)
+    optimizers = build_optimizers(vae, 0.0, cfg.vae.muon)
     if saved:
         vae.load_state_dict(saved["weights"])
         load_optimizers(optimizers, saved)
@@ -523,7 +520,7 @@ def draw_prompts(cfg: DictConfig, networks: dict[str, torch.nn.Module], prompts:
     noise = [torch.Generator("cpu").manual_seed(cfg.evaluate.seed + k) for k in range(len(prompts))]
     clips = pipeline(list(prompts), generator=noise, height=world.SIZE, width=world.SIZE, num_frames=world.FRAMES,
                      num_inference_steps=cfg.evaluate.steps, guidance_scale=cfg.evaluate.guidance,
-                     output_type="np").frames
+                     max_sequence_length=PROMPT_TOKENS, output_type="np").frames
     return list((clips * 255).round().astype(np.uint8))
 
 
@@ -554,14 +551,8 @@ def finish(cfg: DictConfig, networks: dict[str, torch.nn.Module], state: dict) -
     denoiser.load_state_dict(state["best"]["weights"] if "best" in state else state["denoiser"]["average"])
     folder = Path(cfg.output) / "model"
     export(cfg, networks, folder)
-    metrics = {
-        "command": shlex.join(["python", "tools/train_demo.py", *sys.argv[1:]]),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__,
-                     "diffusers": diffusers.__version__, "transformers": transformers.__version__},
-        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "stages": {name: stage["clock"] for name, stage in state.items() if "clock" in stage},
-        "settings": OmegaConf.to_container(cfg),
-    }
+    stages = {name: stage["clock"] for name, stage in state.items() if "clock" in stage}
+    metrics = about(cfg, stages) | {"seconds": round(sum(stage["elapsed"] for stage in stages.values()), 1)}
     if "best" in state:
         metrics["vae_psnr_db"] = round(rebuild_psnr(networks["vae"]), 2)
         metrics["best_step"] = state["best"]["step"]
@@ -569,7 +560,7 @@ def finish(cfg: DictConfig, networks: dict[str, torch.nn.Module], state: dict) -
         metrics["held_out"] = measure(cfg, networks["vae"], denoiser, world.held_out_prompts())
         metrics["held_out_prompts"] = len(world.held_out_prompts())
         say(stage="held_out", psnr=metrics["vae_psnr_db"], **metrics["held_out"])
-    (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    write_metrics(folder, metrics)
 
 
 # ---------------------------------------------------------------- running

@@ -2,14 +2,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
+import platform
+import shlex
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import diffusers
 import torch
+import transformers
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 
 def command_line(about: str, name: str, flag: str, **how) -> tuple[argparse.Namespace, DictConfig]:
@@ -21,6 +28,27 @@ def command_line(about: str, name: str, flag: str, **how) -> tuple[argparse.Name
     arguments = parser.parse_args()
     with initialize_config_dir(str(Path(__file__).parent.resolve() / "conf"), version_base="1.3"):
         return arguments, compose(f"{name}_smoke" if arguments.smoke else name, arguments.overrides)
+
+
+def about(cfg: DictConfig, stages: dict) -> dict:
+    """What metrics.json says of a training."""
+    commit = cfg.commit
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or no repository
+        said = ["git", "rev-parse", "HEAD"]
+        commit = commit or subprocess.check_output(said, cwd=Path(__file__).parent, text=True).strip()
+    return {
+        "command": shlex.join(["python", f"tools/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "commit": commit,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__,
+                     "diffusers": diffusers.__version__, "transformers": transformers.__version__},
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "stages": stages,
+        "settings": OmegaConf.to_container(cfg, resolve=True),
+    }
+
+
+def write_metrics(folder: Path, metrics: dict) -> None:
+    (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
 
 
 class Clock:
@@ -68,7 +96,8 @@ def learning_rate(peak: float, clock: Clock, warmup_steps: int) -> float:
 class Muon(torch.optim.Optimizer):
     """Orthogonal momentum, for weight matrices: a step moves in all directions alike, `size` times as far as AdamW's.
 
-    Matrices of one shape are stepped together, and the learning rate is a tensor.
+    Matrices of one shape are stepped together, a convolution's weight is the matrix of its outputs, and the learning
+    rate is a tensor. torch.optim.Muon has none of these: a graph cannot record it.
     """
 
     def __init__(
@@ -82,14 +111,16 @@ class Muon(torch.optim.Optimizer):
     def step(self) -> None:
         for group in self.param_groups:
             matrices, rate = group["params"], group["lr"]
-            gradient = torch.stack([matrix.grad for matrix in matrices])
+            # A single picture has no use for what convolves in time.
+            found = [torch.zeros_like(matrix) if matrix.grad is None else matrix.grad for matrix in matrices]
+            gradient = torch.stack(found).flatten(2)
             state = self.state[matrices[0]]
             average = state.setdefault("average", torch.zeros_like(gradient))
             average.lerp_(gradient, 1 - group["momentum"])
             scale = 0.2 * group["size"] * max(gradient.shape[1:]) ** 0.5
             change = orthogonal(gradient.lerp(average, group["momentum"])) * (-scale * rate)
             torch._foreach_mul_(matrices, 1 - rate * group["weight_decay"])
-            torch._foreach_add_(matrices, list(change.unbind()))
+            torch._foreach_add_(matrices, [part.view_as(matrices[0]) for part in change])
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
@@ -104,13 +135,14 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
 
 
 def build_optimizers(module: torch.nn.Module, weight_decay: float, muon: float) -> list[torch.optim.Optimizer]:
-    """AdamW, and for the matrices of the blocks Muon, with `muon` times its steps, unless that is 0.
+    """AdamW, and for the blocks' matrices and convolutions Muon, with `muon` times its steps, unless that is 0.
 
     Rates are tensors: a recorded step sees them change.
     """
     parameters = {name: value for name, value in module.named_parameters() if value.requires_grad}
     matrices = [name for name, value in parameters.items()
-                if muon and value.ndim == 2 and ".block" in name and "relative_attention_bias" not in name]
+                if muon and "block" in name and value.ndim in (2, 4, 5) and value[0].numel() > 1
+                and "relative_attention_bias" not in name]
     rest = [value for name, value in parameters.items() if name not in matrices]
     rate = torch.zeros((), device=rest[0].device)
     optimizers = [
