@@ -152,8 +152,28 @@ def layer_norm(array, normalized_shape, weight=None, bias=None, eps=1e-5):
     return interop.call_jax(normalize, array, *(part for part in (weight, bias) if part is not None))
 
 
-def conv3d_as_2d(video, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
-    """A 3D convolution as one 2D convolution, the taps in time side by side as channels.
+def conv3d_as_2d(*arguments, **how):
+    """A 3D convolution as one 2D convolution, the taps in time side by side as channels."""
+
+    def convolve(images, weights, *given):
+        flat, outputs = jnp.concatenate(weights, axis=1), len(weights[0])
+        flat = jnp.pad(flat, [(0, max(0, 8 - outputs))] + [(0, 0)] * 3)  # cuDNN has no fast kernel for RGB's three
+        return jax.lax.conv_general_dilated(jnp.concatenate(images, axis=1), flat, *given)[:, :outputs]
+
+    return _conv3d_of_images(convolve, *arguments, **how)
+
+
+def conv3d_as_sum_of_2d(*arguments, **how):
+    """A 3D convolution as a sum of 2D convolutions, one for each tap in time."""
+
+    def convolve(images, weights, *given):
+        return sum(jax.lax.conv_general_dilated(image, weight, *given) for image, weight in zip(images, weights))
+
+    return _conv3d_of_images(convolve, *arguments, **how)
+
+
+def _conv3d_of_images(convolve_images, video, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+    """`convolve_images(images of each tap in time, weights of each tap, stride, padding)` for the whole video.
 
     video (batch, channels, frames, height, width)
     """
@@ -164,15 +184,13 @@ def conv3d_as_2d(video, weight, bias=None, stride=1, padding=0, dilation=1, grou
         raise NotImplementedError("conv3d: padding in time, dilation and groups are not used by Wan")
 
     def convolve(video, weight, *bias):
-        batch, channels, frames, height, width = video.shape
-        outputs, _, taps, *kernel = weight.shape
+        batch, channels, frames, *size = video.shape
+        outputs, _, taps, *_ = weight.shape
         count = (frames - taps) // stride[0] + 1
         shifted = [video[:, :, tap : tap + (count - 1) * stride[0] + 1 : stride[0]] for tap in range(taps)]
-        images = jnp.concatenate(shifted, axis=1).swapaxes(1, 2).reshape(batch * count, taps * channels, height, width)
-        flat = weight.swapaxes(1, 2).reshape(outputs, taps * channels, *kernel)
-        flat = jnp.pad(flat, [(0, max(0, 8 - outputs))] + [(0, 0)] * 3)  # cuDNN has no fast kernel for RGB's three
-        sides = [(side, side) for side in padding[1:]]
-        out = jax.lax.conv_general_dilated(images, flat, stride[1:], sides)[:, :outputs]
+        images = [one.swapaxes(1, 2).reshape(batch * count, channels, *size) for one in shifted]
+        weights = [weight[:, :, tap] for tap in range(taps)]
+        out = convolve_images(images, weights, stride[1:], [(side, side) for side in padding[1:]])
         out = out.reshape(batch, count, outputs, *out.shape[2:]).swapaxes(1, 2)
         return out + bias[0].reshape(-1, 1, 1, 1) if bias else out
 

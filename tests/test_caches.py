@@ -148,7 +148,7 @@ def reference(checkpoint, config, work):
     transformer.blocks = torch.nn.ModuleList([Blocks()])
     return pipeline(
         prompt=PROMPT, negative_prompt=NEGATIVE, num_inference_steps=config.steps, output_type="latent", height=64,
-        width=64, num_frames=5, guidance_scale=config.guidance_scale,
+        width=64, num_frames=5, guidance_scale=config.guidance_scale, max_sequence_length=tiny.TOKENS,
         generator=torch.Generator().manual_seed(config.seed),
     ).frames[0].numpy()
 

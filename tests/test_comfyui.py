@@ -276,7 +276,7 @@ def test_a_text_in_a_line_is_a_text():
 FORGED_CONFIG = ["compile.xla_flags=[--xla_dump_to=/forged]"]
 CALLS = {  # nodes -> what they need beside a config
     "Wan21TextEncoder": {"prompt": "a cat", "negative_prompt": ""},
-    "Wan21TPUSampler": dict.fromkeys(("prompt_embeds", "negative_prompt_embeds"), torch.zeros(1, 512, 128))
+    "Wan21TPUSampler": dict.fromkeys(("prompt_embeds", "negative_prompt_embeds"), torch.zeros(1, 128, 128))
     | SMALL_INPUTS | {"guidance_scale": 5.0, "seed": 1},
     "Wan21TPUVAEDecoder": {"latents": {"samples": torch.zeros(1, 16, 2, 8, 8)}},
     "Wan21TPUPipeline": {"prompt": "a cat", "negative_prompt": ""} | SMALL_INPUTS | {"guidance_scale": 5.0, "seed": 1},
@@ -647,14 +647,14 @@ def test_failed_then_cancelled_while_compiling_then_run_again(made, comfy, monke
 def test_what_does_not_fit_the_model_is_told():
     sampler, decoder = nodes.Wan21TPUSampler(), nodes.Wan21TPUVAEDecoder()
     sizes = SMALL_INPUTS | {"guidance_scale": 5.0, "seed": 1}
-    with pytest.raises(ValueError, match=r"embeddings of \(tokens, width\) \(512, 4096\): demo takes \(512, 128\)"):
-        sampler.sample(torch.zeros(1, 512, 4096), torch.zeros(1, 512, 4096), **sizes)
+    with pytest.raises(ValueError, match=r"embeddings of \(tokens, width\) \(128, 4096\): demo takes \(128, 128\)"):
+        sampler.sample(torch.zeros(1, 128, 4096), torch.zeros(1, 128, 4096), **sizes)
     with pytest.raises(ValueError, match="latents of 4 channels: demo takes 16"):
         decoder.decode({"samples": torch.zeros(1, 4, 2, 8, 8)})
     with pytest.raises(ValueError, match="one video"):
         decoder.decode({"samples": torch.zeros(1, 4, 8, 8)})
     with pytest.raises(ConfigError, match=" height=720: demo takes 64 to 256; nearest 256"):
-        sampler.sample(torch.zeros(1, 512, 128), torch.zeros(1, 512, 128), **sizes | {"height": 720})
+        sampler.sample(torch.zeros(1, 128, 128), torch.zeros(1, 128, 128), **sizes | {"height": 720})
 
 
 def test_a_mesh_that_needs_other_flags_needs_a_restart(made):
@@ -666,11 +666,11 @@ def test_a_mesh_that_needs_other_flags_needs_a_restart(made):
 @pytest.mark.parametrize(("scale", "count"), [(5.0, 2), (1.0, 1)])
 def test_without_guidance_the_negative_prompt_is_left_out(monkeypatch, scale, count):
     def run_stages(names, config, values, helpers):
-        assert values["embeddings"].shape == (count, 512, 128) and config.guidance_scale == scale
+        assert values["embeddings"].shape == (count, 128, 128) and config.guidance_scale == scale
         return {"latents": numpy.zeros((1, 16, 2, 8, 8), numpy.float32)}
 
     monkeypatch.setattr(nodes, "run_stages", run_stages)
-    embeddings = torch.zeros(1, 512, 128), torch.ones(1, 512, 128)
+    embeddings = torch.zeros(1, 128, 128), torch.ones(1, 128, 128)
     nodes.Wan21TPUSampler().sample(*embeddings, **SMALL_INPUTS, guidance_scale=scale, seed=1)
 
 

@@ -94,7 +94,7 @@ def test_two_experts_are_diffusers(run, experts, overrides):
     pipeline.set_progress_bar_config(disable=True)
     settings = dict(
         prompt=PROMPT, negative_prompt=NEGATIVE, num_inference_steps=6, guidance_scale=config.guidance_scale,
-        guidance_scale_2=config.guidance_scale_2, **SIZE,
+        guidance_scale_2=config.guidance_scale_2, max_sequence_length=tiny.TOKENS, **SIZE,
     )
     made = {
         kind: pipeline(**settings, generator=torch.Generator().manual_seed(config.seed), output_type=kind).frames[0]
@@ -198,7 +198,7 @@ def test_image_to_video_with_an_image_encoder_is_diffusers(run, seen, pictures, 
         return pipeline(
             image=given[0], last_image=given[1] if both else None, prompt=PROMPT, negative_prompt=NEGATIVE, **SIZE,
             num_inference_steps=3, guidance_scale=config.guidance_scale, output_type=kind,
-            generator=torch.Generator().manual_seed(config.seed),
+            max_sequence_length=tiny.TOKENS, generator=torch.Generator().manual_seed(config.seed),
         ).frames[0]
 
     assert_same(values, make("latent").numpy(), make("np"))
@@ -243,7 +243,7 @@ def test_image_to_video_is_diffusers(run, pictured, pictures, overrides):
         return pipeline(
             image=Image.open(pictures / "first.png"), last_image=last, prompt=PROMPT, negative_prompt=NEGATIVE,
             height=size.height, width=size.width, num_frames=size.frames, num_inference_steps=4,
-            guidance_scale=config.guidance_scale, output_type=kind,
+            guidance_scale=config.guidance_scale, output_type=kind, max_sequence_length=tiny.TOKENS,
             generator=torch.Generator().manual_seed(config.seed),
         ).frames[0]
 
@@ -291,7 +291,7 @@ def test_the_5b_is_diffusers(run, five, pictures, overrides):
         return pipeline(
             **({"image": Image.open(pictures / "first.png")} if pictured else {}), prompt=PROMPT,
             negative_prompt=NEGATIVE, height=64, width=128, num_frames=9, num_inference_steps=3,
-            guidance_scale=config.guidance_scale, output_type=output,
+            guidance_scale=config.guidance_scale, output_type=output, max_sequence_length=tiny.TOKENS,
             generator=torch.Generator().manual_seed(config.seed),
         ).frames[0]
 
@@ -348,7 +348,7 @@ def test_video_to_video_is_diffusers(run, experts, clips, overrides):
         return pipeline(
             video=frames_of(clips / "video.mkv", size.frames), prompt=PROMPT, negative_prompt=NEGATIVE,
             height=size.height, width=size.width, num_inference_steps=config.steps, strength=config.strength,
-            guidance_scale=config.guidance_scale, output_type=kind,
+            guidance_scale=config.guidance_scale, output_type=kind, max_sequence_length=tiny.TOKENS,
             generator=torch.Generator().manual_seed(config.seed),
         ).frames[0]
 
@@ -407,6 +407,7 @@ def test_vace_is_diffusers(run, controlled, clips, pictures, case):
             **frames, reference_images=[Image.open(path) for path in references] or None, prompt=PROMPT,
             negative_prompt=NEGATIVE, height=size.height, width=size.width, num_frames=size.frames,
             num_inference_steps=3, guidance_scale=config.guidance_scale, output_type=kind,
+            max_sequence_length=tiny.TOKENS,
             conditioning_scale=1.0 if config.conditioning_scale is None else config.conditioning_scale,
             generator=torch.Generator().manual_seed(config.seed),
         ).frames[0]

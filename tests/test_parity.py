@@ -46,10 +46,11 @@ def run_diffusers(folder, dtype=torch.float32, output="np", **settings):
         return tensors
 
     with torch.no_grad():
-        values["embeddings"] = torch.cat(pipeline.encode_prompt(PROMPT, NEGATIVE, max_sequence_length=512))
+        values["embeddings"] = torch.cat(pipeline.encode_prompt(PROMPT, NEGATIVE, max_sequence_length=tiny.TOKENS))
         made = pipeline(
             prompt=PROMPT, negative_prompt=NEGATIVE, guidance_scale=config.guidance_scale, output_type=output,
-            generator=torch.Generator("cpu").manual_seed(config.seed), callback_on_step_end=keep, **settings,
+            generator=torch.Generator("cpu").manual_seed(config.seed), callback_on_step_end=keep,
+            max_sequence_length=tiny.TOKENS, **settings,
         )
     values = {name: value.float().numpy() for name, value in values.items()}
     return values if output == "latent" else values | {"frames": (made.frames[0] * 255).round()}

@@ -130,17 +130,18 @@ def test_layer_norm_is_torchs(affine):
     numpy.testing.assert_allclose(ours, norm(*tensors).numpy(), atol=2e-6)
 
 
+@pytest.mark.parametrize("ours", ["conv3d", "conv3d_gpu"])
 @pytest.mark.parametrize(
     "kernel, stride, padding",
     [((3, 3, 3), 1, (0, 1, 1)), ((3, 1, 1), (2, 1, 1), 0), ((1, 2, 2), (1, 2, 2), 0)],
 )
-def test_conv3d_as_2d_is_conv3d(kernel, stride, padding):
+def test_convolutions_of_images_are_the_videos(kernel, stride, padding, ours):
     torch.manual_seed(0)
     video, weight, bias = torch.randn(2, 3, 5, 8, 8), torch.randn(4, 3, *kernel), torch.randn(4)
     expected = torch.nn.functional.conv3d(video, weight, bias, stride, padding)
     arrays = [jnp.asarray(tensor.numpy()) for tensor in (video, weight, bias)]
-    _, ours = traced(lambda *x: torch.nn.functional.conv3d(*x, stride, padding), *arrays, overrides=shipped("conv3d"))
-    numpy.testing.assert_allclose(ours, expected.numpy(), atol=1e-5)
+    _, made = traced(lambda *x: torch.nn.functional.conv3d(*x, stride, padding), *arrays, overrides=shipped(ours))
+    numpy.testing.assert_allclose(made, expected.numpy(), atol=1e-5)
 
 
 def row(op, implementation):

@@ -226,15 +226,15 @@ def test_a_text_is_a_text(idle):
 
 
 def test_the_owner_offers_choices_and_a_request_takes_one(tmp_path):
-    choices = {"scheduler": "unipc,euler", "preset": "t2v_demo_128_cpu_v1", "cache": "none,easycache",
+    choices = {"scheduler": "unipc,euler", "preset": "t2v_demo_128_cpu_v2", "cache": "none,easycache",
                "adapter": "none,lightx2v_t2v_21"}
     offered = [f"+serve.choices.{group}=[{names}]" for group, names in choices.items()]
     server = Server(tmp_path / "queue", *SMALL, *offered)
     try:
-        video = server.post(prompt="a", scheduler="euler", model="t2v_demo_128_cpu_v1", num_inference_steps=5)
+        video = server.post(prompt="a", scheduler="euler", model="t2v_demo_128_cpu_v2", num_inference_steps=5)
         config, overrides = worker.configure(server.queue.get(video["id"]), server.base)
         assert config.scheduler.target == "FlowMatchEulerDiscreteScheduler" and config.steps == 5
-        assert "preset=t2v_demo_128_cpu_v1" in overrides and video["model"] == "t2v_demo_128_cpu_v1"
+        assert "preset=t2v_demo_128_cpu_v2" in overrides and video["model"] == "t2v_demo_128_cpu_v2"
         assert "one of: unipc, euler" in server.post(400, prompt="a", scheduler="deis")["error"]["message"]
         cached = server.queue.get(server.post(prompt="a", cache="easycache", adapter="none")["id"])
         assert worker.configure(cached, server.base)[0].cache.mode == "easycache"

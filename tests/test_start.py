@@ -389,4 +389,4 @@ def test_why_a_run_traces_is_one_line(configure, first, caplog):
     with caplog.at_level("INFO"):
         run(configure("model.text_tokens=32", "prompt=y"), ["text"])
     lines = [record.getMessage() for record in caplog.records if "traced, since" in record.getMessage()]
-    assert lines == ["text: traced, since the store has none with settings.model.text_tokens=32 (but 512)"]
+    assert lines == ["text: traced, since the store has none with settings.model.text_tokens=32 (but 128)"]

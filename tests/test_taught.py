@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from PIL import Image
 from safetensors import safe_open
 
+from tests import tiny
 from tests.conftest import ROOT, make_config
 from tests.test_family import SIZE, assert_same, components, run, scheduler  # noqa: F401 - run is a fixture
 from wan_torchax.runtime.adapters import parse, place_one
@@ -65,7 +66,8 @@ def test_a_picture_is_told_and_drawn_as_diffusers_does(networks):
     given = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 127.5 - 1
     cfg = settings("i2v", "i2v.guidance=2.0")
     expected = pipeline(image=image, prompt=PROMPT, height=32, width=32, num_frames=17, num_inference_steps=2,
-                        guidance_scale=2.0, generator=torch.Generator().manual_seed(0), output_type="np").frames[0]
+                        guidance_scale=2.0, generator=torch.Generator().manual_seed(0), output_type="np",
+                        max_sequence_length=tiny.TOKENS).frames[0]
     drawn = teach_demo.show(cfg, networks, transformer, [PROMPT], given)[0]
     assert judge_demo.likeness(drawn, (expected * 255).round()) > 45
 
@@ -181,6 +183,7 @@ def test_demo_i2v_is_diffusers(run, tmp_path):  # noqa: F811
             image=Image.open(tmp_path / "first.png"), prompt=config.prompt.text, **SIZE,
             negative_prompt=config.prompt.negative, num_inference_steps=config.steps, output_type=kind,
             guidance_scale=config.guidance_scale, generator=torch.Generator().manual_seed(config.seed),
+            max_sequence_length=tiny.TOKENS,
         ).frames[0]
 
     assert_same(values, make("latent").numpy(), make("np"))

@@ -14,6 +14,7 @@ TRANSFORMER = dict(
 )
 TEXT_ENCODER = dict(d_model=32, d_kv=8, d_ff=64, num_heads=8, num_layers=2, feed_forward_proj="gated-gelu")
 VAE = dict(z_dim=16, base_dim=8, num_res_blocks=1)
+TOKENS = 128  # of a prompt: model.text_tokens of conf/model/demo.yaml
 SHOWN = {  # what conf/model/demo.yaml says of itself, and this model says otherwise
     "transformer": ("num_layers", "attention_head_dim", "ffn_dim", "in_channels", "text_dim", "rope_max_seq_len"),
     "text_encoder": ("d_model", "d_kv", "num_layers"),

@@ -89,7 +89,7 @@ Usage: python run.py [key=value ...] [-m for a sweep]
 Examples:
   python run.py
   python run.py prompt="a blue star moving left on a white background" seed=7
-  python run.py preset=t2v_demo_128_cpu_v1 seeds=4
+  python run.py preset=t2v_demo_128_cpu_v2 seeds=4
   python run.py model=wan21_t2v_14b resolution=480p mesh=v6e_8 prompt="a cat walks on the grass, realistic"
   python run.py -m seed=1,2,3 scheduler=unipc,euler
 
