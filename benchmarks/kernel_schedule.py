@@ -42,8 +42,8 @@ UNITS = ("MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL"
 SHOWN = ("MXU", "VALU", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL")
 
 
-# The smallest slice libtpu compiles for, and the cores of a chip, of which a kernel runs on one.
-CHIPS = {"v6e": ("v6e:2x2", 1), "v5e": ("v5e:2x2", 1), "v5p": ("v5p:2x2x1", 2)}
+# The smallest slice libtpu compiles for, and the cores of what is one device to JAX, of which a kernel runs on one.
+CHIPS = {"v6e": ("v6e:2x2", 1), "v5e": ("v5e:2x2", 1), "v5p": ("v5p:2x2x1", 2), "v7x": ("tpu7x:2x2x1", 1)}
 
 
 @dataclass(frozen=True)

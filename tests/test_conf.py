@@ -76,12 +76,29 @@ def test_the_recipes_for_clusters_are_valid():
     subprocess.run(["bash", "-n", "docs/slurm.sh"], cwd=ROOT, check=True)
 
 
-def test_the_recipe_for_skypilot_is_valid():
-    task = yaml.safe_load((ROOT / "docs" / "sky.yaml").read_text())
+def test_the_recipe_for_a_server_on_gke_is_valid(monkeypatch):
+    deployment, service = yaml.safe_load_all((ROOT / "docs" / "serve_gke.yaml").read_text())
+    spec = deployment["spec"]["template"]["spec"]
+    pod = spec["containers"][0]
+    monkeypatch.setenv("WAN_TORCHAX_KEYS", "a" * 32)
+    config = make_config(*pod["args"])
+    validate(config)
+    assert config.task == "serve" and pod["env"][0]["name"] == "WAN_TORCHAX_KEYS"
+    assert pod["resources"]["limits"]["google.com/tpu"] == config.mesh.devices
+    assert spec["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == config.mesh.chip.topology.partition(":")[2]
+    assert pod["ports"][0]["containerPort"] == service["spec"]["ports"][0]["targetPort"] == config.serve.port
+    assert spec["terminationGracePeriodSeconds"] > config.serve.drain_seconds
+    mounted = {mount["mountPath"] for mount in pod["volumeMounts"]}
+    assert mounted == {"/models", "/app/outputs", "/cache"} and config.serve.folder.startswith("/app/outputs/")
+
+
+@pytest.mark.parametrize("name", ["sky", "sky_serve"])
+def test_the_recipes_for_skypilot_are_valid(name):
+    task = yaml.safe_load((ROOT / "docs" / f"{name}.yaml").read_text())
     for script in (task["setup"], task["run"]):
         subprocess.run(["bash", "-n", "-c", script], check=True)
     preset = re.search(r"preset=(\w+)", task["run"])[1]
-    config = make_config(f"preset={preset}", f"prompt={task['envs']['PROMPT']}")
+    config = make_config(f"preset={preset}", f"prompt={task['envs'].get('PROMPT', 'a cat')}")
     assert task["resources"]["accelerators"] == f"tpu-{config.mesh.name.replace('_', '-')}"
     assert (ROOT / re.search(r"-r (\S+)", task["setup"])[1]).exists()
 

@@ -206,7 +206,9 @@ def test_few_keys_go_to_xla(monkeypatch):
     assert used == ["xla", "splash"]
 
 
-DEVICE_KINDS = {"splash_v6e": "TPU v6 lite", "splash_v5e": "TPU v5 lite", "splash_v5p": "TPU v5"}
+DEVICE_KINDS = {
+    "splash_v6e": "TPU v6 lite", "splash_v5e": "TPU v5 lite", "splash_v5p": "TPU v5", "splash_v7x": "TPU7x",
+}
 
 
 def shipped(name):
@@ -270,7 +272,8 @@ def devices(kind, platform="tpu"):
 V6E = devices("TPU v6 lite")
 CHOSEN = [
     (V6E, "bfloat16", "splash_v6e"), (devices("TPU v5 lite"), "bfloat16", "splash_v5e"),
-    (devices("TPU v5"), "bfloat16", "splash_v5p"), (devices("NVIDIA H200", "gpu"), "bfloat16", "hopper"),
+    (devices("TPU v5"), "bfloat16", "splash_v5p"), (devices("TPU7x"), "bfloat16", "splash_v7x"),
+    (devices("NVIDIA H200", "gpu"), "bfloat16", "hopper"),
     (devices("NVIDIA A100-SXM4-80GB", "gpu"), "bfloat16", "cudnn"), (devices("NVIDIA H200", "gpu"), "float32", "xla"),
     (devices("cpu", "cpu"), "float32", "xla"),
 ]

@@ -127,6 +127,7 @@ class Model:
 @dataclass
 class Chip:
     kind: Optional[str] = None  # what JAX calls it
+    devices: int = 1  # of JAX, a chip; the figures are of one
     hbm_gib: Optional[float] = None
     peak_tflops: Optional[float] = None  # dense bf16
     topology: Optional[str] = None  # what the TPU compiler calls the slice

@@ -363,8 +363,9 @@ def plan_problems(config: Config) -> Iterator[str]:
         yield f"mesh={mesh.name}: a TPU's plan needs mesh.chip.clock_ghz, hbm_gbs and link_gbs; see conf/chip/v6e.yaml"
     elif chip.topology is not None:
         chips, devices = math.prod(map(int, chip.topology.partition(":")[2].split("x"))), math.prod(mesh.axes.values())
-        if chips != devices:
-            yield f"mesh.chip.topology={chip.topology}: has {chips} chips, mesh.axes make {devices}; make them equal"
+        if chips * chip.devices != devices:
+            has = f"{chips} chips" if chip.devices == 1 else f"{chips} chips of {chip.devices} devices each"
+            yield f"mesh.chip.topology={chip.topology}: has {has}, mesh.axes make {devices}; make them equal"
     for key in ("self_attention_share", "cross_attention_share"):
         if plan[key] is not None and not 0 < plan[key] <= 1:
             yield f"plan.{key}={plan[key]}: a share of peak, above 0 and at most 1"

@@ -204,7 +204,7 @@ def compile_for(path: str, topology_name: str, axes: dict[str, int]) -> tuple[di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifact", help="what jax.export(...).serialize() gave")
-    parser.add_argument("--topology", required=True, help="libtpu's name: v6e:2x4, v5e:2x4, v5p:2x2x1")
+    parser.add_argument("--topology", required=True, help="libtpu's name: v6e:2x4, v5e:2x4, v5p:2x2x1, tpu7x:2x2x1")
     parser.add_argument("--mesh", required=True, help="axis=size,… in order")
     parser.add_argument("--json", required=True, help="where the report goes")
     parser.add_argument("--hlo", help="where the compiled program's text goes")
