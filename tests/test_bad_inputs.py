@@ -276,7 +276,7 @@ replay={tmp}/playlist.mp4  =>  replay={tmp}/playlist.mp4: carries no settings; g
 replay={tmp}/plain.mp4  =>  replay={tmp}/plain.mp4: carries no settings; give a run folder, or a video made by this
 replay={tmp}/broken_run  =>  {tmp}/broken_run/config.yaml: cannot be read (while parsing a flow node); runs write it
 preset=t2v  =>  preset=t2v: no such option; one of:
-preset=t2v_demo_128_cpu_v2  =>  preset=t2v_demo_128_cpu_v2: no such option; nearest: t2v_demo_128_cpu_v2
+preset=t2v_demo_128_cpu_v3  =>  preset=t2v_demo_128_cpu_v3: no such option; nearest: t2v_demo_128_cpu_v2
 pipeline=i2x  =>  pipeline=i2x: no such option; nearest: i2v
 pipeline.stages.text.takes=[nothing]  =>  pipeline.stages.text.takes=nothing: neither an input nor given by a stage
 pipeline.stages.text.uses=[brain]  =>  pipeline.stages.text.uses=brain: unknown; one of:

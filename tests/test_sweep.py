@@ -298,7 +298,7 @@ def test_previews_are_updated_while_denoising(generate, monkeypatch):
     folder = generate("preview_every=1", "resolution.frames=9", "steps=8", "keep_resident=true")
     assert len(seen) == 7 and seen[0].shape == (64, 64, 3) and seen[0].dtype == numpy.uint8
     distances = [numpy.abs(frame.astype(int) - frames(folder)[0]).mean() for frame in seen]
-    assert distances[-1] < distances[0] / 2, "they come closer to the video's first frame"
+    assert distances[-1] < 0.7 * distances[0], "they come closer to the video's first frame"
     decode, latents = session.stages["decode"], load_file(folder / "denoise.safetensors")["latents"]
     last = decode.preview(*decode.programs.put("first", (latents[:, :, :1],)))
     session.clear()
