@@ -249,9 +249,9 @@ def listen(event, arguments):
         passing = path == scratch or path.startswith(scratch + "/tmp")      # of Python's tempfile
         if os.path.isabs(path) and not path.startswith(allowed) and not passing:
             events.append(("open", path))
-    elif event == "subprocess.Popen" and "ffmpeg" not in str(arguments[0]):
+    elif event in ("subprocess.Popen", "os.posix_spawn") and "ffmpeg" not in str(arguments[0]):
         events.append((event, str(arguments[:2])))
-    elif event in ("os.system", "os.exec", "os.posix_spawn", "socket.connect", "ctypes.dlopen"):
+    elif event in ("os.system", "os.exec", "socket.connect", "ctypes.dlopen"):
         events.append((event, str(arguments)[:80]))
     elif event == "import" and arguments[0].split(".")[0] not in known:
         events.append((event, arguments[0]))

@@ -215,7 +215,7 @@ from wan_torchax.models.transformer import ScannedBlocks
 from wan_torchax.records.provenance import peak_host_bytes
 from wan_torchax.runtime import weights
 from wan_torchax.runtime.checkpoint import read_header
-layers, width, depth = 24, 4096, 2
+imported, layers, width, depth = peak_host_bytes(), 24, 4096, 2
 class Block(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -233,7 +233,7 @@ header, factors = read_header(folder / "adapter" / "x.safetensors"), {}
 for name in (name for name in weights.source_shapes(tensors) if "maps.0" in name):
     factors[name] = [weights.Change(0.5, (header[f"{name}.up"], header[f"{name}.down"]))]
 arrays = weights.load(tensors, folder, lambda count: None, changes=factors)
-print(sum(tensor.bytes for tensor in tensors.values()), peak_host_bytes())
+print(imported, sum(tensor.bytes for tensor in tensors.values()), peak_host_bytes())
 """
 
 
@@ -251,6 +251,6 @@ def test_streaming_never_holds_a_second_copy(tmp_path):
     tiny.write_zeros(tmp_path / "adapter" / "x.safetensors", shapes)
     command = [sys.executable, "-c", STREAM, str(tmp_path)]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    on_device, peak = map(int, answer.stdout.split())
+    imported, on_device, peak = map(int, answer.stdout.split())
     assert on_device == 3 * 2**30
-    assert peak < on_device + 2**30
+    assert peak < on_device + max(2**30, imported + 2**29)  # torch's CUDA build alone takes 1 GiB
