@@ -155,10 +155,11 @@ def layer_norm(array, normalized_shape, weight=None, bias=None, eps=1e-5):
 def conv3d_as_2d(*arguments, **how):
     """A 3D convolution as one 2D convolution, the taps in time side by side as channels."""
 
-    def convolve(images, weights, *given):
-        flat, outputs = jnp.concatenate(weights, axis=1), len(weights[0])
+    def convolve(taps, weight, *given):
+        outputs, channels, count, *kernel = weight.shape
+        flat = weight.swapaxes(1, 2).reshape(outputs, count * channels, *kernel)
         flat = jnp.pad(flat, [(0, max(0, 8 - outputs))] + [(0, 0)] * 3)  # cuDNN has no fast kernel for RGB's three
-        return jax.lax.conv_general_dilated(jnp.concatenate(images, axis=1), flat, *given)[:, :outputs]
+        return jax.lax.conv_general_dilated(_images(jnp.concatenate(taps, axis=1)), flat, *given)[:, :outputs]
 
     return _conv3d_of_images(convolve, *arguments, **how)
 
@@ -166,14 +167,22 @@ def conv3d_as_2d(*arguments, **how):
 def conv3d_as_sum_of_2d(*arguments, **how):
     """A 3D convolution as a sum of 2D convolutions, one for each tap in time."""
 
-    def convolve(images, weights, *given):
-        return sum(jax.lax.conv_general_dilated(image, weight, *given) for image, weight in zip(images, weights))
+    def convolve(taps, weight, *given):
+        return sum(
+            jax.lax.conv_general_dilated(_images(tap), weight[:, :, index], *given) for index, tap in enumerate(taps)
+        )
 
     return _conv3d_of_images(convolve, *arguments, **how)
 
 
+def _images(video):
+    """Frames as a batch: (batch * frames, channels, height, width)."""
+    batch, channels, frames, *size = video.shape
+    return video.swapaxes(1, 2).reshape(batch * frames, channels, *size)
+
+
 def _conv3d_of_images(convolve_images, video, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
-    """`convolve_images(images of each tap in time, weights of each tap, stride, padding)` for the whole video.
+    """`convolve_images(the frames that each tap in time sees, weight, stride, padding)` gives the images of the result.
 
     video (batch, channels, frames, height, width)
     """
@@ -184,14 +193,12 @@ def _conv3d_of_images(convolve_images, video, weight, bias=None, stride=1, paddi
         raise NotImplementedError("conv3d: padding in time, dilation and groups are not used by Wan")
 
     def convolve(video, weight, *bias):
-        batch, channels, frames, *size = video.shape
-        outputs, _, taps, *_ = weight.shape
-        count = (frames - taps) // stride[0] + 1
-        shifted = [video[:, :, tap : tap + (count - 1) * stride[0] + 1 : stride[0]] for tap in range(taps)]
-        images = [one.swapaxes(1, 2).reshape(batch * count, channels, *size) for one in shifted]
-        weights = [weight[:, :, tap] for tap in range(taps)]
-        out = convolve_images(images, weights, stride[1:], [(side, side) for side in padding[1:]])
-        out = out.reshape(batch, count, outputs, *out.shape[2:]).swapaxes(1, 2)
+        count = (video.shape[2] - weight.shape[2]) // stride[0] + 1
+        taps = [
+            video[:, :, tap : tap + (count - 1) * stride[0] + 1 : stride[0]] for tap in range(weight.shape[2])
+        ]
+        out = convolve_images(taps, weight, stride[1:], [(side, side) for side in padding[1:]])
+        out = out.reshape(len(video), count, *out.shape[1:]).swapaxes(1, 2)
         return out + bias[0].reshape(-1, 1, 1, 1) if bias else out
 
     return interop.call_jax(convolve, video, weight, *([] if bias is None else [bias]))

@@ -276,6 +276,7 @@ class Sweep:
 class Plan:
     compiler: Optional[str] = None  # a Python with libtpu; null: this one if it has it; none: do not compile
     margin_gib: float = MISSING
+    disk_gbs: float = MISSING
     self_attention_share: Optional[float] = None  # null: the chip's
     cross_attention_share: Optional[float] = None
     correction: Optional[float] = None

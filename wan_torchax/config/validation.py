@@ -371,6 +371,8 @@ def plan_problems(config: Config) -> Iterator[str]:
             yield f"plan.{key}={plan[key]}: a share of peak, above 0 and at most 1"
     if plan.margin_gib < 0 or (plan.correction is not None and plan.correction <= 0):
         yield f"plan.margin_gib={plan.margin_gib}, plan.correction={plan.correction}: must not be negative"
+    if plan.disk_gbs <= 0:
+        yield f"plan.disk_gbs={plan.disk_gbs}: GB/s, above 0"
 
 
 def serve_problems(config: Config) -> Iterator[str]:

@@ -36,7 +36,7 @@ from wan_torchax.session import Session
 from wan_torchax.stages import caching
 from wan_torchax.stages.denoise import Denoise, control_layers
 from wan_torchax.stages.sampling import scheduler_table
-from wan_torchax.stages.stage import Stage
+from wan_torchax.stages.stage import Stage, find
 from wan_torchax.tasks import compiler, plan_page
 
 log = logging.getLogger("wan")
@@ -98,6 +98,7 @@ def make(config, folder: Path) -> dict:
     report["fits"] = all(row["fits"] for row in report["memory"].values())
     report["estimate"] = estimate(resolved, report)
     report["denoising"] = denoising(resolved, report)
+    report["video"] = video(resolved, report)
     report["why"] = why_not(config, report)
     (folder / "plan.json").write_text(json.dumps(report, indent=1) + "\n")
     (folder / "plan.md").write_text(plan_page.render(config, report))
@@ -265,6 +266,26 @@ def denoising(resolved: Resolved, report: dict) -> dict:
     total = sum(count * seconds[kind] for kind, count in counts.items()) if known else None
     return {"steps": counts, "seconds_each": {kind: seconds[kind] for kind in counts}, "seconds": total,
             "plan": caching.summary(work), "adaptive": resolved.config.cache.mode == "easycache"}
+
+
+def video(resolved: Resolved, report: dict) -> dict[str, float | None]:
+    """Seconds of everything a video takes in a process of its own; None for a stage that was not compiled."""
+    weights = sum(row["gib"] for row in report["components"].values()) * 2**30
+    compiled = report["compiler"] or {}
+    parts = {"weights from disk": weights / (resolved.config.plan.disk_gbs * 1e9)}
+    for name in resolved.graph.stages:
+        parts[name] = run_seconds(resolved, name, compiled[name]) if name in compiled else None
+    return parts | {"denoise": report["denoising"]["seconds"]}
+
+
+def run_seconds(resolved: Resolved, name: str, compiled: dict) -> float:
+    """Of a stage beside denoising: its program as often as it runs, the first piece of a video counted as a later one.
+    """
+    chip, (frames, _) = resolved.config.mesh.chip, find(name).amount(resolved)
+    pieces = math.ceil(frames / resolved.geometry.frame_scale) if frames else 1
+    sent = sum(travel_seconds(row, resolved.placement["axes"], chip.link_gbs * 1e9) for row in compiled["collectives"])
+    once = compiled["cycles"] / (chip.clock_ghz * 1e9) + sent
+    return pieces * once * chip_fact(resolved.config, "correction")
 
 
 def estimate(resolved: Resolved, report: dict, program: str = "denoise", share: float = 1.0) -> dict | None:

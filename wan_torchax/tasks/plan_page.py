@@ -60,6 +60,8 @@ def render(config, report: dict) -> str:
         code, cycles = compiled["code_bytes"] / 2**20, compiled["cycles"] / 1e6
         made = f"{code:.0f} MiB of code, {cycles:,.0f} M cycles outside kernels"
         lines += ["", f"libtpu compiled the step in {compiled['compile_seconds']:.0f} s: {made}."]
+    if report["compiler"]:
+        lines += whole_video(config, report)
     lines += ["", "| component | rule | tensors | GiB | GiB/chip |", "|---|---|---|---|---|"]
     for component, row in report["components"].items():
         title = f"**{component}**, {row['parameters'] / 1e9:.2f} B"
@@ -67,6 +69,18 @@ def render(config, report: dict) -> str:
         for rule, part in row["rules"].items():
             lines.append(f"| | {rule} | {part['tensors']} | {part['gib']:.2f} | {part['gib_per_chip']:.2f} |")
     return "\n".join(lines) + "\n"
+
+
+def whole_video(config, report: dict) -> list[str]:
+    """A table of what a video takes, stage by stage."""
+    known = {name: seconds for name, seconds in report["video"].items() if seconds is not None}
+    shown = {name: f"{known[name]:.2f}" if name in known else "not compiled" for name in report["video"]}
+    shown[f"together{' at least' if len(known) < len(shown) else ''}"] = f"{sum(known.values()):.1f}"
+    lines = ["", "| a whole video (estimate) | s |", "|---|---|"]
+    lines += [f"| {name} | {text} |" for name, text in shown.items()]
+    took = sum(row["compile_seconds"] for row in report["compiler"].values())
+    return [*lines, "", f"Disk at plan.disk_gbs={config.plan.disk_gbs}; nothing overlapped; without writing the file. "
+            f"A first run compiles too, which took {took:.0f} s here."]
 
 
 def draw(path: Path, report: dict) -> None:
