@@ -204,7 +204,7 @@ sharding.attention.ring=q  =>  sharding.attention.ring=q: the mesh has no such a
 sharding.vae.carry=[null,null,null,null,[dp,sp,tp]] mesh=cpu_8 resolution.width=80  =>  sharding.vae.carry: resolution.width=80
 mesh=cpu_8 sharding=sequence mesh.axes={dp:1,sp:3,tp:1} mesh.devices=3  =>  sharding.vae.carry: resolution.width=128
 +sharding.transformer.weights.mine={pattern:'blocks.0.*'}  =>  sharding.transformer.weights.mine={'pattern':
-attention=spash  =>  attention=spash: no such option; nearest: splash_v6e
+attention=spash  =>  attention=spash: no such option; nearest: splash_v7x
 attention=cudnn  =>  attention.self.kernel=cudnn: takes bfloat16, and model.dtype.transformer=float32; set that to
 attention=hopper  =>  attention.self.kernel=hopper: serves head dims 64 and 128, the model has 32; use kernel=xla
 attention=splash_v6e  =>  attention.self.kernel=splash: serves head dims 64 and 128, the model has 32; use kernel=xla

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import time
 from types import SimpleNamespace
 
@@ -266,7 +265,7 @@ def test_slurm_is_found_and_ctrl_c_on_one_ends_all(tmp_path):
     for _ in range(3):  # a Ctrl-C that comes while memory is collected is lost
         time.sleep(1)
         pair.processes[1].send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(TimeoutError):
             pair.processes[1].wait(10)
             break
     assert pair.ends(60) == [1, 130]
