@@ -160,6 +160,7 @@ def reap(children: dict) -> None:
 def alone(run, order) -> None:
     """In the child: run.py as it would be from a shell."""
     folder = Path(order["folder"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let what runs in the background ignore it
     for number in (1, 2):
         os.dup2(os.open(folder / str(number), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

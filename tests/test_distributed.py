@@ -1,5 +1,4 @@
 """Two processes on loopback make what one makes, hold half of it each, and end together, by name."""
-import contextlib
 import json
 import os
 import re
@@ -262,12 +261,8 @@ def test_slurm_is_found_and_ctrl_c_on_one_ends_all(tmp_path):
     pair = Pair([WAIT, "distributed=auto"], slurm(free_port()))
     for number in (0, 1):
         pair.wait_for(number, "joined")
-    for _ in range(3):  # a Ctrl-C that comes while memory is collected is lost
-        time.sleep(1)
-        pair.processes[1].send_signal(signal.SIGINT)
-        with contextlib.suppress(TimeoutError):
-            pair.processes[1].wait(10)
-            break
+    time.sleep(1)  # it sleeps by then; a Ctrl-C that comes while memory is collected is lost
+    pair.processes[1].send_signal(signal.SIGINT)
     assert pair.ends(60) == [1, 130]
     assert re.search(r"process 1 of 2 \(.*\) was interrupted; this process ends too", pair.text(0))
 

@@ -215,7 +215,7 @@ from wan_torchax.models.transformer import ScannedBlocks
 from wan_torchax.records.provenance import peak_host_bytes
 from wan_torchax.runtime import weights
 from wan_torchax.runtime.checkpoint import read_header
-imported, layers, width, depth = peak_host_bytes(), 24, 4096, 2
+imported, layers, width, depth = peak_host_bytes(), 12, 4096, 2
 class Block(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -238,9 +238,9 @@ print(imported, sum(tensor.bytes for tensor in tensors.values()), peak_host_byte
 
 
 def test_streaming_never_holds_a_second_copy(tmp_path):
-    """3 GiB of weights, stacked for the scan, an adapter of rank 64 merged on the way: peak resident memory under the
+    """1.5 GiB of weights, stacked for the scan, an adapter of rank 64 merged on the way: peak resident memory under the
     device's bytes plus 1 GiB."""
-    layers, width, depth, rank = 24, 4096, 2, 64
+    layers, width, depth, rank = 12, 4096, 2, 64
     for layer in range(layers):  # one file a layer
         tiny.write_zeros(tmp_path / f"{layer}.safetensors", {
             f"blocks.{layer}.maps.{index}.weight": (width, width) for index in range(depth)
@@ -252,5 +252,5 @@ def test_streaming_never_holds_a_second_copy(tmp_path):
     command = [sys.executable, "-c", STREAM, str(tmp_path)]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     imported, on_device, peak = map(int, answer.stdout.split())
-    assert on_device == 3 * 2**30
+    assert on_device == 3 * 2**29
     assert peak < on_device + max(2**30, imported + 2**29)  # torch's CUDA build alone takes 1 GiB
