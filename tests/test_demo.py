@@ -174,7 +174,7 @@ def test_training_takes_quicker_ways_to_the_same_numbers(pipeline):
     torch.testing.assert_close(decoded, pipeline.vae.decode(latents).sample, atol=1e-3, rtol=1e-3)
 
     noise, time = torch.randn(1, 16, 2, 4, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([700.0])
-    padded = dict(do_classifier_free_guidance=False, max_sequence_length=train_demo.PROMPT_TOKENS)
+    padded = dict(do_classifier_free_guidance=False, max_sequence_length=world.PROMPT_TOKENS)
     text = pipeline.encode_prompt("a red circle", **padded)[0]
     expected = pipeline.transformer(noise, time, text, return_dict=False)[0]
     denoiser = train_demo.Denoiser(pipeline.text_encoder, deepcopy(pipeline.transformer)).pad_once()

@@ -61,6 +61,7 @@ PAIR_MOTIONS = {
 }
 
 FRAMES, SIZE = 17, 128
+PROMPT_TOKENS = 128  # what prompts are padded to: model.text_tokens of conf/model/demo.yaml
 
 
 @dataclass(frozen=True)

@@ -344,7 +344,7 @@ def generate(model: str, prompts: list[str], seed: int, **settings) -> list[np.n
     for k, prompt in enumerate(prompts):
         noise = torch.Generator("cpu").manual_seed(seed + k)
         clip = pipeline(prompt, generator=noise, height=world.SIZE, width=world.SIZE, num_frames=world.FRAMES,
-                        max_sequence_length=128, output_type="np", **settings).frames[0]
+                        max_sequence_length=world.PROMPT_TOKENS, output_type="np", **settings).frames[0]
         clips.append((clip * 255).round().astype(np.uint8))
     return clips
 

@@ -45,7 +45,6 @@ from training import (
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 CAPTION_TOKENS = 39  # longer than any caption of the world
-PROMPT_TOKENS = 128  # what prompts are padded to: model.text_tokens of conf/model/demo.yaml
 STORED = {"text_encoder": "model.safetensors", "transformer": "diffusion_pytorch_model.safetensors",
           "vae": "diffusion_pytorch_model.safetensors"}
 
@@ -71,7 +70,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         pad_token="<pad>",
         eos_token="</s>",
         unk_token="<unk>",
-        model_max_length=PROMPT_TOKENS,
+        model_max_length=world.PROMPT_TOKENS,
     )
 
 
@@ -401,7 +400,7 @@ class QuickAttention:
         bias = None
         if encoder_hidden_states is not None:
             bias = query.new_zeros(1, 1, 1, text.shape[1])
-            bias[..., -1] = math.log(PROMPT_TOKENS - text.shape[1] + 1)
+            bias[..., -1] = math.log(world.PROMPT_TOKENS - text.shape[1] + 1)
         seen = functional.scaled_dot_product_attention(query, key, value, bias)
         return attn.to_out[0](seen.transpose(1, 2).flatten(2))
 
@@ -433,7 +432,7 @@ class Denoiser(torch.nn.Module):
         self.text_encoder, self.transformer = text_encoder, transformer
 
     def pad_once(self) -> Denoiser:
-        """The same function of CAPTION_TOKENS and one padding instead of PROMPT_TOKENS."""
+        """The same function of CAPTION_TOKENS and one padding instead of a whole prompt's."""
         attend_quickly(self.transformer)
         return self
 
@@ -520,7 +519,7 @@ def draw_prompts(cfg: DictConfig, networks: dict[str, torch.nn.Module], prompts:
     noise = [torch.Generator("cpu").manual_seed(cfg.evaluate.seed + k) for k in range(len(prompts))]
     clips = pipeline(list(prompts), generator=noise, height=world.SIZE, width=world.SIZE, num_frames=world.FRAMES,
                      num_inference_steps=cfg.evaluate.steps, guidance_scale=cfg.evaluate.guidance,
-                     max_sequence_length=PROMPT_TOKENS, output_type="np").frames
+                     max_sequence_length=world.PROMPT_TOKENS, output_type="np").frames
     return list((clips * 255).round().astype(np.uint8))
 
 
