@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+FLOOR, CASES = "floor of a guided step", ("1.3b-480p", "1.3b-720p", "14b-480p", "14b-720p")
 STARTS = ("start to first step", "start to frames, 4 steps")
 RESULTS = ROOT / "benchmarks/results"
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
@@ -103,6 +104,16 @@ def claims():
     text = "the first step after {} s where diffusers takes {}, four steps' frames after {} ({})"
     yield "docs/start.md", text, [first[1], first[0], whole[1], whole[0]]
     yield "docs/start.md", "with a prompt met before {} and {} s", [f"{value:.1f}" for value in known]
+    video = row(START, "prompt to video.mp4, four steps without guidance", "1.3b-480p", "c")
+    parts = [video["seconds"], *(video["parts"][name] for name in ("denoise", "decode"))]
+    text = "in four steps without guidance: {} s (`--only videos`; {} s of it denoising, {} decoding)"
+    yield results, text, [f"{value:.2f}" for value in parts]
+    floors = [row(GPU, "guided step", case, "c")["seconds"] / row(GPU, FLOOR, case, "c")["seconds"] for case in CASES]
+    over = [f"{100 * (share - 1):.1f}" for share in (min(floors), max(floors))]
+    yield results, "within {} to {} % of its floor", over
+    cudnn = [float(lead) for tokens in (32760, 75600) for lead in leads("hopper", tokens, "cudnn")]
+    text = "What makes it {} to {} times as fast as cuDNN"
+    yield "kernels/README.md", text, [f"{lead:.2f}" for lead in (min(cudnn), max(cudnn))]
     yield from cpu_claims()
     yield from attention_claims(results)
     for dtype, name in (("bfloat16", "bf16"), ("float32", "float32")):

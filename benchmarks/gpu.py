@@ -1,7 +1,7 @@
 """This project against diffusers on one NVIDIA GPU: the same shapes, the same random weights, one run.
 
     python benchmarks/gpu.py                                   # everything
-    python benchmarks/gpu.py --only transformer --cases 1.3b-480p
+    python benchmarks/gpu.py --only step --cases 1.3b-480p
     python benchmarks/gpu.py --smoke                           # small shapes of the demo model, on any machine
 
 Columns: (a) diffusers as it comes, (b) diffusers with cuDNN attention and torch.compile on its repeated blocks, (c)
@@ -57,7 +57,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MESH = ["mesh=gpu_1"] if DEVICE == "cuda" else []
 PROMPT = "a red circle moving to the right"
 STEPS = 4  # of the whole pipeline
-FLOOR = "floor of a guided step"
+REPEATS = 5
+STEP, FORWARD, FLOOR = "guided step", "transformer forward", "floor of a guided step"
 FEW = ["guidance_scale=1", "scheduler=euler", "scheduler.sigmas=[1,0.75,0.5,0.25]"]
 RUNS = {  # of whole denoisings
     "magcache, 50 steps": ["steps=50", "cache=magcache"], "four steps": FEW,
@@ -115,7 +116,7 @@ def median_of(times) -> Seconds:
 
 def repeats_for(config) -> int:
     """Enough for a median and its spread."""
-    return 2 if config.model.name == "demo" else 5
+    return 2 if config.model.name == "demo" else REPEATS
 
 
 def record(what, case, column, seconds, compile_seconds=None, peak_gib=None):
@@ -229,17 +230,17 @@ def build(config, name, make):
 # ---------------------------------------------------------------- the transformer
 
 
-def transformer(case, overrides, side, options):
+def transformer(case, overrides, side, options, what=STEP):
     if side == "ours":
-        return project_steps(case, overrides)
+        return project_steps(case, overrides, what)
     config = configure(*overrides)
     if case in options.eager:
-        peer_steps(case, config, "a")
+        peer_steps(case, config, "a", what)
         free()
     else:
-        skipped.append(f"transformer {case} (a): not in --eager")
+        skipped.append(f"{what} {case} (a): not in --eager")
     if DEVICE == "cuda":
-        peer_steps(case, config, "b")
+        peer_steps(case, config, "b", what)
 
 
 def whole(case, overrides, side, options):
@@ -247,12 +248,12 @@ def whole(case, overrides, side, options):
     if DEVICE == "cuda":
         config = configure(*overrides, "model.architecture.transformer.num_layers=6")
         for column in ("b", "w"):
-            peer_steps(f"{case}, 6 layers", config, column, guided=False)
+            peer_steps(f"{case}, 6 layers", config, column, FORWARD)
             free()
 
 
-def peer_steps(case, config, column, guided=True):
-    """Time diffusers' forward and its step with guidance, which is two forwards and the scheduler."""
+def peer_steps(case, config, column, what):
+    """Time diffusers' forward, or its step with guidance, which is two forwards and the scheduler."""
     model, dtype = transformer_module(config), getattr(torch, config.model.dtype.transformer)
     latents, texts = random_inputs(config, dtype)
     hidden, timestep, pictures = peer_inputs(config, latents, dtype)
@@ -275,11 +276,10 @@ def peer_steps(case, config, column, guided=True):
         return scheduler.step(velocity, scheduler.timesteps[0], latents, return_dict=False)[0]
 
     torch_peak()
-    seconds, first = median_seconds(forward, repeats_for(config))
-    record("transformer forward", case, column, seconds, None if column == "a" else first - seconds, torch_peak())
-    if guided:
-        seconds, _ = median_seconds(guided_step, repeats_for(config), warm_up=0)  # the forwards were its warm-up
-        record("guided step", case, column, seconds, None, torch_peak())
+    first, _ = median_seconds(forward, 1, warm_up=0)
+    seconds, _ = median_seconds(guided_step if what == STEP else forward, repeats_for(config), warm_up=0)
+    forward_seconds = seconds / 2 if what == STEP else seconds
+    record(what, case, column, seconds, None if column == "a" else first - forward_seconds, torch_peak())
 
 
 def latent_shape(config):
@@ -322,21 +322,20 @@ def peer_inputs(config, latents, dtype):
     return latents.to(dtype), timestep, pictures if pictures is None else pictures.to(dtype)
 
 
-def project_steps(case, overrides):
-    """Time the step program without and with guidance, both on the same weights."""
-    for what, changed in (("transformer forward", ["guidance_scale=1"]), ("guided step", [])):
-        config = configure(*overrides, *changed)
-        stage, _, compile_seconds, peak = build(config, "denoise", transformer_module)
-        values = step_values(config, *random_inputs(config, getattr(torch, config.model.dtype.transformer)))
-        state, *rest = stage.programs.put("step", values)
-        state = [state]
+def project_steps(case, overrides, what):
+    """Time the step program, without or with guidance."""
+    config = configure(*overrides, *([] if what == STEP else ["guidance_scale=1"]))
+    stage, _, compile_seconds, peak = build(config, "denoise", transformer_module)
+    values = step_values(config, *random_inputs(config, getattr(torch, config.model.dtype.transformer)))
+    state, *rest = stage.programs.put("step", values)
 
-        def call(stage=stage, state=state, rest=rest):
-            state[0], finite, _ = stage("step", state[0], *rest)
-            return bool(finite)
+    def call():
+        nonlocal state
+        state, finite, _ = stage("step", state, *rest)
+        return bool(finite)
 
-        seconds, _ = median_seconds(call, repeats_for(config))
-        record(what, case, "c", seconds, compile_seconds, peak)
+    seconds, _ = median_seconds(call, repeats_for(config))
+    record(what, case, "c", seconds, compile_seconds, peak)
 
 
 def step_values(config, latents, texts, row=None):
@@ -393,14 +392,14 @@ def floor(case, overrides, side, options):
     def seconds(function, *shapes):
         keys = jax.random.split(jax.random.key(0), len(shapes))
         arrays = [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes)]
-        jitted, calls = jax.jit(function), 8  # one after the other, so that starting them costs the device nothing
+        jitted, calls = jax.jit(function), 4  # one after the other, so that starting them costs the device nothing
 
         def burst():
             for _ in range(calls):
                 out = jitted(*arrays)
             out.block_until_ready()
 
-        return median_seconds(burst, 3)[0] / calls
+        return numpy.array(median_seconds(burst, REPEATS)[0].times) / calls
 
     def attend(part):
         return Attend(head_dim, Kernel(**config.attention[part]))
@@ -416,10 +415,10 @@ def floor(case, overrides, side, options):
         "feed-forward": product(dim, hidden) + product(hidden, dim),
     }
     work = 4 * tokens**2 * dim, 4 * tokens * dim * text[1], 12 * tokens * dim**2, 4 * tokens * dim * hidden
-    rates = {name: round(2 * flops / parts[name] / 1e12, 1) for name, flops in zip(parts, work)}
+    rates = {name: round(float(2 * flops / numpy.median(parts[name]) / 1e12), 1) for name, flops in zip(parts, work)}
     # The first block's self-attention, which no prompt has reached.
     once = (parts["self-attention"] + parts["square products"] * 4 / 6) / 2
-    record(FLOOR, case, "c", architecture.num_layers * sum(parts.values()) - once)
+    record(FLOOR, case, "c", median_of((architecture.num_layers * sum(parts.values()) - once).tolist()))
     rows[-1]["tflops"] = rates
     print(f"  TFLOP/s: {rates}", flush=True)
 
@@ -462,12 +461,12 @@ def vae(case, overrides, side, options, dtype="float32"):
 
         stage, resolved, compile_seconds, peak = build(config, "decode", vae_module)
         values = {"latents": latents.float().cpu().numpy()}
-        seconds, _ = median_seconds(lambda: stage.run(resolved, values, silence), 3)
+        seconds, _ = median_seconds(lambda: stage.run(resolved, values, silence), REPEATS)
         return record(f"VAE decode {dtype}", case, "c", seconds, compile_seconds, peak)
     model = vae_module(config)
     torch_peak()
     with torch.no_grad():
-        seconds, _ = median_seconds(lambda: model.decode(latents).sample, 3)
+        seconds, _ = median_seconds(lambda: model.decode(latents).sample, REPEATS)
     record(f"VAE decode {dtype}", case, "a", seconds, None, torch_peak())
 
 
@@ -481,13 +480,13 @@ def encode(case, overrides, side, options):
         from wan_torchax.events import silence
 
         stage, resolved, compile_seconds, peak = build(config, "encode", vae_module)
-        seconds, _ = median_seconds(lambda: stage.run(resolved, resolved.inputs(), silence), 3)
+        seconds, _ = median_seconds(lambda: stage.run(resolved, resolved.inputs(), silence), REPEATS)
         return record("VAE encode float32", case, "c", seconds, compile_seconds, peak)
     model = vae_module(config)
     pixels = torch.zeros((1, 3, size.frames, size.height, size.width), device=DEVICE)
     torch_peak()
     with torch.no_grad():
-        seconds, _ = median_seconds(lambda: model.encode(pixels).latent_dist.mode(), 3)
+        seconds, _ = median_seconds(lambda: model.encode(pixels).latent_dist.mode(), REPEATS)
     record("VAE encode float32", case, "a", seconds, None, torch_peak())
 
 
@@ -534,7 +533,7 @@ print(first[0], time.time() - began)
 
 def pipeline(case, overrides, side, options):
     """Seconds from process start to the first denoised step and to the frames, from a checkpoint on disk. A run of each
-    warms the caches of compiled programs; of three more, taken in turns, the median. The project also with a prompt
+    warms the caches of compiled programs; of five more, taken in turns, the median. The project also with a prompt
     that it has met before."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_checkpoint(configure(*overrides), Path(scratch) / "model")
@@ -542,7 +541,7 @@ def pipeline(case, overrides, side, options):
         measures = {("b", ""): peer_pipeline} if DEVICE == "cuda" else {}
         measures |= {("c", ""): project_pipeline, ("c", ", known prompt"): project_pipeline}
         taken = {which: [] for which in measures}
-        for number in range(4):
+        for number in range(1 + REPEATS):
             for which, measure in measures.items():
                 taken[which].append(measure(folder, Path(scratch), overrides, f"{PROMPT} {number}"))
                 first, frames = taken[which][-1]
@@ -589,9 +588,9 @@ def run_project(folder, scratch, overrides) -> None:
 
 def videos(case, overrides, side, options):
     """Seconds a video of a list takes in a process that has made one before: text, four steps, decoding, the file.
-    Random weights draw noise, over which a video's encoder takes two to three times as long as over a picture."""
+    Faint noise: strong noise makes files of 20 MB, over which the encoder takes twice as long as over a picture."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder = write_checkpoint(configure(*overrides), Path(scratch) / "model")
+        folder = write_checkpoint(configure(*overrides), Path(scratch) / "model", contrast=0.06)
         prompts = [f"{PROMPT}, {number}" for number in ("one", "two", "three", "four", "five", "six")]
         run_project(folder, scratch, [*overrides, f"prompts={json.dumps(prompts)}", *FEW])
         files = sorted(Path(scratch).glob("run/*/metrics.json"), key=lambda file: file.stat().st_mtime)
@@ -599,13 +598,19 @@ def videos(case, overrides, side, options):
         print(*seconds, sep="\n", flush=True)
         totals = median_of([one["total"] for one in seconds[1:]])
         record("prompt to video.mp4, four steps without guidance", case, "c", totals)
+        parts = {name: statistics.median(one[name] for one in seconds[1:]) for name in seconds[-1]}
+        rows[-1] |= {"parts": parts, "file_megabytes": files[-1].with_name("video.mp4").stat().st_size / 1e6}
+        print(rows[-1], flush=True)
 
 
-def write_checkpoint(config, folder: Path) -> Path:
+def write_checkpoint(config, folder: Path, contrast: float = 1.0) -> Path:
     """A whole pipeline of random weights in diffusers' layout, with the demo model's tokenizer and scheduler."""
     shutil.copytree(ROOT / "models/demo", folder, ignore=shutil.ignore_patterns("*.safetensors"))
     for name, make in {"transformer": transformer_module, "text_encoder": text_module, "vae": vae_module}.items():
-        make(config).save_pretrained(folder / name)
+        module = make(config)
+        if name == "vae":
+            module.decoder.conv_out.weight.data *= contrast
+        module.save_pretrained(folder / name)
     return folder
 
 
@@ -614,7 +619,8 @@ def write_checkpoint(config, folder: Path) -> Path:
 
 # part -> (function, whose processes run it)
 PARTS = {
-    "transformer": (transformer, ("peers", "ours")),
+    "step": (transformer, ("peers", "ours")),
+    "forward": (functools.partial(transformer, what=FORWARD), ("peers", "ours")),
     "floor": (floor, ("ours",)),
     "denoise": (denoise, ("ours",)),
     "vae": (vae, ("peers", "ours")),
@@ -627,7 +633,7 @@ PARTS = {
     "whole": (whole, ("peers",)),
 }
 QUICK_PARTS = ["floor", "text", "correctness", "denoise"]
-ALL_SIZES = ("transformer", "floor", "denoise")  # the others with the first case alone
+ALL_SIZES = ("step", "forward", "floor", "denoise")  # the others with the first case alone
 
 
 def measure(side, cases, options):
@@ -664,8 +670,8 @@ def ratios():
         if peers:
             taken[f"{what} {case}"] = round(min(peers) / row["seconds"], 3)
         floors = [other["seconds"] for other in rows if (other["what"], other["case"]) == (FLOOR, case)]
-        if floors and what == "guided step":
-            taken[f"guided step over floor {case}"] = round(row["seconds"] / floors[0], 3)
+        if floors and what == STEP:
+            taken[f"{STEP} over floor {case}"] = round(row["seconds"] / floors[0], 3)
     return taken
 
 

@@ -191,7 +191,9 @@ def page(folder: Path, rows: list[dict], clips: list) -> None:
             cells.append(f'<td><video src="videos/{video.name}" muted loop autoplay playsinline></video></td>')
         body.append(f"<tr><th>{clips[number][0]}</th>{''.join(cells)}</tr>")
     style = "body{font:14px sans-serif}td video{width:128px}th{font-weight:normal;text-align:left;max-width:14em}"
+    play = "document.querySelectorAll('video').forEach(video => { video.currentTime = 0; video.play() })"
     html = f"<!doctype html><meta charset=utf-8><title>Quality of modes</title><style>{style}</style>"
+    html += f'<script>addEventListener("load", () => {play})</script>'
     (folder / "index.html").write_text(f"{html}<table><tr><th></th>{heads}</tr>{''.join(body)}</table>\n")
 
 
