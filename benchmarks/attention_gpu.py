@@ -1,4 +1,5 @@
 """Our attention kernels against PyTorch's cuDNN attention, in one process on one NVIDIA GPU: bf16, Wan's token counts.
+FlashAttention-3 is one more peer where it is installed (its module flash_attn_interface).
 
     XLA_PYTHON_CLIENT_PREALLOCATE=false python benchmarks/attention_gpu.py
     python benchmarks/attention_gpu.py --smoke          # small and on any machine: the plain-JAX kernel, PyTorch's own
@@ -6,6 +7,7 @@
 Checks the kernels against float32 first. Interleaved, each call synchronised, medians; prints a table and a JSON line.
 """
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -55,6 +57,21 @@ def torch_call(tokens, heads):
     return call
 
 
+def flash_call(tokens, heads):
+    """The same with FlashAttention-3, whose layout is (batch, tokens, heads, head_dim)."""
+    from flash_attn_interface import flash_attn_func
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    arrays = [torch.randn(1, tokens, heads, HEAD_DIM, device=device, dtype=torch.bfloat16) for _ in range(3)]
+
+    def call():
+        flash_attn_func(*arrays)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return call
+
+
 def our_call(tokens, heads, kernel):
     keys = jax.random.split(jax.random.key(0), 3)
     arrays = [jax.random.normal(key, (1, tokens, heads * HEAD_DIM), jnp.bfloat16) for key in keys]
@@ -98,12 +115,14 @@ def main():
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{device}; torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, jax {jax.__version__}")
     check(smoke)
-    names = ("torch", *kernels(smoke))
+    peers = {"torch": torch_call} | ({"flash3": flash_call} if importlib.util.find_spec("flash_attn_interface") else {})
+    names = (*peers, *kernels(smoke))
     columns = " ".join(f"{name:>8}" for name in names)
     print(f"{'tokens':>8} {'heads':>6} {columns} ms {columns} TFLOP/s   {names[-1]}/torch")
     rows = []
     for tokens, heads in SMOKE_SIZES if smoke else SIZES:
-        calls = [torch_call(tokens, heads), *(our_call(tokens, heads, kernel) for kernel in kernels(smoke).values())]
+        calls = [peer(tokens, heads) for peer in peers.values()]
+        calls += [our_call(tokens, heads, kernel) for kernel in kernels(smoke).values()]
         times, spreads = medians(calls)
         work = 4 * tokens**2 * heads * HEAD_DIM / 1e9  # GFLOP, so that over milliseconds it is TFLOP/s
         ratio = times[0] / times[-1]

@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -106,6 +107,27 @@ def median_seconds(call, repeats, warm_up=1):
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
     return median_of(times[warm_up:]), times[0]
+
+
+def watched(call, repeats, account):
+    """Median seconds of a call of ours, and the GiB that JAX's allocator held at most meanwhile, as torch's says of the
+    peers; where it does not say, the compiler's account of the program."""
+    import jax
+
+    device, most, done = jax.devices()[0], [0], threading.Event()
+
+    def look():
+        while not done.wait(0.005):  # a program holds its memory from beginning to end
+            most[0] = max(most[0], (device.memory_stats() or {}).get("bytes_in_use", 0))
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        seconds, _ = median_seconds(call, repeats)
+    finally:
+        done.set()
+        watcher.join()
+    return seconds, most[0] / 2**30 or account
 
 
 def median_of(times) -> Seconds:
@@ -334,7 +356,7 @@ def project_steps(case, overrides, what):
         state, finite, _ = stage("step", state, *rest)
         return bool(finite)
 
-    seconds, _ = median_seconds(call, repeats_for(config))
+    seconds, peak = watched(call, repeats_for(config), peak)
     record(what, case, "c", seconds, compile_seconds, peak)
 
 
@@ -461,7 +483,7 @@ def vae(case, overrides, side, options, dtype="float32"):
 
         stage, resolved, compile_seconds, peak = build(config, "decode", vae_module)
         values = {"latents": latents.float().cpu().numpy()}
-        seconds, _ = median_seconds(lambda: stage.run(resolved, values, silence), REPEATS)
+        seconds, peak = watched(lambda: stage.run(resolved, values, silence), REPEATS, peak)
         return record(f"VAE decode {dtype}", case, "c", seconds, compile_seconds, peak)
     model = vae_module(config)
     torch_peak()
@@ -480,7 +502,7 @@ def encode(case, overrides, side, options):
         from wan_torchax.events import silence
 
         stage, resolved, compile_seconds, peak = build(config, "encode", vae_module)
-        seconds, _ = median_seconds(lambda: stage.run(resolved, resolved.inputs(), silence), REPEATS)
+        seconds, peak = watched(lambda: stage.run(resolved, resolved.inputs(), silence), REPEATS, peak)
         return record("VAE encode float32", case, "c", seconds, compile_seconds, peak)
     model = vae_module(config)
     pixels = torch.zeros((1, 3, size.frames, size.height, size.width), device=DEVICE)
@@ -497,7 +519,7 @@ def text(case, overrides, side, options):
     if side == "ours":
         stage, _, compile_seconds, peak = build(config, "text", text_module)
         inputs = stage.programs.put("encode", (tokens.cpu().numpy(), mask.cpu().numpy()))
-        seconds, _ = median_seconds(lambda: stage("encode", *inputs).block_until_ready(), 10)
+        seconds, peak = watched(lambda: stage("encode", *inputs).block_until_ready(), 10, peak)
         return record("text encoder", case, "c", seconds, compile_seconds, peak)
     model = text_module(config)
     for column in "ab" if DEVICE == "cuda" else "a":

@@ -1,13 +1,14 @@
-"""How close the attention kernels' schedules come to a TPU's peak, from the compiler alone.
+"""How close the kernels' schedules come to a TPU's peak, from the compiler alone.
 
     python benchmarks/kernel_schedule.py --compiler tpu-python --chip v6e --queries 75600 --keys 75600
     python benchmarks/kernel_schedule.py --compiler … --chip v5e --blocks 2048/16384/2048/512/128 1024/8192/2048/512/128
+    python benchmarks/kernel_schedule.py --compiler … --product 9472x5120x13824+gelu 9472x13824x5120 9472x5120x5120
     python benchmarks/kernel_schedule.py --smoke            # exports the kernels and stops there: needs no compiler
 
 Each kernel is exported here, without a TPU, and compiled by wan_torchax/tasks/compiler.py in the Python that --compiler
 names, which must have JAX and libtpu. Counted are the VLIW bundles (one cycle each when nothing stalls) of everything
-that runs for one block of queries: start, tiles, tail, end, and for every grid step all of the pipeline's code, though
-part of it is skipped. Not counted: stalls on memory.
+that runs for one block of queries (of linear layers: of tokens by outputs): start, tiles, tail, end, and for every grid
+step all of the pipeline's code, though part of it is skipped. Not counted: stalls on memory.
 """
 import argparse
 import glob
@@ -34,8 +35,8 @@ import wan_torchax
 
 wan_torchax.leave_sys_path()
 from wan_torchax import ROOT  # noqa: E402
-from wan_torchax.kernels import splash  # noqa: E402
-from wan_torchax.kernels.settings import Kernel  # noqa: E402
+from wan_torchax.kernels import product, splash  # noqa: E402
+from wan_torchax.kernels.settings import Kernel, Products  # noqa: E402
 from wan_torchax.tasks import compiler  # noqa: E402
 
 UNITS = ("MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL", "SALU")
@@ -48,13 +49,14 @@ CHIPS = {"v6e": ("v6e:2x2", 1), "v5e": ("v5e:2x2", 1), "v5p": ("v5p:2x2x1", 2), 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A kernel to compile, and how often its parts run for one block of queries."""
+    """A kernel to compile, and how often its parts run for one of its blocks."""
 
     name: str
     function: object
     shapes: list
-    block_q: int
-    steps: int  # of the grid
+    flops: int  # of all of it
+    blocks: int
+    steps: int  # of the grid, for one block
     trips: tuple  # of each stretch of code that uses the MXU, in program order
 
 
@@ -70,12 +72,16 @@ def arguments():
     parser.add_argument("--part", choices=("self", "cross"), default="self", help=part)
     blocks = "block_q/block_kv/tile_kv/sub_q/chunk_kv …; default: the shipped ones"
     parser.add_argument("--blocks", nargs="*", help=blocks)
+    parser.add_argument("--product", nargs="*", metavar="TOKENSxINPUTSxOUTPUTS[+gelu]", help="linear layers instead")
     parser.add_argument("--no-baseline", action="store_true", help="leave out JAX's own splash kernel")
     return parser.parse_args()
 
 
 def candidates(options):
     """Ours with every block size asked for, its exact fallback, and JAX's own kernel."""
+    if options.product:
+        yield from map(linear, options.product)
+        return
     file = OmegaConf.load(ROOT / "conf" / "attention" / f"splash_{options.chip}.yaml")
     shipped = Kernel(**file[options.part])
     kernels = [shipped]
@@ -97,10 +103,30 @@ def ours(kernel, options):
             (1, options.queries, options.head_dim), (1, options.keys, options.head_dim),
             (1, options.head_dim, options.keys),
         ],
-        block_q=splash.fitting(kernel.block_q, kernel.sub_q, options.queries),
+        flops=flops_of(options),
+        blocks=ceil(options.queries / splash.fitting(kernel.block_q, kernel.sub_q, options.queries)),
         steps=ceil(options.keys / block_kv),
         trips=(1,) + (tiles,) * (tiles > 0) + (1,) * (tail > 0),
     )
+
+
+def linear(text):
+    tokens, inputs, outputs = map(int, text.partition("+")[0].split("x"))
+    settings = Products(**OmegaConf.load(ROOT / "conf" / "products" / "pallas.yaml"))
+    rows, columns = product.block_sizes(tokens, inputs, outputs, settings)
+    return Candidate(
+        name=f"linear {text}, blocks {rows} x {columns}",
+        function=lambda *arrays: product.product(*arrays, 0, settings=settings, gelu=text.endswith("+gelu")),
+        shapes=[(1, tokens, inputs), (1, outputs, inputs), (1, outputs)],
+        flops=2 * tokens * inputs * outputs,
+        blocks=ceil(tokens / rows) * ceil(outputs / columns),
+        steps=1,
+        trips=(2,),
+    )
+
+
+def flops_of(options) -> int:
+    return 4 * options.queries * options.keys * options.head_dim
 
 
 def baseline(options, block_q=2048, block_kv=2048, compute=1024):
@@ -112,7 +138,7 @@ def baseline(options, block_q=2048, block_kv=2048, compute=1024):
     kernel = jax_splash.make_splash_mha_single_device(mask, block_sizes=sizes)
     shapes = [(1, queries, options.head_dim), (1, keys, options.head_dim), (1, keys, options.head_dim)]
     name, steps = f"JAX's splash {block_q}/{sizes.block_kv}/{sizes.block_kv_compute}", keys // sizes.block_kv
-    return Candidate(name, kernel, shapes, block_q, steps, (steps,))
+    return Candidate(name, kernel, shapes, flops_of(options), ceil(options.queries / block_q), steps, (steps,))
 
 
 def export(candidate, kind):
@@ -153,7 +179,7 @@ def parse(utilization):
 
 
 def count(candidate, bundles, borders):
-    """Bundles for one block of queries, and the busiest stretch's own bundles."""
+    """Bundles for one block, and the busiest stretch's own bundles."""
     stretches = [bundles[begin:end] for begin, end in zip(borders, [*borders[1:], len(bundles)])]
     computing = [stretch for stretch in stretches if sum(bundle[0] for bundle in stretch) > 100]
     if candidate.steps == 1 and set(candidate.trips) == {1}:  # straight through; stretches may have been joined
@@ -172,7 +198,8 @@ def main():
     facts = OmegaConf.load(ROOT / "conf" / "chip" / f"{options.chip}.yaml")
     flops_a_cycle = facts.peak_tflops * 1e12 / (facts.clock_ghz * 1e9) / cores
     shape = {"queries": options.queries, "keys": options.keys, "head_dim": options.head_dim}
-    print(f"{facts.kind}, {', '.join(f'{value} {name}' for name, value in shape.items())}; jax {jax.__version__}")
+    shape = {} if options.product else shape
+    print(", ".join([facts.kind, *(f"{value} {name}" for name, value in shape.items())]) + f"; jax {jax.__version__}")
     columns = " ".join(f"{unit:>6}" for unit in ("bundles", *SHOWN))
     print(f"{'kernel':38} {'bundles':>9} {'of peak':>8}   hot tile: {columns}")
     for candidate in candidates(options):
@@ -181,8 +208,8 @@ def main():
             print(f"{candidate.name:38} exported, {len(artifact)} bytes")
             continue
         total, hot = count(candidate, *compile_schedule(options.compiler, artifact, topology))
-        total *= ceil(options.queries / candidate.block_q)
-        share = 4 * options.queries * options.keys * options.head_dim / flops_a_cycle / total
+        total *= candidate.blocks
+        share = candidate.flops / flops_a_cycle / total
         slots = dict(zip(UNITS, map(sum, zip(*hot))))
         row = {"kernel": candidate.name, "bundles": total, "share_of_peak": round(share, 4)}
         rows.append(row | {"hot_bundles": len(hot), "slots": slots})

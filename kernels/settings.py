@@ -24,6 +24,18 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Products:
+    """Which kernel the linear layers of the transformer's blocks have; conf/products/*.yaml says more."""
+
+    kernel: str = "xla"  # xla | pallas
+    rows: int = 1184  # tokens of a block
+    weights_mib: int = 16  # of a block of weights
+    vmem_mib: int = 112
+    interpret: bool = False  # as in Kernel
+    outline: bool = False
+
+
+@dataclass(frozen=True)
 class Parallel:
     """Which mesh axes spread the batch, the heads and the tokens of attention (`sharding.attention`)."""
 

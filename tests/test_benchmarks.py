@@ -40,3 +40,19 @@ def test_a_smoke_test_runs_through(script, tmp_path):
         assert not [line for line in report["skipped"] if "not in --eager" not in line]
         measured = {row["what"] for row in report["rows"]}
         assert {"floor of a guided step", "text encoder", "error against float32"} <= measured
+
+
+def test_flash_attention_is_a_peer_where_it_is_installed(tmp_path):
+    """With a module of its name and call."""
+    (tmp_path / "flash_attn_interface.py").write_text(
+        "import torch\n"
+        "def flash_attn_func(*arrays):\n"
+        "    arrays = [array.transpose(1, 2) for array in arrays]\n"
+        "    return torch.nn.functional.scaled_dot_product_attention(*arrays).transpose(1, 2)\n"
+    )
+    command = [sys.executable, str(ROOT / "benchmarks" / "attention_gpu.py"), "--smoke"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr[-2000:]
+    row = json.loads(answer.stdout.splitlines()[-1])["rows"][0]
+    assert list(row["milliseconds"]) == ["torch", "flash3", "xla"] and row["milliseconds"]["flash3"] > 0

@@ -226,6 +226,7 @@ HLO = """HloModule jit_step
   %p = (s32[], bf16[8,4]{1,0}) parameter(0)
   %gather.1 = (bf16[2,4]{1,0}, bf16[8,4]{1,0}) all-gather-start(%x), replica_groups=[2,4]<=[2,4]T(0,1), dimensions={0}
   %fusion.7 = bf16[8,4] fusion(%p), metadata={op_name="jit(step)/body/norm1/mul"}, config={"estimated_cycles":"100"}
+  %done.1 = bf16[8,4]{1,0} all-gather-done(%gather.1)
   ROOT %tuple.1 = (s32[], bf16[8,4]{1,0}) tuple(%p)
 }
 
@@ -251,9 +252,20 @@ def test_loop_bodies_count_by_their_trips():
 
 def test_collectives_are_counted_by_kind_axis_and_trips():
     assert compiler.collectives(HLO, {"dp": 2, "tp": 4}) == [
-        {"kind": "all-gather", "axis": "tp", "count": 40, "bytes": 40 * (2 * 4 + 8 * 4) * 2 // 2},
-        {"kind": "all-reduce", "axis": "dp", "count": 1, "bytes": 64},
+        {"kind": "all-gather", "axis": "tp", "count": 40, "bytes": 2560, "beside": [{"bytes": 2560, "cycles": 4000}]},
+        {"kind": "all-reduce", "axis": "dp", "count": 1, "bytes": 64, "beside": []},
     ]
+
+
+def test_what_runs_beside_a_collective_is_not_waited_for():
+    chip = make_config("mesh=v6e_8").mesh.chip
+    row = {"kind": "all-to-all", "axis": "sp", "bytes": 10**9, "count": 1}
+    alone = plan.waiting_seconds(row, {"sp": 4}, chip)
+    assert alone == pytest.approx(10**9 / (2 * 90e9))
+    half = row | {"beside": [{"bytes": 10**9, "cycles": alone / 2 * 1.75e9}]}
+    more = row | {"beside": [{"bytes": 10**9, "cycles": 10**12}]}
+    waited = [plan.waiting_seconds(one, {"sp": 4}, chip) for one in (half, more)]
+    assert waited == [pytest.approx(alone / 2), pytest.approx(0)]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any, Optional
 
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
-from wan_torchax.kernels.settings import Kernel, Parallel
+from wan_torchax.kernels.settings import Kernel, Parallel, Products
 
 DTYPES = ("float32", "bfloat16", "float16")
 GUIDANCE = ("batched", "sequential")
@@ -134,8 +134,9 @@ class Chip:
     clock_ghz: Optional[float] = None
     hbm_gbs: Optional[float] = None  # GB/s of its memory
     link_gbs: Optional[float] = None  # GB/s of one link to a neighbour, one way
-    self_attention_share: Optional[float] = None  # of peak, that the attention kernels reach
+    self_attention_share: Optional[float] = None  # of peak, that the kernels reach
     cross_attention_share: Optional[float] = None
+    product_share: Optional[float] = None
     correction: Optional[float] = None  # what estimates are multiplied by
 
 
@@ -279,6 +280,7 @@ class Plan:
     disk_gbs: float = MISSING
     self_attention_share: Optional[float] = None  # null: the chip's
     cross_attention_share: Optional[float] = None
+    product_share: Optional[float] = None
     correction: Optional[float] = None
 
 
@@ -371,6 +373,7 @@ class Config:
     sharding: Sharding = group(Sharding)
     resolution: Resolution = group(Resolution)
     attention: Attention = group(Attention)
+    products: Products = group(Products)
     ops: dict[str, Any] = group(dict)  # rows of Op; Any, so that a command line can add one
     scheduler: Scheduler = group(Scheduler)
     cache: Cache = group(Cache)
@@ -389,7 +392,8 @@ class Config:
 def root() -> DictConfig:
     """The schema as a config. Frozen classes make read-only nodes; Hydra must be able to fill these."""
     config = OmegaConf.structured(Config)
-    for node in (config.attention, config.attention.self, config.attention.cross, config.sharding.attention):
+    attention = config.attention
+    for node in (attention, attention.self, attention.cross, config.products, config.sharding.attention):
         OmegaConf.set_readonly(node, False)
     OmegaConf.set_struct(config.adapter, False)  # adapter.style={…} adds a row
     return config

@@ -366,7 +366,7 @@ def plan_problems(config: Config) -> Iterator[str]:
         if chips * chip.devices != devices:
             has = f"{chips} chips" if chip.devices == 1 else f"{chips} chips of {chip.devices} devices each"
             yield f"mesh.chip.topology={chip.topology}: has {has}, mesh.axes make {devices}; make them equal"
-    for key in ("self_attention_share", "cross_attention_share"):
+    for key in ("self_attention_share", "cross_attention_share", "product_share"):
         if plan[key] is not None and not 0 < plan[key] <= 1:
             yield f"plan.{key}={plan[key]}: a share of peak, above 0 and at most 1"
     if plan.margin_gib < 0 or (plan.correction is not None and plan.correction <= 0):
@@ -458,6 +458,28 @@ def kernel_problems(config: Config) -> Iterator[str]:
             )
 
 
+def product_problems(config: Config) -> Iterator[str]:
+    """The kernel of linear layers against the model and where its weights lie."""
+    products, dtype = config.products, config.model.dtype["transformer"]
+    yield from one_of("products.kernel", products.kernel, ("xla", "pallas"))
+    if products.kernel != "pallas":
+        return
+    for key, least in (("rows", 32), ("weights_mib", 1), ("vmem_mib", 1)):
+        if products[key] < least:
+            yield f"products.{key}={products[key]}: at least {least}"
+    if config.mesh.platform not in (None, "tpu") and not products.interpret:
+        yield f"products.kernel=pallas: a kernel for TPUs, and mesh={config.mesh.name} has none; use products=xla"
+    if dtype != "bfloat16":
+        yield f"products.kernel=pallas: takes bfloat16, and model.dtype.transformer={dtype}; use products=xla"
+    if not config.model.scan_blocks:
+        yield "products.kernel=pallas: is for blocks in a loop; set model.scan_blocks=true, or use products=xla"
+    if config.mesh.axes.get(config.sharding.attention.heads or "", 1) > 1:
+        yield (
+            f"products.kernel=pallas: wants whole weights, and sharding={config.sharding.name} cuts them with the "
+            "heads; use sharding=sequence or tokens, or products=xla"
+        )
+
+
 def idle_axis(config: Config) -> str | None:
     """What to say where the axis for guidance has nothing to share: one forward at a time."""
     axis, axes = config.sharding.attention.batch, config.mesh.axes
@@ -545,4 +567,5 @@ CHECKS = (
 LATER_CHECKS = (
     cache_problems,
     missing_problems, channel_problems, token_problems, control_problems, side_problems, kernel_problems,
+    product_problems,
 )

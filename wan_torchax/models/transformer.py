@@ -98,6 +98,7 @@ class ScannedBlocks(torch.nn.Module):
         self.spread = None  # how tokens lie on the devices from block to block, where the compiler would not see it
         self.control_blocks, self.control = [], None  # in a list, so that its parameters keep their own names
         self.keeps, self.reused, self.residual = False, None, None  # what the blocks add: kept, or given instead
+        self.at = None  # all layers' weights and the number of the one that is traced
 
     def forward(self, hidden_states, text, modulation, rotary):
         """hidden_states (batch, tokens, channels); rotary: two tables (1, tokens, 1, head_dim)."""
@@ -110,7 +111,7 @@ class ScannedBlocks(torch.nn.Module):
             return by_token(modulation[:batch], self.given_tokens, hidden.shape[1])
 
         def one_block(layer, hidden):
-            weights = self.layer_of(stacked, layer)
+            weights, self.at = self.layer_of(stacked, layer), (stacked, layer)
             if self.spread is not None:
                 hidden = jax.lax.with_sharding_constraint(hidden, self.spread)
             return call_module(self.block, weights, hidden, text, modulate(hidden.shape[0]), tuple(rotary))
@@ -134,6 +135,24 @@ class ScannedBlocks(torch.nn.Module):
         """The weights of one layer, gathered where that is asked for."""
         weights = jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False), stacked)
         return weights if self.gathered is None else jax.lax.with_sharding_constraint(weights, self.gathered)
+
+    def use_products(self, product) -> None:
+        """Have the large linear layers computed by `product` (kernels/product.py), the first of the feed-forward with
+        its GELU. Values and outputs of attention stand transposed around their kernel: XLA's products take them so."""
+        for name in ("attn1.to_q", "attn1.to_k", "attn2.to_q", "ffn.net.2"):
+            module = self.block.get_submodule(name)
+            module.forward = functools.partial(self.linear, product, module, name)
+        module = self.block.get_submodule("ffn.net.0")
+        if module.approximate != "tanh":
+            raise NotImplementedError(f"a feed-forward with GELU's approximation {module.approximate!r}")
+        module.forward = functools.partial(self.linear, product, module.proj, "ffn.net.0.proj", gelu=True)
+
+    def linear(self, product, module, name, array, gelu=False):
+        weights, layer = (module.weight, module.bias), None
+        if self.gathered is None:  # read from the stack, of which a slice would be a copy
+            stacked, layer = self.at
+            weights = stacked[f"{name}.weight"], stacked[f"{name}.bias"]
+        return interop.torch_view(product(*interop.jax_view((array, *weights)), layer, gelu))
 
     def control_block(self, text, modulation, rotary, layer, control):
         """(hint, control) of one control block. It has no use for the video's tokens beyond those it began with."""

@@ -19,7 +19,7 @@ from wan_torchax.config.geometry import (
 from wan_torchax.devices.mesh import memory_bytes
 from wan_torchax.devices.sharding import replicated, struct
 from wan_torchax.events import Advanced, Stepped
-from wan_torchax.kernels.settings import Kernel, Parallel
+from wan_torchax.kernels.settings import Kernel, Parallel, Products
 from wan_torchax.runtime import weights
 from wan_torchax.runtime.programs import NotFinite, Program, own_compilation, put
 from wan_torchax.stages import caching
@@ -53,7 +53,9 @@ class Denoise(Stage):
     Reference pictures are latent frames in front of the video's: denoised with them, and left out of the result.
     """
 
-    settings = ("attention.self", "attention.cross", "guidance", "model.text_tokens", "sharding.attention")
+    settings = (
+        "attention.self", "attention.cross", "products", "guidance", "model.text_tokens", "sharding.attention"
+    )
     result_settings = (
         "seed", "steps", "guidance_scale", "guidance_scale_2", "model.experts", "model.boundary", "scheduler",
         "resolution.height", "resolution.width", "resolution.frames", "resolution.flow_shift", "attention.self.window",
@@ -177,6 +179,7 @@ class Denoise(Stage):
     def spread_module(self, prompts: int):
         """The transformer with its attention and its loop over the blocks as the mesh wants them."""
         from wan_torchax.kernels.attention import Attend
+        from wan_torchax.kernels.product import Linear
         from wan_torchax.models.transformer import AttentionProcessor, give_times_by_token
 
         config, mesh, parallel = self.config, self.mesh, self.parallel(prompts)
@@ -199,6 +202,8 @@ class Denoise(Stage):
             spread = parallel.batch and mesh.shape[parallel.batch] > 1
             blocks.same_video = self.recipe.derived["videos"] == 1 and not spread
             blocks.given_tokens = self.given_tokens()
+            if config.products.kernel == "pallas":
+                blocks.use_products(Linear(Products(**config.products), parallel, mesh))
         if self.given_tokens():
             give_times_by_token(module, self.given_tokens(), self.recipe.derived["tokens"])
         return module
@@ -314,6 +319,16 @@ class Denoise(Stage):
         }
         flops = {name: count * prompt_count(config) for name, count in flops.items()}
         return flops | {"total": sum(flops.values())}
+
+    @classmethod
+    def product_flops(cls, resolved) -> int:
+        """Of a step's forwards, those that conf/products gives to its kernel (ScannedBlocks.use_products)."""
+        config, transformer = resolved.config, resolved.config.model.architecture.transformer
+        if config.products.kernel != "pallas":
+            return 0
+        dim = transformer.num_attention_heads * transformer.attention_head_dim
+        layer = 3 * 2 * dim * dim + 2 * 2 * dim * transformer.ffn_dim  # q, k and q; feed-forward
+        return transformer.num_layers * resolved.tokens * layer * prompt_count(config)
 
     @classmethod
     def floor_seconds(cls, resolved) -> float | None:

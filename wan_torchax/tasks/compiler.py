@@ -76,19 +76,37 @@ def result_bytes(line: str) -> int:
 
 
 def collectives(text: str, axes: dict[str, int]) -> list[dict]:
-    """What is communicated, by kind and mesh axis: how often, and the bytes one chip receives in all."""
-    rows = {}
+    """What is communicated, by kind and mesh axis: how often, and the bytes one chip receives in all. `beside` holds,
+    for those that are started and waited for apart, their bytes and the cycles of XLA's ops between the two."""
+    rows, started = {}, {}  # those under way: axis and cycles since
     for line, times in instructions(text):
-        kind = re.search(r" (" + "|".join(COLLECTIVES) + r")(?:-start)?\(", line)
-        if not kind:
+        found = re.search(r" (" + "|".join(COLLECTIVES) + r")(-start|-done)?\(%?([\w.\-]*)", line)
+        if not found:
+            if started:  # links are shared: only the first of them gains
+                next(iter(started.values()))["cycles"] += times * cycles_of(line)
             continue
-        size = result_bytes(line)
-        if "-start(" in line and line.split(" = ", 1)[1].startswith("("):
-            size //= 2  # an asynchronous start returns its operand beside its result
-        row = rows.setdefault((kind.group(1), axis_of(line, axes)), {"count": 0, "bytes": 0})
+        kind, state, operand = found.groups()
+        if state == "-start":
+            started[name_of(line)] = {"axis": axis_of(line, axes), "cycles": 0}
+            continue
+        before = started.pop(operand) if state else {"axis": axis_of(line, axes)}
+        size = times * result_bytes(line)
+        row = rows.setdefault((kind, before["axis"]), {"count": 0, "bytes": 0, "beside": []})
         row["count"] += times
-        row["bytes"] += times * size
+        row["bytes"] += size
+        if state:
+            row["beside"].append({"bytes": size, "cycles": before["cycles"]})
     return [{"kind": kind, "axis": axis, **row} for (kind, axis), row in sorted(rows.items())]
+
+
+def name_of(line: str) -> str:
+    return line.split(" = ")[0].removeprefix("ROOT ").strip("% ")
+
+
+def cycles_of(line: str) -> int:
+    """The compiler's estimate; 0 where it gives none."""
+    cycles = re.search(r'"estimated_cycles":"(\d+)"', line)
+    return int(cycles.group(1)) if cycles else 0
 
 
 def axis_of(line: str, axes: dict[str, int]) -> str:
@@ -146,13 +164,12 @@ def cycle_rows(text: str) -> list[dict]:
     """The compiler's cycle estimate of every op that has one, with the name it had in the program."""
     rows = []
     for line, times in instructions(text):
-        cycles = re.search(r'"estimated_cycles":"(\d+)"', line)
-        if cycles:
+        if cycles := cycles_of(line):
             name = re.search(r'op_name="([^"]*)"', line)
             kind = re.search(r"\}?\)? ([a-z][\w\-]*)\(", line.split(" = ", 1)[1])
             rows.append({
-                "op": line.split(" = ")[0].removeprefix("ROOT ").strip("% "), "kind": kind.group(1) if kind else "",
-                "times": times, "cycles": times * int(cycles.group(1)), "name": name.group(1) if name else "",
+                "op": name_of(line), "kind": kind.group(1) if kind else "",
+                "times": times, "cycles": times * cycles, "name": name.group(1) if name else "",
             })
     return sorted(rows, key=lambda row: -row["cycles"])
 

@@ -68,10 +68,10 @@ def describe(config) -> Resolved:
 
 
 def outlined(config):
-    """The config with the Pallas attention kernels' bodies left out: they take minutes to compile and get no cycles."""
+    """The config with the Pallas kernels' bodies left out: they take minutes to compile and get no cycles."""
     local = config.copy()
-    for part in ("self", "cross"):
-        OmegaConf.update(local, f"attention.{part}.outline", True)
+    for part in ("attention.self", "attention.cross", "products"):
+        OmegaConf.update(local, f"{part}.outline", True)
     return local
 
 
@@ -135,6 +135,7 @@ def communication(config, chips: int) -> dict:
     local = config.copy()
     for part in ("self", "cross"):  # kernels work on one chip; which one does not change what travels
         OmegaConf.update(local, f"attention.{part}.kernel", "xla")
+    OmegaConf.update(local, "products.kernel", "xla")
     # The CPU backend widens some bfloat16 collectives and not others: all in float32, counted at the real width.
     width = jax.numpy.dtype(config.model.dtype.transformer).itemsize / 4
     OmegaConf.update(local, "model.dtype.transformer", "float32")
@@ -192,7 +193,9 @@ def call_compiler(config, artifact: Path) -> dict:
     """What libtpu says of a program. It takes minutes, so the answer is kept in the store."""
     axes = ",".join(f"{axis}={size}" for axis, size in config.mesh.axes.items())
     place = ["--topology", config.mesh.chip.topology, "--mesh", axes]
-    store, made_from = Store.of(config), {"place": place, "versions": ask_compiler(config, ["-c", VERSIONS]).split()}
+    flags = [f"--libtpu-args={' '.join(config.compile.libtpu_flags)}"] if config.compile.libtpu_flags else []
+    versions = ask_compiler(config, ["-c", VERSIONS]).split()
+    store, made_from = Store.of(config), {"place": place + flags, "versions": versions}
     for name, path in {"program": artifact, "compiler": Path(compiler.__file__)}.items():
         made_from[name] = sha256(path.read_bytes()).hexdigest()
     entry = store and store.read("compiled", made_from)
@@ -200,7 +203,7 @@ def call_compiler(config, artifact: Path) -> dict:
         report = entry.about["report"]
     else:
         answer = artifact.with_suffix(".json")
-        ask_compiler(config, [compiler.__file__, str(artifact), *place, "--json", str(answer)])
+        ask_compiler(config, [compiler.__file__, str(artifact), *place, *flags, "--json", str(answer)])
         report = json.loads(answer.read_text())
         if store:
             store.write("compiled", made_from, {"report": report}, {})
@@ -300,14 +303,15 @@ def estimate(resolved: Resolved, report: dict, program: str = "denoise", share: 
     for kind in ("self", "cross"):
         reached = chip_fact(resolved.config, f"{kind}_attention_share")
         parts[f"{kind}-attention kernel"] = flops[f"{kind}-attention"] * share / all_chips / reached
+    if products := Denoise.product_flops(resolved):
+        parts["product kernel"] = products * share / all_chips / chip_fact(resolved.config, "product_share")
     parts["rope"] = parts.get("rope", 0) + rotary_seconds(resolved) * share
-    link = chip.link_gbs * 1e9
-    parts["communication"] = sum(travel_seconds(row, report["axes"], link) for row in compiled["collectives"])
+    parts["communication"] = sum(waiting_seconds(row, report["axes"], chip) for row in compiled["collectives"])
     raw, correction = sum(parts.values()), chip_fact(resolved.config, "correction")
     return {
         "seconds_per_step": raw * correction, "uncorrected_seconds": raw, "correction": correction, "parts": parts,
-        "source": "libtpu's cycles at the chip's clock, attention kernels at their schedule's share of peak, "
-                  "communication at the links' speed with nothing overlapped",
+        "source": "libtpu's cycles at the chip's clock, Pallas kernels at their schedule's share of peak, "
+                  "communication at the links' speed less XLA's own ops beside it",
     }
 
 
@@ -328,6 +332,16 @@ def rotary_seconds(resolved: Resolved) -> float:
     layers = transformer.num_layers + control_layers(transformer)
     moved = 2 * 2 * 2 * prompt_count(config) * resolved.tokens * width * layers
     return moved / config.mesh.devices / (config.mesh.chip.hbm_gbs * 1e9)
+
+
+def waiting_seconds(row: dict, axes: dict[str, int], chip) -> float:
+    """A collective's time, less that of the ops that run while it is under way. Kernels among them are not counted."""
+    link = chip.link_gbs * 1e9
+    hidden = (
+        min(travel_seconds(row | {"bytes": pair["bytes"]}, axes, link), pair["cycles"] / (chip.clock_ghz * 1e9))
+        for pair in row.get("beside", ())
+    )
+    return travel_seconds(row, axes, link) - sum(hidden)
 
 
 def travel_seconds(row: dict, axes: dict[str, int], link: float) -> float:

@@ -1,0 +1,142 @@
+"""The kernel of linear layers equals linear layers, on one device and spread over eight, and lowers for TPU."""
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
+
+from tests.conftest import build, make_config, resolve_there
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.validation import validate
+from wan_torchax.kernels import product
+from wan_torchax.kernels.product import Linear
+from wan_torchax.kernels.settings import Parallel, Products
+from wan_torchax.session import Session
+from wan_torchax.tasks import plan
+
+SMALL = Products(kernel="pallas", rows=64, weights_mib=1, interpret=True)
+PLAN = "model=wan21_t2v_14b", "resolution=480p", "mesh=v6e_8", "attention=auto", "task=plan", "plan.compiler=none"
+
+
+def make_inputs(batch, tokens, inputs, outputs, layers=3):
+    generator = np.random.default_rng(tokens)
+    shapes = (batch, tokens, inputs), (layers, outputs, inputs), (layers, outputs)
+    return [jnp.asarray(generator.normal(0.1, 1, shape), jnp.bfloat16) for shape in shapes]
+
+
+def exact(array, weight, bias, gelu):
+    array, weight, bias = (np.asarray(x, np.float64) for x in (array, weight, bias))
+    result = array @ weight.T + bias
+    if not gelu:
+        return result
+    return result / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (result + 0.044715 * result**3)))
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("batch, tokens, inputs, outputs", [(1, 1, 128, 1), (1, 100, 96, 300), (2, 77, 256, 1100)])
+def test_it_is_a_linear_layer_at_odd_sizes(batch, tokens, inputs, outputs, gelu):
+    array, weight, bias = make_inputs(batch, tokens, inputs, outputs)
+    out = Linear(SMALL)(array, weight[1], bias[1], gelu=gelu)
+    np.testing.assert_allclose(np.asarray(out, float), exact(array, weight[1], bias[1], gelu), rtol=2**-8, atol=2e-3)
+
+
+def test_a_layer_of_a_stack_is_that_layer():
+    array, weight, bias = make_inputs(1, 50, 128, 256)
+    for layer in range(3):
+        of_stack = jax.jit(Linear(SMALL))(array, weight, bias, jnp.int32(layer))
+        np.testing.assert_array_equal(of_stack, Linear(SMALL)(array, weight[layer], bias[layer]))
+
+
+@pytest.mark.parametrize("batch, spread", [(2, ("dp", "sp")), (1, (None, ("dp", "sp")))])
+def test_tokens_and_prompts_are_spread(batch, spread):
+    """A batch of one has its axis in the tokens."""
+    mesh = jax.make_mesh((2, 4), ("dp", "sp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    linear = Linear(SMALL, Parallel(batch="dp", ulysses="sp"), mesh)
+    array, weight, bias = make_inputs(batch, 64, 128, 256)
+    out = jax.jit(linear)(array, weight[0], bias[0])
+    np.testing.assert_array_equal(out, Linear(SMALL)(array, weight[0], bias[0]))
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(*spread)), 3)
+
+
+@pytest.mark.parametrize("count, most, multiple, size", [
+    (9472, 1184, 32, 1184), (4096, 1184, 32, 1024), (13824, 1638, 256, 1536), (5120, 1638, 256, 1280),
+    (5120, 606, 256, 512), (1, 1184, 32, 32), (300, 100, 256, 256),
+])
+def test_blocks_are_even(count, most, multiple, size):
+    assert product.evenly(count, most, multiple) == size
+
+
+def test_it_lowers_for_tpu():
+    device = AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
+    mesh = AbstractMesh((1,), ("x",), abstract_device=device)
+    shapes, whole = ((1, 9472, 5120), (40, 13824, 5120), (40, 13824)), NamedSharding(mesh, PartitionSpec())
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole) for shape in shapes]
+    settings = Products(**make_config("products=pallas").products)
+    with jax.sharding.use_abstract_mesh(mesh):
+        function = jax.jit(lambda *arrays: Linear(settings)(*arrays, 7, gelu=True))
+        text = jax.export.export(function, platforms=["tpu"])(*arrays).mlir_module()
+    assert text.count("tpu_custom_call") == 1 and "40x13824x5120" in text
+
+
+@pytest.mark.parametrize("sharding, stack", [("sequence", False), ("tokens", True)])
+def test_a_step_has_five_of_them_a_block(sharding, stack):
+    """Read from the stack where every device holds all weights, else from what was gathered. The first block, which the
+    prompts share, stands apart from the loop."""
+    overrides = f"sharding={sharding}", "products=pallas", "mesh.axes={dp:1,sp:8,tp:1}"
+    resolved = plan.describe(make_config(*PLAN, *overrides))
+    with jax.sharding.use_abstract_mesh(resolved.mesh):
+        text = build(resolved, "denoise").programs.lower(platforms=("tpu",))["step"].as_text()
+    calls = [line for line in text.splitlines() if "tpu_custom_call" in line and "product_kernel" in line]
+    assert len(calls) == 2 * 5
+    assert all(("tensor<40x" in line) == stack for line in calls)
+
+
+@pytest.mark.parametrize("placed", [
+    ["mesh.devices=1"], ["mesh=cpu_8", "sharding=sequence", "mesh.axes={dp:2,sp:4,tp:1}"],
+    ["mesh=cpu_8", "sharding=tokens", "mesh.axes={dp:1,sp:8,tp:1}"],
+], ids=["one", "sequence", "tokens"])
+def test_a_video_is_as_close_to_float32_as_with_xla(two_layers, cache, placed):
+    """Guided and not: the prompts share the first block on one device."""
+    tiny = [override for override in two_layers if not override.startswith("mesh")]
+    kernel = "products=pallas", "products.interpret=true"
+
+    def latents(*overrides):
+        config = make_config(*tiny, cache, *placed, "steps=2", *overrides)
+        validate(config)
+        session = Session()
+        resolved = session.resolve(config, ["text", "denoise"])
+        return session.run(resolved, ["text", "denoise"], resolved.inputs())["latents"]
+
+    reference = latents()
+    xla, pallas = (latents("model.dtype.transformer=bfloat16", *overrides) for overrides in ((), kernel))
+    errors = [np.linalg.norm(found - reference) for found in (xla, pallas)]
+    assert 0 < errors[1] < 1.2 * errors[0]
+    assert np.abs(xla - pallas).max() > 0  # it was another program
+
+
+def test_plans_count_them():
+    report = {"compiler": {"denoise": {"cycles_by_group": {}, "collectives": []}}, "chips": 8, "axes": {}}
+    seconds = {}
+    for kernel in ("xla", "pallas"):
+        resolved = resolve_there(*PLAN, "sharding=sequence", f"products={kernel}", "mesh.axes={dp:2,sp:4,tp:1}")
+        report["flops_per_step"] = plan.Denoise.flops(resolved)
+        seconds[kernel] = plan.estimate(resolved, report)["parts"].get("product kernel", 0)
+    layer = 3 * 2 * 5120**2 + 4 * 5120 * 13824
+    assert seconds["xla"] == 0
+    assert seconds["pallas"] == pytest.approx(2 * 40 * 32_760 * layer / (8 * 918e12) / 0.96)
+
+
+WAN = "products=pallas", "model=wan21_t2v_14b", "resolution=480p"
+
+
+@pytest.mark.parametrize("overrides, message", [
+    (["products.kernel=cuda"], "products.kernel=cuda: "),
+    (["products=pallas", "mesh=cpu_8"], "products.kernel=pallas: a kernel for TPUs, and mesh=cpu_8 has none"),
+    ([*WAN, "model.dtype.transformer=float32"], "takes bfloat16"),
+    ([*WAN, "model.scan_blocks=false"], "set model.scan_blocks=true"),
+    ([*WAN, "mesh=v6e_8", "sharding=tp"], "sharding=tp cuts them with the heads"),
+    (["products=pallas", "products.rows=0"], "products.rows=0: at least 32"),
+])
+def test_what_cannot_be_is_said_before(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(make_config(*overrides))
