@@ -32,28 +32,33 @@ class Attend:
     cross: bool = False  # the keys are few and every device holds them all, so that no token has to travel
     keys: int | None = None  # how many of the keys count, the rest being padding; None: all
 
-    def __call__(self, query, key, value, rotary=()):
-        """`rotary`, the cosines and sines of RoPE as (tokens, head_dim) float32, turns queries and keys first."""
+    norm_epsilon: float | None = None  # of the RMS norms that queries and keys still have to get
+
+    def __call__(self, query, key, value, rotary=(), norms=()):
+        """`rotary`, the cosines and sines of RoPE as (tokens, head_dim) float32, turns queries and keys first; before
+        that, `norms`, weights (width,) of the queries' and the keys' RMS norm over all heads, normalises them."""
         keys = self.keys or key.shape[1]
         if self.mesh is not None:
-            return schemes.spread(self, query, key, value, rotary, keys)
-        query, key = self.prepare(query, key, rotary, keys)
+            return schemes.spread(self, query, key, value, rotary, norms, keys)
+        query, key = self.prepare(query, key, rotary, norms, keys)
         return self.local(query[0], key[0], value, keys)[0]
 
-    def prepare(self, query, key, rotary, keys, place=WHOLE):
-        """RoPE and smoothing on one device's tokens; the heads cut into as many parts as the place says."""
+    def prepare(self, query, key, rotary, norms, keys, place=WHOLE):
+        """Norms, RoPE and smoothing on one device's tokens; the heads cut into as many parts as the place says."""
         with jax.named_scope("rope"):
-            query, key = (self.turn(array, rotary, place.parts) for array in (query, key))
+            pairs = zip((query, key), norms or (None, None))
+            query, key = (self.turn(array, rotary, place.parts, weight) for array, weight in pairs)
         if self.kernel.smooth_keys:
             real = place.first + jnp.arange(key.shape[2]) < keys
             total = jnp.sum(jnp.where(real[:, None], key, 0), axis=2, keepdims=True, dtype=jnp.float32)
             key = key - (lax.psum(total, place.axes) / keys).astype(key.dtype)
         return query, key
 
-    def turn(self, array, rotary, parts):
+    def turn(self, array, rotary, parts, weight):
         if not rotary:
             return schemes.cut(array, parts, 2)
-        return rotate(array, *rotary, self.head_dim, self.kernel, parts)
+        norm = None if weight is None else (weight, self.norm_epsilon)
+        return rotate(array, *rotary, self.head_dim, self.kernel, parts, norm)
 
     def local(self, query, key, value, keys):
         """(out, log_sum) of one device's queries and the first `keys` keys it is given."""

@@ -29,7 +29,7 @@ class Place:
     parts: int = 1  # of its heads: one for each device that Ulysses trades with
 
 
-def spread(attend, query, key, value, rotary, keys):
+def spread(attend, query, key, value, rotary, norms, keys):
     """Run `attend` (attention.Attend) on every device's share of its mesh; in cross-attention keys stay whole."""
     parallel, mesh, cross = attend.parallel, attend.mesh, attend.cross
     token_axes = parallel.token_axes
@@ -40,21 +40,23 @@ def spread(attend, query, key, value, rotary, keys):
     key_spec = tokens_whole if cross else tokens_spread
     table_specs = [PartitionSpec(token_axes or None) for _ in rotary]
 
-    def on_device(query, key, value, *rotary):
+    def on_device(query, key, value, rotary, norms):
         if cross:
-            query, key = attend.prepare(query, key, (), keys)
+            query, key = attend.prepare(query, key, (), (), keys)
             return attend.local(query[0], key[0], value, keys)[0]
         first = lax.axis_index(token_axes) * key.shape[1] if token_axes else 0
         place = Place(first, token_axes, lax.axis_size(parallel.ulysses) if parallel.ulysses else 1)
-        return exchange(attend, *attend.prepare(query, key, rotary, keys, place), value, keys)
+        return exchange(attend, *attend.prepare(query, key, rotary, norms, keys, place), value, keys)
 
     sharded = jax.shard_map(
-        on_device, mesh=mesh, in_specs=(tokens_spread, key_spec, key_spec, *table_specs), out_specs=tokens_spread,
+        on_device, mesh=mesh, in_specs=(tokens_spread, key_spec, key_spec, table_specs, PartitionSpec()),
+        out_specs=tokens_spread,
         check_vma=False,  # Pallas kernels carry no varying-axes types
     )
     query = pad_tokens(query, shards)
     key, value = (array if cross else pad_tokens(array, shards) for array in (key, value))
-    return sharded(query, key, value, *(pad_tokens(table[None], shards)[0] for table in rotary))[:, :queries]
+    tables = [pad_tokens(table[None], shards)[0] for table in rotary]
+    return sharded(query, key, value, tables, list(norms))[:, :queries]
 
 
 def pad_tokens(array, shards):

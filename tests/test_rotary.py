@@ -42,6 +42,30 @@ def test_parts_are_runs_of_heads(kernel):
     np.testing.assert_array_equal(jnp.concatenate(parts, axis=2), whole)
 
 
+@pytest.mark.parametrize("kernel", [PLAIN, LANES], ids=lambda kernel: kernel.kernel)
+@pytest.mark.parametrize("dtype, within", [(jnp.float32, 1e-5), (jnp.bfloat16, 2**-8)])
+def test_rows_are_normalised_first(kernel, dtype, within):
+    array, cosine, sine = make_inputs(300, 4, 64, dtype)
+    weight, epsilon = jnp.linspace(0.5, 2, 256, dtype=dtype), 0.1
+    wide = np.asarray(array, np.float64)
+    normalised = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + epsilon) * np.asarray(weight, np.float64)
+    parts = rotary.rotate(array, cosine, sine, 64, kernel, parts=2, norm=(weight, epsilon))
+    out = np.asarray(jnp.concatenate(parts, axis=2), np.float64)
+    np.testing.assert_allclose(out, complex_rotation(normalised, cosine, sine, 64), rtol=within, atol=within)
+
+
+def test_attention_normalises_queries_and_keys_on_every_device():
+    query, cosine, sine = make_inputs(41, 2, 64)
+    key, value, weights = query[::-1] * 0.3, query + 1, [jnp.linspace(0.5, 2, 128), jnp.linspace(2, 1, 128)]
+    mesh = jax.make_mesh((2, 4), ("u", "r"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    places = (), (Parallel(ulysses="u", ring="r"), mesh)
+    placed = [Attend(64, PLAIN, *place, norm_epsilon=0.1) for place in places]
+    one, eight = (jax.jit(attend)(query, key, value, [cosine, sine], weights) for attend in placed)
+    normalised = [x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 0.1) * w for x, w in zip((query, key), weights)]
+    np.testing.assert_allclose(one, Attend(64, PLAIN)(*normalised, value, [cosine, sine]), atol=1e-5)
+    np.testing.assert_allclose(eight, one, atol=1e-5)
+
+
 def test_bf16_is_rounded_once():
     inputs = make_inputs(40, 2, 128, jnp.bfloat16)
     out = rotary.rotate(*inputs, 128, LANES)[0]

@@ -54,15 +54,18 @@ class AttentionProcessor:
         context, pictures = hidden_states if encoder_hidden_states is None else encoder_hidden_states, None
         if attn.add_k_proj is not None:  # a picture's tokens go before the text's
             pictures, context = context[:, : -self.text_tokens], context[:, -self.text_tokens :]
-        query, key = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(context))
+        query, key = attn.to_q(hidden_states), attn.to_k(context)
+        norms = () if rotary_emb is None or attend.norm_epsilon is None else [attn.norm_q.weight, attn.norm_k.weight]
+        if not norms:  # else they are taken with RoPE
+            query, key = attn.norm_q(query), attn.norm_k(key)
         query = query.expand(context.shape[0], -1, -1)  # one video, several prompts: see ScannedBlocks
         tables = () if rotary_emb is None else [table[0, :, 0] for table in rotary_emb]  # (tokens, head_dim)
 
-        def in_jax(query, key, value, *tables):
+        def in_jax(query, key, value, tables=(), norms=()):
             with jax.named_scope("attend"):
-                return attend(query, key, value, tables)
+                return attend(query, key, value, tables, norms)
 
-        attended = interop.call_jax(in_jax, query, key, attn.to_v(context), *tables)
+        attended = interop.call_jax(in_jax, query, key, attn.to_v(context), tables, norms)
         if pictures is not None:  # a softmax of their own
             key, value = attn.norm_added_k(attn.add_k_proj(pictures)), attn.add_v_proj(pictures)
             attended = attended + interop.call_jax(in_jax, query, key, value)

@@ -185,8 +185,11 @@ class Denoise(Stage):
         config, mesh, parallel = self.config, self.mesh, self.parallel(prompts)
         module, head_dim = self.module("transformer"), config.model.architecture.transformer.attention_head_dim
         kernels = {part: Kernel(**config.attention[part]) for part in ("self", "cross")}
+        joined = module.config.eps if config.products.kernel == "pallas" else None
         module.set_attn_processor(AttentionProcessor(
-            to_video=Attend(head_dim, kernels["self"], parallel, mesh, keys=self.recipe.derived["tokens"]),
+            to_video=Attend(
+                head_dim, kernels["self"], parallel, mesh, keys=self.recipe.derived["tokens"], norm_epsilon=joined
+            ),
             to_text=Attend(head_dim, kernels["cross"], parallel, mesh, cross=True),
             text_tokens=config.model.text_tokens,
         ))
