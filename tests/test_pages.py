@@ -99,3 +99,8 @@ def test_the_settings_list_every_option(group):
 def test_the_script_ends_with_a_status():
     ran = subprocess.run([sys.executable, "benchmarks/figures.py"], cwd=ROOT, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout.strip()) == (0, "every figure is that of the results")
+
+
+def test_the_table_of_modes_is_that_of_the_results():
+    table = (ROOT / "benchmarks/results/quality_demo.md").read_text()
+    assert table in (ROOT / "docs/quality.md").read_text()
