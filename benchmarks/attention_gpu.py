@@ -45,27 +45,29 @@ def kernels(smoke: bool) -> dict[str, Kernel]:
 
 def torch_call(tokens, heads):
     """A function that runs PyTorch's attention and waits, on its (batch, heads, tokens, head_dim) layout."""
-    device, backend = ("cuda", SDPBackend.CUDNN_ATTENTION) if torch.cuda.is_available() else ("cpu", SDPBackend.MATH)
-    arrays = [torch.randn(1, heads, tokens, HEAD_DIM, device=device, dtype=torch.bfloat16) for _ in range(3)]
+    backend = SDPBackend.CUDNN_ATTENTION if torch.cuda.is_available() else SDPBackend.MATH
 
-    def call():
+    def attend(*arrays):
         with sdpa_kernel(backend):
             torch.nn.functional.scaled_dot_product_attention(*arrays)
-        if device == "cuda":
-            torch.cuda.synchronize()
 
-    return call
+    return waiting(attend, (1, heads, tokens, HEAD_DIM))
 
 
 def flash_call(tokens, heads):
     """The same with FlashAttention-3, whose layout is (batch, tokens, heads, head_dim)."""
     from flash_attn_interface import flash_attn_func
 
+    return waiting(flash_attn_func, (1, tokens, heads, HEAD_DIM))
+
+
+def waiting(attend, shape):
+    """A function that calls a peer on random arrays and waits."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    arrays = [torch.randn(1, tokens, heads, HEAD_DIM, device=device, dtype=torch.bfloat16) for _ in range(3)]
+    arrays = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3)]
 
     def call():
-        flash_attn_func(*arrays)
+        attend(*arrays)
         if device == "cuda":
             torch.cuda.synchronize()
 

@@ -1,13 +1,13 @@
 """Linear layers for TPU in Pallas: array · weightᵀ + bias, with GELU behind it where asked, in one pass; bf16.
 
 XLA joins the norm before a product and the GELU behind it to the product itself and computes them again for each of its
-tiles: a feed-forward's first product then takes 1.6 times as long as alone. And inside a loop over layers it reads a
-layer's weights through the slice that takes them from their stack, without fetching them ahead. Here a block of tokens
-stays in VMEM while blocks of weights are fetched beside it, straight from the stack; GELU fits between the products.
+tiles: a feed-forward takes 1.7 times what its products would at peak (benchmarks/results/plan_v6e8.txt). And inside a
+loop over layers it reads a layer's weights through the slice that takes them from their stack, without fetching them
+ahead. Here a block of tokens stays in VMEM while blocks of weights are fetched beside it, straight from the stack; GELU
+fits between the products.
 """
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -16,43 +16,32 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
-from wan_torchax.kernels.settings import Parallel, Products
+from wan_torchax.kernels.settings import Products
 
 COLUMNS = 256  # outputs of one product: the width of the MXU
 PACKED = 16  # rows of bf16 in a tile of memory
-WHOLE, ALONE = PartitionSpec(), Parallel()
+WHOLE = PartitionSpec()
 
 
 @dataclass(frozen=True)
 class Linear:
-    """array (batch, tokens, inputs) · weight (outputs, inputs)ᵀ + bias (outputs,), tokens and batch spread as in
-    attention, weights whole on every device. With `layer`, weight and bias are stacks and that layer's count."""
+    """array (batch, tokens, inputs) · weight (outputs, inputs)ᵀ + bias (outputs,), batch and tokens on the devices as
+    `sharding` says, weights whole on each. With `layer`, weight and bias are stacks and that layer's count."""
 
     settings: Products
-    parallel: Parallel = ALONE
-    mesh: jax.sharding.Mesh | None = None
+    sharding: jax.sharding.NamedSharding | None = None  # None: one device
 
     def __call__(self, array, weight, bias, layer=None, gelu=False):
         if layer is None:
             weight, bias, layer = weight[None], bias[None], 0
         compute = partial(product, settings=self.settings, gelu=gelu)
-        if self.mesh is None:
+        if self.sharding is None:
             return compute(array, weight, bias, layer)
-        spread = PartitionSpec(*self.axes(array.shape))
+        spread = self.sharding.spec
         return jax.shard_map(
-            compute, mesh=self.mesh, in_specs=(spread, WHOLE, WHOLE, WHOLE), out_specs=spread,
+            compute, mesh=self.sharding.mesh, in_specs=(spread, WHOLE, WHOLE, WHOLE), out_specs=spread,
             check_vma=False,  # Pallas kernels carry no varying-axes types
         )(array, weight, bias, layer)
-
-    def axes(self, shape):
-        """The mesh axes of batch and tokens. A batch of one is not spread: its axis takes a share of the tokens, where
-        those are spread and divide."""
-        batch, tokens = self.parallel.batch, self.parallel.token_axes
-        if batch is None or shape[0] % self.mesh.shape[batch] == 0:
-            return batch, tokens or None
-        joined = batch, *tokens
-        divides = shape[1] % prod(self.mesh.shape[axis] for axis in joined) == 0
-        return None, joined if tokens and divides else tokens or None
 
 
 def product(array, weight, bias, layer, *, settings, gelu):
@@ -89,7 +78,8 @@ def block_sizes(count: int, inputs: int, outputs: int, settings: Products) -> tu
 
 
 def evenly(count: int, most: int, multiple: int) -> int:
-    """The size of a block, a multiple and hardly more than `most`, so that blocks of equal size hold all of `count`."""
+    """The size of a block, a multiple and at most `most` (one multiple at least), so that blocks of equal size hold all
+    of `count`."""
     parts = pl.cdiv(count, multiple)
     return pl.cdiv(parts, pl.cdiv(parts, max(most // multiple, 1))) * multiple
 

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 
-from tests.conftest import build, make_config, resolve_there
+from tests.conftest import build, make_config, resolve_here, resolve_there
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
 from wan_torchax.kernels import product
 from wan_torchax.kernels.product import Linear
-from wan_torchax.kernels.settings import Parallel, Products
+from wan_torchax.kernels.settings import Products
 from wan_torchax.session import Session
 from wan_torchax.tasks import plan
 
@@ -49,13 +49,13 @@ def test_a_layer_of_a_stack_is_that_layer():
 
 @pytest.mark.parametrize("batch, spread", [(2, ("dp", "sp")), (1, (None, ("dp", "sp")))])
 def test_tokens_and_prompts_are_spread(batch, spread):
-    """A batch of one has its axis in the tokens."""
     mesh = jax.make_mesh((2, 4), ("dp", "sp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    linear = Linear(SMALL, Parallel(batch="dp", ulysses="sp"), mesh)
+    sharding = NamedSharding(mesh, PartitionSpec(*spread))
+    linear = Linear(SMALL, sharding)
     array, weight, bias = make_inputs(batch, 64, 128, 256)
     out = jax.jit(linear)(array, weight[0], bias[0])
     np.testing.assert_array_equal(out, Linear(SMALL)(array, weight[0], bias[0]))
-    assert out.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(*spread)), 3)
+    assert out.sharding.is_equivalent_to(sharding, 3)
 
 
 @pytest.mark.parametrize("count, most, multiple, size", [
@@ -96,7 +96,7 @@ def test_a_step_has_five_of_them_a_block(sharding, stack):
     ["mesh=cpu_8", "sharding=tokens", "mesh.axes={dp:1,sp:8,tp:1}"],
 ], ids=["one", "sequence", "tokens"])
 def test_a_video_is_as_close_to_float32_as_with_xla(two_layers, cache, placed):
-    """Guided and not: the prompts share the first block on one device."""
+    """On one device the prompts share the first block."""
     tiny = [override for override in two_layers if not override.startswith("mesh")]
     kernel = "products=pallas", "products.interpret=true"
 
@@ -124,6 +124,11 @@ def test_plans_count_them():
     layer = 3 * 2 * 5120**2 + 4 * 5120 * 13824
     assert seconds["xla"] == 0
     assert seconds["pallas"] == pytest.approx(2 * 40 * 32_760 * layer / (8 * 918e12) / 0.96)
+
+
+def test_devices_that_it_does_not_serve_are_told_before_weights_load():
+    with pytest.raises(ConfigError, match="a kernel for TPUs, and mesh=auto has none; use products=xla"):
+        resolve_here("products=pallas", "model.dtype.transformer=bfloat16")
 
 
 WAN = "products=pallas", "model=wan21_t2v_14b", "resolution=480p"

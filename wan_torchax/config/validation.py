@@ -467,8 +467,8 @@ def product_problems(config: Config) -> Iterator[str]:
     for key, least in (("rows", 32), ("weights_mib", 1), ("vmem_mib", 1)):
         if products[key] < least:
             yield f"products.{key}={products[key]}: at least {least}"
-    if config.mesh.platform not in (None, "tpu") and not products.interpret:
-        yield f"products.kernel=pallas: a kernel for TPUs, and mesh={config.mesh.name} has none; use products=xla"
+    if config.mesh.platform is not None:
+        yield from platform_problems(config, config.mesh.platform)
     if dtype != "bfloat16":
         yield f"products.kernel=pallas: takes bfloat16, and model.dtype.transformer={dtype}; use products=xla"
     if not config.model.scan_blocks:
@@ -478,6 +478,12 @@ def product_problems(config: Config) -> Iterator[str]:
             f"products.kernel=pallas: wants whole weights, and sharding={config.sharding.name} cuts them with the "
             "heads; use sharding=sequence or tokens, or products=xla"
         )
+
+
+def platform_problems(config: Config, platform: str) -> Iterator[str]:
+    """A kernel against the devices, which mesh=auto knows only when it has seen them."""
+    if config.products.kernel == "pallas" and platform != "tpu" and not config.products.interpret:
+        yield f"products.kernel=pallas: a kernel for TPUs, and mesh={config.mesh.name} has none; use products=xla"
 
 
 def idle_axis(config: Config) -> str | None:

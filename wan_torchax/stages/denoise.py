@@ -206,7 +206,7 @@ class Denoise(Stage):
             blocks.same_video = self.recipe.derived["videos"] == 1 and not spread
             blocks.given_tokens = self.given_tokens()
             if config.products.kernel == "pallas":
-                blocks.use_products(Linear(Products(**config.products), parallel, mesh))
+                blocks.use_products(Linear(Products(**config.products), self.token_sharding(parallel)))
         if self.given_tokens():
             give_times_by_token(module, self.given_tokens(), self.recipe.derived["tokens"])
         return module
