@@ -2,14 +2,17 @@
 
     attend = Attend(head_dim, kernel, parallel, mesh)
     out = attend(query, key, value)                     # all (batch, tokens, heads * head_dim)
+    out, rescued = attend.counted(query, key, value)    # and how many rows the kernel's guard had computed again
 
 It runs inside `jax.jit`. A kernel sees only the tokens and heads of its own device and returns, beside
-its output, the log-sum-exp of every score row, which is all that is needed to merge two partial results.
+its output, the log-sum-exp of every score row, which is all that is needed to merge two partial results, and
+how many rows it computed twice.
 """
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from wan_torchax.kernels import parallel as schemes
@@ -19,6 +22,7 @@ from wan_torchax.kernels.settings import Kernel, Parallel
 
 MASKED = splash.LOWEST  # finite: a row masked so far must not become inf - inf
 ALONE, WHOLE = Parallel(), schemes.Place()  # one device, which has all tokens
+NONE = np.int32(0)  # rows that a kernel without a guard computes again
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,19 @@ class Attend:
     def __call__(self, query, key, value, rotary=(), norms=()):
         """`rotary`, the cosines and sines of RoPE as (tokens, head_dim) float32, turns queries and keys first; before
         that, `norms`, weights (width,) of the queries' and the keys' RMS norm over all heads, normalises them."""
+        return self.counted(query, key, value, rotary, norms)[0]
+
+    def counted(self, query, key, value, rotary=(), norms=()):
+        """Attention, and of each device how many rows its kernel computed again, (devices,) int32; None of a kernel
+        that has no need to."""
         keys = self.keys or key.shape[1]
         if self.mesh is not None:
-            return schemes.spread(self, query, key, value, rotary, norms, keys)
-        query, key = self.prepare(query, key, rotary, norms, keys)
-        return self.local(query[0], key[0], value, keys)[0]
+            out, rescued = schemes.spread(self, query, key, value, rotary, norms, keys)
+        else:
+            query, key = self.prepare(query, key, rotary, norms, keys)
+            out, _, rescued = self.local(query[0], key[0], value, keys)
+            rescued = rescued[None]
+        return out, rescued if self.kernel.kernel in GUARDED else None
 
     def prepare(self, query, key, rotary, norms, keys, place=WHOLE):
         """Norms, RoPE and smoothing on one device's tokens; the heads cut into as many parts as the place says."""
@@ -61,7 +73,7 @@ class Attend:
         return rotate(array, *rotary, self.head_dim, self.kernel, parts, norm)
 
     def local(self, query, key, value, keys):
-        """(out, log_sum) of one device's queries and the first `keys` keys it is given."""
+        """(out, log_sum, rescued) of one device's queries and the first `keys` keys it is given."""
         name = self.kernel.kernel if keys >= self.kernel.min_keys else "xla"
         return KERNELS[name](query, key, value, keys, self.head_dim, self.kernel)
 
@@ -94,7 +106,7 @@ def xla(query, key, value, keys, head_dim, kernel):
     out, log_sum = lax.map(one_query_block, (jnp.arange(len(query_blocks)), query_blocks))
     out = out.transpose(1, 0, 3, 2, 4).reshape(batch, -1, width)[:, :queries]  # (blocks, batch, heads, block_q, dim)
     log_sum = log_sum.transpose(1, 2, 0, 3).reshape(batch, heads, -1)[..., :queries]
-    return out.astype(query.dtype), log_sum
+    return out.astype(query.dtype), log_sum, NONE
 
 
 def blocks(array, size, heads):
@@ -130,11 +142,11 @@ def cudnn(query, key, value, keys, head_dim, kernel):
     """
     whole = keys // 128 * 128
     if whole in (0, keys):
-        return cudnn_call(query, key[:, :keys], value[:, :keys], head_dim)
+        return *cudnn_call(query, key[:, :keys], value[:, :keys], head_dim), NONE
     most, rest = slice(whole), slice(whole, keys)
     parts = (cudnn_call(query, key[:, part], value[:, part], head_dim) for part in (most, rest))
     out, log_sum = schemes.merge(*parts, head_dim)
-    return out.astype(query.dtype), log_sum
+    return out.astype(query.dtype), log_sum, NONE
 
 
 def cudnn_call(query, key, value, head_dim):
@@ -148,8 +160,8 @@ def cudnn_call(query, key, value, head_dim):
 
 def tpu_splash(query, key, value, keys, head_dim, kernel):
     """The Pallas kernel, which takes values and gives outputs with tokens along the lanes."""
-    out, log_sum = splash.attention(query, key, value.swapaxes(1, 2), keys, head_dim, kernel)
-    return out.swapaxes(1, 2), log_sum
+    out, log_sum, rescued = splash.attention(query, key, value.swapaxes(1, 2), keys, head_dim, kernel)
+    return out.swapaxes(1, 2), log_sum, rescued
 
 
 def gpu_hopper(*arguments):
@@ -160,3 +172,4 @@ def gpu_hopper(*arguments):
 
 
 KERNELS = {"xla": xla, "cudnn": cudnn, "splash": tpu_splash, "hopper": gpu_hopper}
+GUARDED = ("splash", "hopper")  # those that look whether a row was lost

@@ -1,43 +1,62 @@
 """Full attention for NVIDIA Hopper in Pallas (Mosaic GPU): forward, bf16 in and out, float32 in between.
 
-    out, log_sum = attention(query, key, value, keys, head_dim, kernel)
+    out, log_sum, rescued = attention(query, key, value, keys, head_dim, kernel)
 
     query, out  (batch, queries, heads * head_dim)     key, value  (batch, tokens, heads * head_dim)
     log_sum     (batch, heads, queries) float32: log of the sum of exp(score), for merging with other keys
+    rescued     how many rows had to be computed again
     keys        how many of the tokens count; the rest is padding, which must be finite
 
 The fast kernel takes the maximum of a row's first block of keys as its weights' reference, not a running one: that
 saves the maxima and corrections of all later blocks. A row whose later scores are so far above it that its weights
-come near overflow is lost. Its log_sum says so, and the exact kernel, which otherwise ends at once, computes every
-row again with a running maximum.
+come near overflow is lost. The guarded kernel, which ends at once elsewhere, computes the tiles that hold such rows
+again: it looks at every block's sums before the block counts, and raises the reference where that is needed.
 
 Copies leave out what overhangs an array: zeros are read there and nothing is written.
 """
+import functools
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, llvm, vector
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import FragmentedArray, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ROWS = 64  # queries of a warpgroup
-GROUPS = 2  # compute warpgroups of a block of threads in the fast kernel
+GROUPS = 2  # compute warpgroups of a block of threads
 STAGES = 2  # buffers of a ring: one is filled while the other is used
-BLOCKS = 132  # blocks of threads of the exact kernel, one for each multiprocessor of an H200
+BLOCKS = 132  # blocks of threads of the guarded kernel, one for each multiprocessor of an H200
 LOG2_E = 1.4426950408889634
 TRUSTED_SUM = 2.0**100  # the fast kernel's largest row sum: well below overflow, also of the sum times a value
+# Where a row's sum first passes this on its way to more than is trusted, all keys before count less than 2**-60.
+STEEP_SUM = 2.0**40
+NOTHING = 2**30  # no block of keys is that far
 
 
 def attention(query, key, value, keys, head_dim, kernel):
     queries = query.shape[1]
     # Copies move tiles of 8 tokens, so only their number may overhang. Wan's token counts need no padding.
-    query, key, value = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0))) for x in (query, key, value))
-    out, log_sum = fast(query, key, value, keys, head_dim, kernel.block_kv)
-    lost = ~jnp.all(jnp.isfinite(log_sum))
-    out, log_sum = exact_if(lost, (query, key, value), (out, log_sum), keys, head_dim)
-    return out[:, :queries], log_sum[..., :queries]
+    query, key, value = inputs = [jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0))) for x in (query, key, value)]
+    out, log_sum, steep = fast(*inputs, keys, head_dim, kernel.block_kv)
+    lost = jnp.isnan(log_sum[..., :queries])
+    if keys > kernel.block_kv:  # else the reference is the maximum itself
+        begins = first_blocks(lost, steep, pl.cdiv(keys, kernel.block_kv))
+        out, log_sum = compute_again(begins, inputs, (out, log_sum), keys, head_dim, kernel.block_kv)
+    return out[:, :queries], log_sum[..., :queries], jnp.sum(lost, dtype=jnp.int32)
+
+
+def first_blocks(lost, steep, steps):
+    """From which block of keys on each tile of queries is computed again, flat (batch * heads * tiles,): from the first
+    one, or where all its rows are lost, from the first one that counts in any of them."""
+    lost = jnp.pad(lost, ((0, 0), (0, 0), (0, steep.shape[2] - lost.shape[2])), mode="edge")
+    tiles = (-1, GROUPS * ROWS)
+    first = jnp.min(jnp.where(lost, steep, 0).reshape(tiles), axis=1).astype(jnp.int32)
+    return jnp.where(jnp.any(lost.reshape(tiles), axis=1), jnp.minimum(first, steps - 2), NOTHING)
 
 
 def tiles_for_products(dtype, swizzle=128):
@@ -46,9 +65,9 @@ def tiles_for_products(dtype, swizzle=128):
     return partial(plgpu.SMEM, dtype=dtype, transforms=transforms)
 
 
-def masked(scores, first, keys):
-    """Scores of the keys from `first` on, those past the last key at minus infinity."""
-    column = first + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+def masked(scores, keys):
+    """Scores, of which only the first keys count: the others at minus infinity."""
+    column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.where(column < keys, scores, -jnp.inf)
 
 
@@ -62,9 +81,6 @@ def along(values, shape):
     return lax.broadcast_in_dim(values, shape, [0])
 
 
-# ---------------------------------------------------------------- the fast kernel
-
-
 class Ring(NamedTuple):
     """Buffers in shared memory that one warpgroup fills and the others use, with barriers for each."""
 
@@ -73,32 +89,36 @@ class Ring(NamedTuple):
     free: object
 
 
-def fast(query, key, value, keys, head_dim, block_kv):
-    """A block of threads holds a tile of queries, a part for each of its compute warpgroups, and walks over all keys.
+def memory(block_kv, head_dim, dtype):
+    """What a block of threads has in shared memory, and its barriers."""
+    ring = tiles_for_products(dtype, next(size for size in (128, 64, 32) if block_kv % (size // 2) == 0))
+    return dict(
+        query_tile=ring((GROUPS, ROWS, head_dim)),
+        key_ring=ring((STAGES, block_kv, head_dim)),
+        value_ring=ring((STAGES, block_kv, head_dim)),
+        row_tile=plgpu.SMEM((GROUPS, ROWS), jnp.float32),
+        query_ready=plgpu.Barrier(num_barriers=GROUPS),
+        key_ready=plgpu.Barrier(num_barriers=STAGES),
+        value_ready=plgpu.Barrier(num_barriers=STAGES),
+        key_free=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+        value_free=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+    )
 
-    One more warpgroup does nothing but fetch blocks of keys and values into rings of buffers. In the grid query tiles
-    are fastest, so that a head's keys and values stay in L2.
-    """
+
+def fast(query, key, value, keys, head_dim, block_kv):
+    """(out, log_sum, steep): attention, where lost rows have NaN as their log_sum, and the number of the block at which
+    a row's sum passed STEEP_SUM. In the grid query tiles are fastest, so that a head's keys and values stay in L2."""
     batch, queries, width = query.shape
     heads, tiles = width // head_dim, pl.cdiv(queries, GROUPS * ROWS)
-    ring = tiles_for_products(query.dtype, next(size for size in (128, 64, 32) if block_kv % (size // 2) == 0))
+    rows = jax.ShapeDtypeStruct((batch, heads, tiles * GROUPS * ROWS), jnp.float32)
+
+    def one_tile(visit):
+        visit(lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("tile"), 0)
+
     return plgpu.kernel(
-        partial(fast_body, keys=keys),
-        out_type=[
-            jax.ShapeDtypeStruct(query.shape, query.dtype),
-            jax.ShapeDtypeStruct((batch, heads, tiles * GROUPS * ROWS), jnp.float32),
-        ],
-        scratch_types=dict(
-            query_tile=ring((GROUPS, ROWS, head_dim)),
-            key_ring=ring((STAGES, block_kv, head_dim)),
-            value_ring=ring((STAGES, block_kv, head_dim)),
-            log_sum_tile=plgpu.SMEM((GROUPS, ROWS), jnp.float32),
-            query_ready=plgpu.Barrier(num_barriers=GROUPS),
-            key_ready=plgpu.Barrier(num_barriers=STAGES),
-            value_ready=plgpu.Barrier(num_barriers=STAGES),
-            key_free=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
-            value_free=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
-        ),
+        partial(walk, one_tile, attend_fast, keys),
+        out_type=[jax.ShapeDtypeStruct(query.shape, query.dtype), rows, rows],
+        scratch_types=memory(block_kv, head_dim, query.dtype),
         grid=(batch, heads, tiles),
         grid_names=("batch", "head", "tile"),
         num_threads=GROUPS + 1,
@@ -108,20 +128,48 @@ def fast(query, key, value, keys, head_dim, block_kv):
     )(query, key, value)
 
 
-def fast_body(query, key, value, out, log_sum, *, query_tile, key_ring, value_ring, log_sum_tile,
-              query_ready, key_ready, value_ready, key_free, value_free, keys):
+def compute_again(begins, inputs, results, keys, head_dim, block_kv):
+    """The results, in which tiles that begin anywhere are computed again.
+
+    The device decides, not lax.cond: for that XLA asks the host, in every transformer block.
+    """
+    batch, queries, width = inputs[0].shape
+    heads, tiles = width // head_dim, pl.cdiv(queries, GROUPS * ROWS)
+
+    def body(begins, *refs):
+        def some_tiles(visit):
+            @pl.loop(lax.axis_index("block"), batch * heads * tiles, step=BLOCKS)
+            def one_tile(number):
+                place = number // (heads * tiles), number // tiles % heads, number % tiles
+                pl.when(begins[number] < NOTHING)(lambda: visit(*place, begins[number]))
+
+        work = partial(walk, some_tiles, attend_guarded, keys, *refs, None)
+        pl.run_scoped(work, **memory(block_kv, head_dim, inputs[0].dtype), collective_axes="group")
+
+    out, log_sum = (jax.new_ref(result) for result in results)
+    pl.kernel(  # plgpu.kernel of jax 0.10.2 takes no arrays to change in place
+        body,
+        mesh=plgpu.Mesh(grid=(BLOCKS,), grid_names=("block",), num_threads=GROUPS + 1, thread_name="group"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        name="hopper_guarded",
+    )(begins, *inputs, out, log_sum)
+    return jax.freeze(out), jax.freeze(log_sum)
+
+
+def walk(tiles, attend, keys, query, key, value, out, log_sum, steep, *, query_tile, key_ring, value_ring, row_tile,
+         query_ready, key_ready, value_ready, key_free, value_free):
+    """A block of threads: its compute warpgroups share a tile of queries and walk over the keys, from a first block on;
+    one more warpgroup does nothing but fetch blocks of keys and values into rings of buffers."""
     _, block_kv, head_dim = key_ring.shape
-    batch, head, group = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("group")
-    lanes = pl.ds(head * head_dim, head_dim)
+    blocks, group = pl.cdiv(keys, block_kv), lax.axis_index("group")
     key_blocks, value_blocks = Ring(key_ring, key_ready, key_free), Ring(value_ring, value_ready, value_free)
 
-    @pl.when(group == GROUPS)
-    def fetch():
-        plgpu.set_max_registers(24, action="decrease")
+    def fetch(batch, head, tile, first):
+        lanes, steps = pl.ds(head * head_dim, head_dim), blocks - first
 
-        @pl.loop(0, pl.cdiv(keys, block_kv))
+        @pl.loop(0, steps)
         def fetch_blocks(step):
-            slot, tokens = lax.rem(step, STAGES), pl.ds(step * block_kv, block_kv)
+            slot, tokens = lax.rem(step, STAGES), pl.ds((first + step) * block_kv, block_kv)
 
             def fetch_block(array, ring):
                 pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(ring.free.at[slot]))
@@ -130,157 +178,219 @@ def fast_body(query, key, value, out, log_sum, *, query_tile, key_ring, value_ri
             fetch_block(key, key_blocks)
             fetch_block(value, value_blocks)
 
-    @pl.when(group < GROUPS)
-    def compute():
-        plgpu.set_max_registers(240, action="increase")
-        rows = pl.ds((lax.axis_index("tile") * GROUPS + group) * ROWS, ROWS)
-        own_query, own_log_sum = query_tile.at[group], log_sum_tile.at[group]
+        @pl.loop(0, jnp.minimum(steps, STAGES))  # so that barriers are as they were, for the next tile
+        def wait(slot):
+            plgpu.barrier_wait(key_free.at[slot])
+            plgpu.barrier_wait(value_free.at[slot])
+
+    def compute(batch, head, tile, first):
+        rows, lanes = pl.ds((tile * GROUPS + group) * ROWS, ROWS), pl.ds(head * head_dim, head_dim)
+        own_query, own_row = query_tile.at[group], row_tile.at[group]
+
+        def give(values, target):
+            own_row[...] = values
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(own_row, target.at[batch, head, rows])
+            plgpu.wait_smem_to_gmem(0)
+
         plgpu.copy_gmem_to_smem(query.at[batch, rows, lanes], own_query, query_ready.at[group])
         plgpu.barrier_wait(query_ready.at[group])
-        attend = partial(attend_fast, own_query, key_blocks, value_blocks, keys)
-        sums, maximum, total = pl.run_scoped(attend, plgpu.ACC((ROWS, head_dim), jnp.float32))
-        own_log_sum[...] = jnp.where(total < TRUSTED_SUM, maximum / LOG2_E + jnp.log(total), jnp.nan)
-        own_query[...] = (sums / along(total, sums.shape)).astype(out.dtype)
+        work = partial(attend, Walk(own_query, key_blocks, value_blocks, keys, blocks - first))
+        sums, maximum, total, *steep_at = pl.run_scoped(work, plgpu.ACC((ROWS, head_dim), jnp.float32))
+        result = sums / along(total, sums.shape)
+        sound = (total < TRUSTED_SUM) & (jnp.sum(jnp.abs(result), axis=1) < jnp.inf)
+        own_query[...] = result.astype(out.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(own_query, out.at[batch, rows, lanes])
-        plgpu.copy_smem_to_gmem(own_log_sum, log_sum.at[batch, head, rows])
-        plgpu.wait_smem_to_gmem(0)
+        give(jnp.where(sound, maximum / LOG2_E + jnp.log(total), jnp.nan), log_sum)
+        if steep is not None:
+            give(*steep_at, steep)
+
+    @pl.when(group == GROUPS)
+    def fetcher():
+        plgpu.set_max_registers(24, action="decrease")
+        tiles(fetch)
+
+    @pl.when(group < GROUPS)
+    def computer():
+        plgpu.set_max_registers(240, action="increase")
+        tiles(compute)
 
 
-def attend_fast(query, key_blocks, value_blocks, keys, sums):
-    """One warpgroup's rows over all key blocks: the weighted values, the reference (times log2 e), the weights' sum.
+class Walk(NamedTuple):
+    """What one warpgroup walks with: its queries, the rings, and how many blocks hold how many keys."""
 
-    A step starts the score product of its block and the value product of the previous one, and takes the softmax
-    while the second still runs. The compiler keeps to that order only because (a) the softmax ends in an optimization
-    barrier, (b) the wait for the next keys, a branch, parts it from the wait for the value product, and (c) the
-    weights are rounded behind that wait, since no register that a product reads may be written before it is done.
-    """
-    _, block_kv, head_dim = key_blocks.buffer.shape
-    steps, scale, dtype = pl.cdiv(keys, block_kv), head_dim**-0.5 * LOG2_E, query.dtype
+    query: object
+    key_blocks: Ring
+    value_blocks: Ring
+    keys: int
+    steps: int | jax.Array
 
-    def multiply_keys(scores, slot):
-        plgpu.wgmma(scores, query, key_blocks.buffer.at[slot].transpose((1, 0)))
+    @property
+    def block_kv(self):
+        return self.key_blocks.buffer.shape[1]
 
-    def multiply_values(weights, slot):
-        plgpu.barrier_wait(value_blocks.ready.at[slot])
-        plgpu.wgmma(sums, weights, value_blocks.buffer.at[slot])
+    @property
+    def scale(self):
+        return self.query.shape[1] ** -0.5 * LOG2_E
 
-    def real(scores, last):
+    def multiply_keys(self, scores, slot):
+        plgpu.wgmma(scores, self.query, self.key_blocks.buffer.at[slot].transpose((1, 0)))
+
+    def multiply_values(self, sums, weights, slot):
+        plgpu.barrier_wait(self.value_blocks.ready.at[slot])
+        plgpu.wgmma(sums, weights, self.value_blocks.buffer.at[slot])
+
+    def real(self, scores, last):
         """Only the last block can hold more than the keys."""
-        return masked(scores, (steps - 1) * block_kv, keys) if last and keys % block_kv else scores
+        tail = self.keys % self.block_kv
+        return masked(scores, tail) if last and tail else scores
 
-    def first_step(scores):
-        plgpu.barrier_wait(key_blocks.ready.at[0])
-        multiply_keys(scores, 0)
-        values = real(scores[...], steps == 1)
-        maximum = jnp.max(values, axis=1) * scale
-        weights = jnp.exp2(values * scale - along(maximum, values.shape))
-        weights, total = lax.optimization_barrier((weights, jnp.sum(weights, axis=1)))
-        plgpu.barrier_arrive(key_blocks.free.at[0])
-        if steps > 1:
-            plgpu.barrier_wait(key_blocks.ready.at[1])
-        return weights.astype(dtype), maximum, total
+    def weigh(self, scores, reference):
+        return jnp.exp2(scores * self.scale - along(reference, scores.shape))
 
-    def step(index, state, last=False):
-        weights, maximum, old_total = state
+    def first_step(self, last=False):
+        """(weights, reference, total) of the first block."""
+
+        def product(scores):
+            plgpu.barrier_wait(self.key_blocks.ready.at[0])
+            self.multiply_keys(scores, 0)
+            values = self.real(scores[...], last)
+            maximum = jnp.max(values, axis=1) * self.scale
+            weights = self.weigh(values, maximum)
+            weights, total = lax.optimization_barrier((weights, jnp.sum(weights, axis=1)))
+            if not last:
+                plgpu.barrier_wait(self.key_blocks.ready.at[1])
+            return weights.astype(self.query.dtype), maximum, total
+
+        return pl.run_scoped(product, plgpu.ACC((ROWS, self.block_kv), jnp.float32))
+
+    def step(self, sums, index, weights, maximum, old_total, last=False):
+        """The next block's weights, not rounded, and the new total; the last block's values are in the sums then.
+
+        It starts the score product of its block and the value product of the previous one, and takes the softmax while
+        the second still runs. The compiler keeps to that order only because (a) the softmax ends in an optimization
+        barrier, (b) the wait for the next keys, a branch, parts it from the wait for the value product, and (c) the
+        weights are rounded behind that wait, since no register that a product reads may be written before it is done.
+        """
         slot, previous = lax.rem(index, STAGES), lax.rem(index - 1, STAGES)
 
         def overlapped(scores):
-            multiply_keys(scores, slot)
-            multiply_values(weights, previous)
-            values = real(plgpu.wgmma_accumulator_load(scores, wait_n=1), last)
-            plgpu.barrier_arrive(key_blocks.free.at[slot])
-            weights_now = jnp.exp2(values * scale - along(maximum, values.shape))
+            self.multiply_keys(scores, slot)
+            self.multiply_values(sums, weights, previous)
+            values = self.real(plgpu.wgmma_accumulator_load(scores, wait_n=1), last)
+            weights_now = self.weigh(values, maximum)
             results = lax.optimization_barrier((weights_now, old_total + jnp.sum(weights_now, axis=1)))
             if not last:
-                plgpu.barrier_wait(key_blocks.ready.at[lax.rem(index + 1, STAGES)])
+                plgpu.barrier_wait(self.key_blocks.ready.at[lax.rem(index + 1, STAGES)])
             return results
 
-        new_weights, total = pl.run_scoped(overlapped, plgpu.ACC((ROWS, block_kv), jnp.float32))
+        results = pl.run_scoped(overlapped, plgpu.ACC((ROWS, self.block_kv), jnp.float32))
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(value_blocks.free.at[previous])
-        return new_weights.astype(dtype), maximum, total
+        plgpu.barrier_arrive(self.value_blocks.free.at[previous])
+        return results
 
-    state = pl.run_scoped(first_step, plgpu.ACC((ROWS, block_kv), jnp.float32))
-    state = lax.fori_loop(1, steps - 1, step, state)
-    if steps > 1:
-        state = step(jnp.int32(steps - 1), state, last=True)
-    weights, maximum, total = state
-    multiply_values(weights, (steps - 1) % STAGES)
-    return sums[...], maximum, total
+    def release_keys(self, index):
+        plgpu.barrier_arrive(self.key_blocks.free.at[lax.rem(index, STAGES)])
+
+    def finish(self, sums, weights):
+        """The weighted values of all blocks."""
+        last = lax.rem(self.steps - 1, STAGES)
+        self.multiply_values(sums, weights, last)
+        result = sums[...]
+        plgpu.barrier_arrive(self.value_blocks.free.at[last])
+        return result
 
 
-# ---------------------------------------------------------------- the exact kernel
+def attend_fast(walk, sums):
+    """One warpgroup's rows over all blocks: weighted values, reference (times log2 e), the weights' sum, and the block
+    at which that was steep."""
+
+    def step(index, state, last=False):
+        weights, maximum, total, steep = state
+        weights, total = walk.step(sums, index, weights, maximum, total, last)
+        walk.release_keys(index)
+        # The sum only grows: so many blocks passed before it was steep.
+        return weights.astype(walk.query.dtype), maximum, total, steep + jnp.where(total < STEEP_SUM, 1.0, 0.0)
+
+    state = *walk.first_step(last=walk.steps == 1), row(1)
+    walk.release_keys(0)
+    state = lax.fori_loop(1, walk.steps - 1, step, state)
+    if walk.steps > 1:
+        state = step(jnp.int32(walk.steps - 1), state, last=True)
+    weights, *rest = state
+    return walk.finish(sums, weights), *rest
 
 
-def exact_if(lost, inputs, results, keys, head_dim):
-    """Where `lost` is true, attention with a running maximum in place of the results; else those, at once.
+def attend_guarded(walk, sums):
+    """The same for any scores: a block whose weights are too large is weighed again before its values count.
 
-    The device decides, not lax.cond: for that XLA asks the host, in every transformer block. Simple rather than fast:
-    one warpgroup takes one tile after the other, and fetches a block of keys and values when it needs it.
+    The look at each block's sums and the branch behind it cost 6 to 11 % of the time.
     """
-    block_kv, tile = 128, tiles_for_products(inputs[0].dtype)
-    scratch = dict(
-        query_tile=tile((ROWS, head_dim)),
-        key_tile=tile((block_kv, head_dim)),
-        value_tile=tile((block_kv, head_dim)),
-        log_sum_tile=plgpu.SMEM((ROWS,), jnp.float32),
-        ready=plgpu.Barrier(),
+
+    def rescue(index, maximum, old_total, last):
+        """The block's keys are still in their buffer."""
+
+        def product(scores):
+            walk.multiply_keys(scores, lax.rem(index, STAGES))
+            return walk.real(scores[...], last)
+
+        values = pl.run_scoped(product, plgpu.ACC((ROWS, walk.block_kv), jnp.float32))
+        known = maximum + jnp.log(old_total) * LOG2_E
+        highest = jnp.maximum(known, jnp.max(values, axis=1) * walk.scale)
+        correction, weights = jnp.exp2(maximum - highest), walk.weigh(values, highest)
+        sums[...] = sums[...] * along(correction, sums.shape)
+        return weights.astype(walk.query.dtype), highest, old_total * correction + jnp.sum(weights, axis=1)
+
+    def step(index, state, last=False):
+        """Of a block that may be too steep: then its weights and total are of no use."""
+        walk.release_keys(index - 1)
+        weights, maximum, old_total = state
+        weights, total = walk.step(sums, index, weights, maximum, old_total, last)
+        return (weights.astype(walk.query.dtype), maximum, total), old_total, any_steep(total)
+
+    def until_steep(progress):
+        index, state, *_ = progress
+        return index + 1, *step(index, state)
+
+    def stretch(progress):
+        """Blocks up to one that is too steep, and that one."""
+        index, state = progress
+        index, state, old_total, steep = lax.while_loop(
+            lambda progress: (progress[0] < walk.steps - 1) & ~progress[3], until_steep, (index, state, state[2], False)
+        )
+        return index, mended(index - 1, state, old_total, steep)
+
+    def mended(index, state, old_total, steep, last=False):
+        return lax.cond(steep, lambda: rescue(index, state[1], old_total, last), lambda: state)
+
+    state = walk.first_step()
+    index, state = lax.while_loop(lambda progress: progress[0] < walk.steps - 1, stretch, (jnp.int32(1), state))
+    weights, *rest = mended(index, *step(index, state, last=True), last=True)
+    walk.release_keys(index)
+    return walk.finish(sums, weights), *rest
+
+
+@plgpu.inline_mgpu(
+    arg_types=(plgpu.Layout.WGMMA.reduce(1),),
+    return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
+)
+def count_steep(_, total):
+    """1 in all threads of a warpgroup if any of its rows' sums is not below STEEP_SUM: a barrier that tells."""
+    number, single = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    limit = arith.constant(single, ir.FloatAttr.get(single, STEEP_SUM))
+    flags = [
+        arith.extui(number, arith.cmpf(arith.CmpFPredicate.UGE, vector.extract(register, [], [0]), limit))
+        for register in total.registers.flat
+    ]
+    barrier = arith.addi(utils.warpgroup_idx(sync=False), arith.constant(number, 1))  # as Mosaic numbers them
+    told = llvm.inline_asm(
+        number, [functools.reduce(arith.ori, flags), barrier],
+        "{ .reg .pred own, any; setp.ne.s32 own, $1, 0; bar.red.or.pred any, $2, 128, own; selp.s32 $0, 1, 0, any; }",
+        "=r,r,r", has_side_effects=True,
     )
-    out, log_sum = (jax.new_ref(result) for result in results)
-    pl.kernel(  # plgpu.kernel of jax 0.10.2 takes no arrays to change in place
-        lambda *refs: pl.run_scoped(partial(exact_body, *refs, keys=keys, head_dim=head_dim), **scratch),
-        mesh=plgpu.Mesh(grid=(BLOCKS,), grid_names=("block",)),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        name="hopper_exact",
-    )(lost.astype(jnp.int32)[None], *inputs, out, log_sum)
-    return jax.freeze(out), jax.freeze(log_sum)
+    return FragmentedArray.splat(told, (), is_signed=True)
 
 
-def exact_body(lost, query, key, value, out, log_sum, *, query_tile, key_tile, value_tile, log_sum_tile, ready,
-               keys, head_dim):
-    batch, queries, width = query.shape
-    heads, tiles = width // head_dim, pl.cdiv(queries, ROWS)
-    block_kv, scale = key_tile.shape[0], head_dim**-0.5 * LOG2_E
-
-    def fetch(source, tile):
-        plgpu.copy_gmem_to_smem(source, tile, ready)
-        plgpu.barrier_wait(ready)
-
-    @pl.loop(lax.axis_index("block"), jnp.where(lost[0] > 0, batch * heads * tiles, 0), step=BLOCKS)
-    def one_tile(number):
-        index, head = number // (heads * tiles), number // tiles % heads
-        rows, lanes = pl.ds(number % tiles * ROWS, ROWS), pl.ds(head * head_dim, head_dim)
-        fetch(query.at[index, rows, lanes], query_tile)
-
-        def attend(sums):
-            def step(block, state):
-                maximum, total = state
-                tokens = pl.ds(block * block_kv, block_kv)
-                fetch(key.at[index, tokens, lanes], key_tile)
-                fetch(value.at[index, tokens, lanes], value_tile)
-
-                def multiply_keys(scores):
-                    plgpu.wgmma(scores, query_tile, key_tile.transpose((1, 0)))
-                    return scores[...]
-
-                scores = pl.run_scoped(multiply_keys, plgpu.ACC((ROWS, block_kv), jnp.float32))
-                scores = masked(scores, block * block_kv, keys)
-                new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1) * scale)
-                correction = jnp.exp2(maximum - new_maximum)
-                weights = jnp.exp2(scores * scale - along(new_maximum, scores.shape))
-                sums[...] = sums[...] * along(correction, sums.shape)
-                plgpu.wgmma(sums, weights.astype(query.dtype), value_tile)
-                plgpu.wgmma_wait(0)
-                return new_maximum, total * correction + jnp.sum(weights, axis=1)
-
-            maximum, total = lax.fori_loop(0, pl.cdiv(keys, block_kv), step, (row(-jnp.inf), row(0)))
-            return sums[...], maximum, total
-
-        sums, maximum, total = pl.run_scoped(attend, plgpu.ACC((ROWS, head_dim), jnp.float32))
-        log_sum_tile[...] = maximum / LOG2_E + jnp.log(total)
-        query_tile[...] = (sums / along(total, sums.shape)).astype(out.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(query_tile, out.at[index, rows, lanes])
-        plgpu.copy_smem_to_gmem(log_sum_tile, log_sum.at[index, head, rows])
-        plgpu.wait_smem_to_gmem(0)
+def any_steep(total):
+    return count_steep(total) != 0

@@ -30,7 +30,8 @@ class Place:
 
 
 def spread(attend, query, key, value, rotary, norms, keys):
-    """Run `attend` (attention.Attend) on every device's share of its mesh; in cross-attention keys stay whole."""
+    """Run `attend` (attention.Attend) on every device's share of its mesh; in cross-attention keys stay whole. Gives
+    the output, and how many rows each device computed again."""
     parallel, mesh, cross = attend.parallel, attend.mesh, attend.cross
     token_axes = parallel.token_axes
     shards = prod(mesh.shape[axis] for axis in token_axes)
@@ -43,20 +44,23 @@ def spread(attend, query, key, value, rotary, norms, keys):
     def on_device(query, key, value, rotary, norms):
         if cross:
             query, key = attend.prepare(query, key, (), (), keys)
-            return attend.local(query[0], key[0], value, keys)[0]
+            out, _, rescued = attend.local(query[0], key[0], value, keys)
+            return out, rescued[None]
         first = lax.axis_index(token_axes) * key.shape[1] if token_axes else 0
         place = Place(first, token_axes, lax.axis_size(parallel.ulysses) if parallel.ulysses else 1)
-        return exchange(attend, *attend.prepare(query, key, rotary, norms, keys, place), value, keys)
+        out, rescued = exchange(attend, *attend.prepare(query, key, rotary, norms, keys, place), value, keys)
+        return out, rescued[None]
 
     sharded = jax.shard_map(
         on_device, mesh=mesh, in_specs=(tokens_spread, key_spec, key_spec, table_specs, PartitionSpec()),
-        out_specs=tokens_spread,
+        out_specs=(tokens_spread, PartitionSpec(mesh.axis_names)),
         check_vma=False,  # Pallas kernels carry no varying-axes types
     )
     query = pad_tokens(query, shards)
     key, value = (array if cross else pad_tokens(array, shards) for array in (key, value))
     tables = [pad_tokens(table[None], shards)[0] for table in rotary]
-    return sharded(query, key, value, tables, list(norms))[:, :queries]
+    out, rescued = sharded(query, key, value, tables, list(norms))
+    return out[:, :queries], rescued
 
 
 def pad_tokens(array, shards):
@@ -75,8 +79,13 @@ def exchange(attend, query, key, value, keys):
         value = join(travel(cut(value.swapaxes(1, 2), lax.axis_size(axis), 1), axis), 2).swapaxes(1, 2)
     else:
         query, key = query[0], key[0]
-    out = ring(attend, query, key, value, keys) if attend.parallel.ring else attend.local(query, key, value, keys)[0]
-    return join(travel(cut(out.swapaxes(1, 2), lax.axis_size(axis), 2), axis), 1).swapaxes(1, 2) if axis else out
+    if attend.parallel.ring:
+        out, rescued = ring(attend, query, key, value, keys)
+    else:
+        out, _, rescued = attend.local(query, key, value, keys)
+    if axis:
+        out = join(travel(cut(out.swapaxes(1, 2), lax.axis_size(axis), 2), axis), 1).swapaxes(1, 2)
+    return out, rescued
 
 
 # The parts that an all-to-all sends stand in front while they travel: one that is told to cut the last dimension where
@@ -103,7 +112,7 @@ def join(pieces, dimension):
 
 
 def ring(attend, query, key, value, keys):
-    """Attention of this device's queries to the keys of every device on the ring's axis."""
+    """Attention of this device's queries to the keys of every device on the ring's axis, and the rows rescued."""
     axis = attend.parallel.ring
     size, shard = lax.axis_size(axis), key.shape[1]
     real = [min(max(keys - index * shard, 0), shard) for index in range(size)]  # only the last shards hold padding
@@ -116,17 +125,18 @@ def ring(attend, query, key, value, keys):
     def part(step, key, value):
         source = (lax.axis_index(axis) - step) % size
         which = jnp.array([lengths.index(length) for length in real])[source]
-        out, log_sum = lax.switch(which, [attend_to(length) for length in lengths], key, value)
-        return out.astype(jnp.float32), log_sum
+        out, log_sum, rescued = lax.switch(which, [attend_to(length) for length in lengths], key, value)
+        return (out.astype(jnp.float32), log_sum), rescued
 
     def step(carry, number):
-        result, key, value = carry
+        result, rescued, key, value = carry
         key, value = (lax.ppermute(array, axis, neighbours) for array in (key, value))
-        return (merge(result, part(number, key, value), attend.head_dim), key, value), None
+        further, more = part(number, key, value)
+        return (merge(result, further, attend.head_dim), rescued + more, key, value), None
 
-    start = (part(0, key, value), key, value)
-    ((out, _), _, _), _ = lax.scan(step, start, jnp.arange(1, size))
-    return out.astype(query.dtype)
+    start = (*part(0, key, value), key, value)
+    ((out, _), rescued, _, _), _ = lax.scan(step, start, jnp.arange(1, size))
+    return out.astype(query.dtype), rescued
 
 
 def attend_real(attend, query, key, value, length):
@@ -134,7 +144,7 @@ def attend_real(attend, query, key, value, length):
     if length:
         return attend.local(query, key, value, length)
     batch, queries, width = query.shape
-    return jnp.zeros_like(query), jnp.full((batch, width // attend.head_dim, queries), EMPTY)
+    return jnp.zeros_like(query), jnp.full((batch, width // attend.head_dim, queries), EMPTY), jnp.int32(0)
 
 
 def merge(first, second, head_dim):

@@ -1,10 +1,11 @@
 """Full attention for TPU in Pallas: forward, bf16 in and out, float32 in between. kernels/README.md explains it.
 
-    out_t, log_sum = attention(query, key, value_t, keys, head_dim, kernel)
+    out_t, log_sum, rescued = attention(query, key, value_t, keys, head_dim, kernel)
 
     query    (batch, queries, heads * head_dim)     value_t  (batch, heads * head_dim, keys)
     key      (batch, keys, heads * head_dim)        out_t    (batch, heads * head_dim, queries)
     log_sum  (batch, heads, queries) float32: log of the sum of exp(score), for merging with other keys
+    rescued  how many rows of heads the fast kernel lost
     keys     how many of the keys count; the rest is padding
 
 Scores are kept transposed, (keys, queries): softmax reductions then run over sublanes, a query's statistics
@@ -25,6 +26,7 @@ LOG2_E = 1.4426950408889634
 LOWEST = float(np.finfo(np.float32).min)
 # The fast path's largest row sum: well below overflow, and 1 / sum well above the denormals a TPU flushes.
 TRUSTED_SUM = 2.0**100
+SCRATCHES = 4  # arrays that a kernel keeps from one block of keys to the next
 
 
 def reference(query, key, value, head_dim, window=None):
@@ -38,7 +40,7 @@ def reference(query, key, value, head_dim, window=None):
 
 
 def attention(query, key, value_t, keys, head_dim, kernel):
-    """The fast kernel, and behind it the exact one for inputs on which the fast one reports a lost row."""
+    """The fast kernel, and behind it the exact one for blocks of queries of which the fast one reports a lost row."""
     batch, queries, width = query.shape
     heads = width // head_dim
     if head_dim % 128:  # a block's last dimension must be whole lanes or the whole array: fold the heads into the batch
@@ -47,59 +49,101 @@ def attention(query, key, value_t, keys, head_dim, kernel):
             for array in (query, key)
         )
         value_t = value_t.reshape(batch * heads, head_dim, -1)
-    exact = partial(call, exact_kernel, (query, key, value_t), keys, head_dim, kernel)
+    arrays, rescued = (query, key, value_t), jnp.int32(0)
     if kernel.window is not None:
-        out_t, log_sum = exact()
+        out_t, log_sum = call(exact_kernel, arrays, keys, head_dim, kernel)
     else:
-        out_t, log_sum = call(fast_kernel, (query, key, value_t), keys, head_dim, kernel)
-        lost = ~jnp.all(jnp.isfinite(log_sum))
+        out_t, log_sum = call(fast_kernel, arrays, keys, head_dim, kernel)
+        lost = ~jnp.isfinite(log_sum)
+        rescued = jnp.sum(lost, dtype=jnp.int32)
+
+        def again(state):
+            return False, *call(again_kernel, arrays, keys, head_dim, kernel, before=state[1:], lost=lost)
+
         # A loop that runs at most once, not lax.cond: its result takes over the buffers it starts from, without a copy.
-        start = lost, out_t, log_sum
-        _, out_t, log_sum = lax.while_loop(lambda state: state[0], lambda state: (False, *exact()), start)
-    return out_t.reshape(batch, width, queries), log_sum.reshape(batch, heads, queries)
+        _, out_t, log_sum = lax.while_loop(lambda state: state[0], again, (rescued > 0, out_t, log_sum))
+    return out_t.reshape(batch, width, queries), log_sum.reshape(batch, heads, queries), rescued
 
 
-def call(body, arrays, keys, head_dim, kernel):
-    """One Pallas call, its grid over batch, heads, query blocks and, innermost, key blocks; edge blocks overhang."""
+def call(body, arrays, keys, head_dim, kernel, before=(), lost=None):
+    """One Pallas call, its grid over batch, heads, query blocks and, innermost, key blocks; edge blocks overhang.
+
+    With results from `before`, only blocks of queries with a lost row have their queries, keys and values fetched."""
     query = arrays[0]
     batch, queries, width = query.shape
     heads = width // head_dim
     block_q, block_kv = fitting(kernel.block_q, kernel.sub_q, queries), fitting(kernel.block_kv, kernel.chunk_kv, keys)
+    grid = batch, heads, pl.cdiv(queries, block_q), pl.cdiv(keys, block_kv)
+    scalars = () if lost is None else (flags_of(lost, block_q),)
+
+    def place(chosen):
+        def of_block(b, h, i, j, *flags):
+            wanted = flags[0][(b * heads + h) * grid[2] + i] if flags else 1
+            return chosen(b * wanted, h * wanted, i * wanted, j * wanted)
+
+        return of_block
+
+    results = [
+        pl.BlockSpec((None, head_dim, block_q), lambda b, h, i, j, *_: (b, h, i)),
+        pl.BlockSpec((None, None, 1, block_q), lambda b, h, i, j, *_: (b, h, 0, i)),
+    ]
     return pl.pallas_call(
         outline if kernel.outline else partial(body, keys=keys, kernel=kernel),
-        grid=(batch, heads, pl.cdiv(queries, block_q), pl.cdiv(keys, block_kv)),
-        in_specs=[
-            pl.BlockSpec((None, block_q, head_dim), lambda b, h, i, j: (b, i, h)),
-            pl.BlockSpec((None, block_kv, head_dim), lambda b, h, i, j: (b, j, h)),
-            pl.BlockSpec((None, head_dim, block_kv), lambda b, h, i, j: (b, h, j)),
-        ],
-        out_specs=[
-            pl.BlockSpec((None, head_dim, block_q), lambda b, h, i, j: (b, h, i)),
-            pl.BlockSpec((None, None, 1, block_q), lambda b, h, i, j: (b, h, 0, i)),
-        ],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=grid,
+            in_specs=[
+                pl.BlockSpec((None, block_q, head_dim), place(lambda b, h, i, j: (b, i, h))),
+                pl.BlockSpec((None, block_kv, head_dim), place(lambda b, h, i, j: (b, j, h))),
+                pl.BlockSpec((None, head_dim, block_kv), place(lambda b, h, i, j: (b, h, j))),
+                *results[: len(before)],
+            ],
+            out_specs=results,
+            scratch_shapes=[
+                pltpu.VMEM((head_dim * (2 if kernel.fold_scale else 1), block_q), query.dtype),
+                pltpu.VMEM((head_dim, block_q), jnp.float32),
+                pltpu.VMEM((1, block_q), jnp.float32),
+                pltpu.VMEM((1, block_q), jnp.float32),
+            ],
+        ),
         out_shape=[
             jax.ShapeDtypeStruct((batch, width, queries), query.dtype),
             jax.ShapeDtypeStruct((batch, heads, 1, queries), jnp.float32),
         ],
-        scratch_shapes=[
-            pltpu.VMEM((head_dim * (2 if kernel.fold_scale else 1), block_q), query.dtype),
-            pltpu.VMEM((head_dim, block_q), jnp.float32),
-            pltpu.VMEM((1, block_q), jnp.float32),
-            pltpu.VMEM((1, block_q), jnp.float32),
-        ],
+        input_output_aliases={4: 0, 5: 1} if before else {},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=kernel.vmem_mib * 2**20,
         ),
         interpret=kernel.interpret,
         name=body.__name__,
-    )(*arrays)
+    )(*scalars, *arrays, *before)
 
 
-def outline(query, key, value_t, out_t, log_sum, *scratch):
+def flags_of(lost, block_q):
+    """1 for each block of queries with a lost row, flat (batch * heads * blocks,)."""
+    batch, heads, _, queries = lost.shape
+    padded = jnp.pad(lost, ((0, 0),) * 3 + ((0, -queries % block_q),))
+    return padded.reshape(-1, block_q).any(axis=1).astype(jnp.int32)
+
+
+def outline(*refs, keys=None, kernel=None):
     """A kernel's operands without its work: what the program around it compiles to is the same."""
+    *_, out_t, log_sum = refs[:-SCRATCHES]
     out_t[...] = jnp.zeros_like(out_t)
     log_sum[...] = jnp.zeros_like(log_sum)
+
+
+def again_kernel(flags, query, key, value_t, out_before, log_sum_before, out_t, log_sum, *scratch, keys, kernel):
+    """The exact kernel where a block of queries has a lost row; other blocks stay as they are."""
+    place = (pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)) * pl.num_programs(2) + pl.program_id(2)
+    lost = flags[place] > 0
+    exact_kernel(query, key, value_t, out_t, log_sum, *scratch, keys=keys, kernel=kernel, wanted=lost)
+
+    @pl.when(~lost)
+    def keep():
+        out_t[...] = out_before[...]
+        log_sum[...] = log_sum_before[...]
 
 
 def fitting(block, part, tokens):
@@ -230,7 +274,7 @@ def dot(left, right):
     return jnp.dot(left, right, preferred_element_type=jnp.float32)
 
 
-def exact_kernel(query, key, value_t, out_t, log_sum, query_t, means, maximum, total, *, keys, kernel):
+def exact_kernel(query, key, value_t, out_t, log_sum, query_t, means, maximum, total, *, keys, kernel, wanted=True):
     """One block of keys with a running maximum, always normalised: right for any finite scores and values, and slower.
 
     Shapes as in fast_kernel. `means` is the output so far, not a sum, so that no value is too large for it.
@@ -238,7 +282,7 @@ def exact_kernel(query, key, value_t, out_t, log_sum, query_t, means, maximum, t
     block_kv, block_q = key.shape[0], query.shape[0]
     first_query, first_key, last = pl.program_id(2) * block_q, pl.program_id(3) * block_kv, pl.num_programs(3) - 1
 
-    @pl.when(pl.program_id(3) == 0)
+    @pl.when((pl.program_id(3) == 0) & wanted)
     def start():
         keep_query(query, query_t, kernel)
         means[...] = jnp.zeros_like(means)
@@ -261,13 +305,13 @@ def exact_kernel(query, key, value_t, out_t, log_sum, query_t, means, maximum, t
             means[:, columns] = means[:, columns] * (rest / new_total) + product
             maximum[:, columns], total[:, columns] = highest, new_total
 
-    near = True
+    near = wanted
     if kernel.window is not None:  # a block of keys that no query of this block sees
-        near = first_key <= first_query + block_q - 1 + kernel.window
+        near &= first_key <= first_query + block_q - 1 + kernel.window
         near &= first_key + block_kv > first_query - kernel.window
     pl.when(near)(lambda: pl.loop(0, block_kv // kernel.chunk_kv)(add_chunk))
 
-    @pl.when(pl.program_id(3) == last)
+    @pl.when((pl.program_id(3) == last) & wanted)
     def finish():
         out_t[...] = means[...].astype(out_t.dtype)
         log_sum[...] = (maximum[...] + jnp.log2(total[...])) / LOG2_E

@@ -4,11 +4,13 @@ benchmarks/attention_gpu.py checks its numbers on one.
 """
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.conftest import make_config
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
+from wan_torchax.kernels import hopper
 from wan_torchax.kernels.attention import Attend
 from wan_torchax.kernels.settings import Kernel
 
@@ -21,20 +23,29 @@ def lowered(tokens, heads, head_dim=128, keys=None):
     return attend.trace(array, array, array).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("tokens, heads, head_dim, keys", [
-    (32_760, 12, 128, None),  # 480p
-    (75_776, 2, 128, 75_600),  # padding behind the keys
-    (100, 2, 64, None),  # less than a block, and no multiple of 8
+@pytest.mark.parametrize("tokens, heads, head_dim, keys, kernels", [
+    (32_760, 12, 128, None, 2),  # 480p
+    (75_776, 2, 128, 75_600, 2),  # padding behind the keys
+    (100, 2, 64, None, 1),  # less than a block, which cannot be lost, and no multiple of 8
 ])
-def test_it_lowers_to_two_kernels_and_no_branch_of_the_host(tokens, heads, head_dim, keys):
-    """The exact kernel is always started and decides for itself: lax.cond or a loop would have XLA ask the host."""
+def test_it_lowers_to_two_kernels_and_no_branch_of_the_host(tokens, heads, head_dim, keys, kernels):
+    """The guarded kernel is always started and decides for itself: lax.cond or a loop would have XLA ask the host."""
     program = lowered(tokens, heads, head_dim, keys)
-    assert program.count("custom_call @mosaic_gpu") == 2
+    assert program.count("custom_call @mosaic_gpu") == kernels
     assert "stablehlo.while" not in program and "stablehlo.case" not in program and "stablehlo.if" not in program
 
 
-def test_the_exact_kernel_writes_over_the_fast_ones_results():
+def test_the_guarded_kernel_writes_over_the_fast_ones_results():
     assert "output_operand_alias" in lowered(1024, 2)
+
+
+def test_only_tiles_with_lost_rows_are_computed_again_and_from_where_it_counts():
+    lost, steep = np.zeros((1, 2, 300), bool), np.full((1, 2, 384), 9.0)
+    lost[0, 0, 5] = True  # one row: its tile from the first key on
+    lost[0, 1, 128:256], steep[0, 1, 128:256], steep[0, 1, 200] = True, 4, 3  # a whole tile
+    lost[0, 1, 256:], steep[0, 1, 256:] = True, 8  # and the last one, of which only 44 rows are real
+    begins = hopper.first_blocks(jnp.array(lost), jnp.array(steep), 8)
+    assert begins.tolist() == [0, hopper.NOTHING, hopper.NOTHING, hopper.NOTHING, 3, 6]  # two blocks at least
 
 
 SELF = "attention.self"

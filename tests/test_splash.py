@@ -150,6 +150,21 @@ def test_what_the_fast_path_loses_the_exact_one_computes(inputs):
     assert relative_error(out, truth) < 4e-3
 
 
+def test_only_blocks_of_queries_with_a_lost_row_are_computed_again():
+    """Two heads, three blocks of 256 queries and a short one; rows 5 and 600 of the second head meet a giant."""
+    query, key, value = random_inputs(800, 700, 128, mean=0, heads=2)
+    for row in (5, 600):
+        key = key.at[:, 650 + row % 8, 128:].set(query[:, row, 128:] * 12)
+    fast_out, fast_log_sum = fast_alone(query, key, value)
+    lost = ~np.isfinite(np.asarray(fast_log_sum))[:, :, 0]
+    assert {tuple(place) for place in np.argwhere(lost)} == {(0, 1, 5), (0, 1, 600)}
+    out, rescued = jax.jit(Attend(128, SPLASH).counted, compiler_options=QUICK)(query, key, value)
+    assert rescued.tolist() == [2] and relative_error(out, float64(query, key, value, 128)) < 4e-3
+    same = np.asarray(out == fast_out)
+    assert same[:, :, :128].all() and same[:, 256:512].all() and same[:, 768:].all()
+    assert not same[0, 5, 128:].all() and not same[0, 600, 128:].all()
+
+
 def test_the_fast_path_keeps_up_with_falling_and_slowly_rising_scores():
     """Scores over a range of 2**400, more than float32 holds, but never 2**100 within a tile above what came before."""
     query, _, value = random_inputs(100, 1000, 128, mean=0, heads=2)
@@ -174,7 +189,8 @@ def test_log_sum_is_the_log_of_the_softmax_denominator(name, kernel):
     def run(*arrays):
         return attention.KERNELS[name](*arrays, key.shape[1], 64, kernel)
 
-    _, log_sum = jax.jit(run, compiler_options=QUICK)(query, key, value)
+    _, log_sum, rescued = jax.jit(run, compiler_options=QUICK)(query, key, value)
+    assert rescued == 0
     scores = np.einsum("qhd,khd->hqk", *(np.asarray(x[0], np.float64).reshape(300, 2, 64) for x in (query, key))) / 8
     if kernel.window is not None:
         scores = np.where(abs(np.subtract.outer(np.arange(300), np.arange(300))) <= kernel.window, scores, -np.inf)
