@@ -24,7 +24,7 @@ def read(name: str) -> dict:
 
 
 GPU, FAMILY, START = read("gpu_h200"), read("gpu_h200_family"), read("gpu_h200_start")
-DENOISE = read("gpu_h200_denoise")
+DENOISE, EIGHT, GUARD = read("gpu_h200_denoise"), read("precision_h200"), read("attention_guard_h200")
 ATTENTION, PEERS, CPU = read("attention_gpu_h200"), read("peers_h200"), read("start_cpu")
 
 
@@ -124,6 +124,7 @@ def claims():
     yield "kernels/README.md", text, [f"{lead:.2f}" for lead in (min(cudnn), max(cudnn))]
     yield from cache_claims()
     yield from cpu_claims()
+    yield from precision_claims()
     yield from attention_claims(results)
     for dtype, name in (("bfloat16", "bf16"), ("float32", "float32")):
         figures = [f"{value:.2f}" for value in PEERS["vae_decode_seconds"][dtype].values()]
@@ -147,6 +148,25 @@ def cache_claims():
         yield "docs/quality.md", text, [f"{50 * step:.0f}", f"{step:.2f}", *less]
 
 
+def precision_claims():
+    exact, fp8 = (row(EIGHT, what, "14b-480p", "c") for what in ("guided step", "guided step, fp8"))
+    page = "docs/precision.md"
+    yield page, "| bfloat16 | {} | 1 | {} |", [seconds(exact["seconds"]), f"{exact['peak_gib']:.1f}"]
+    figures = [seconds(fp8["seconds"]), ratio([exact, fp8]), f"{fp8['peak_gib']:.1f}"]
+    yield page, "| `precision=fp8` | {} | {} | {} |", figures
+    (errors,) = [row for row in EIGHT["rows"] if row["what"] == "error against float32"]
+    figures = [f"{100 * errors['project']:.2f}"]
+    for mode in ("int8_weights", "fp8"):
+        figures += [f"{100 * errors[mode]:.2f}", f"{errors[mode] / errors['project']:.2f}"]
+    names = {"bf16 transformer": "transformer in bfloat16"} | {
+        f"precision {mode}": f"`precision={mode}`" for mode in ("int8_weights", "int8", "fp8")
+    }
+    for judged in read("quality_precision")["rows"][1:]:
+        figures_here = [f"{judged['psnr']:.1f}", f"{judged['psnr_p5']:.1f}", f"{judged['ssim']:.3f}"]
+        yield page, f"| {names[judged['mode']]} | {{}} ({{}}) | {{}} |", figures_here
+    yield page, "bfloat16 {} %, `int8_weights` {} % ({} times), `fp8` {} % ({} times)", figures
+
+
 def cpu_claims():
     """Of the demo on two cores: runs that found what the first had left."""
     def median(runs: str, key: str, digits: str = ".1f") -> str:
@@ -165,6 +185,9 @@ def cpu_claims():
 
 
 def attention_claims(results: str):
+    for lost, text in (("one", "one lost row {} to {} times"), ("all", "all rows lost {} to {} times")):
+        shares = [row["milliseconds"][f"{lost} lost"] / row["milliseconds"]["hopper"] for row in GUARD["rows"]]
+        yield "kernels/README.md", text, [f"{share:.2f}" for share in (min(shares), max(shares))]
     for tokens in (32760, 75600):
         text = f"| H200, Pallas kernel, {tokens:,} tokens, 12 / 40 heads | {{}} / {{}} times as fast | {{}} / {{}} |"
         yield results, text, [*leads("hopper", tokens), *leads("hopper", tokens, "cudnn")]

@@ -72,6 +72,7 @@ DENOISED = {  # minutes, so not each of them everywhere
     "14b-720p": ["four steps"],
     "smoke": ["four steps", "easycache, 5 steps"],
 }
+FEW_BLOCKS = {"smoke": ["precision.first=1", "precision.last=1"]}  # the demo model has six
 rows, skipped = [], []
 
 
@@ -205,16 +206,24 @@ def hand_over(tensors, module):
     """A component's arrays from a torch module's weights, on the device."""
     import jax
 
+    from wan_torchax.kernels.quantised import quantise
+
+    quantise_all = jax.jit(quantise, static_argnums=1)
     weights = dict(module.named_parameters())
     if "encoder.embed_tokens.weight" in weights:
         weights["shared.weight"] = weights["encoder.embed_tokens.weight"]
     arrays = {}
     for name, tensor in tensors.items():
         if not tensor.sources:
-            arrays[name] = jax.device_put(tensor.value, tensor.sharding)
+            if tensor.value is not None:
+                arrays[name] = jax.device_put(tensor.value, tensor.sharding)
             continue
         parts = [weights[source].data for source in tensor.sources]
         whole = torch.stack(parts) if tensor.stacked else parts[0]
+        if tensor.scaled_by:
+            array = jax.numpy.from_dlpack(whole.contiguous())
+            arrays[name], arrays[tensor.scaled_by] = jax.block_until_ready(quantise_all(array, str(tensor.dtype)))
+            continue
         array = jax.numpy.from_dlpack(whole.to(getattr(torch, str(tensor.dtype))).contiguous())
         arrays[name] = jax.device_put(jax.numpy.copy(array), tensor.sharding).block_until_ready()
     return arrays
@@ -346,18 +355,27 @@ def peer_inputs(config, latents, dtype):
 
 def project_steps(case, overrides, what):
     """Time the step program, without or with guidance."""
-    config = configure(*overrides, *([] if what == STEP else ["guidance_scale=1"]))
+    config = configure(*overrides, *(["guidance_scale=1"] if what == FORWARD else []))
     stage, _, compile_seconds, peak = build(config, "denoise", transformer_module)
     values = step_values(config, *random_inputs(config, getattr(torch, config.model.dtype.transformer)))
     state, *rest = stage.programs.put("step", values)
 
     def call():
         nonlocal state
-        state, finite, _ = stage("step", state, *rest)
-        return bool(finite)
+        state, report, _ = stage("step", state, *rest)
+        return bool(report["finite"])
 
     seconds, peak = watched(call, repeats_for(config), peak)
     record(what, case, "c", seconds, compile_seconds, peak)
+    return stage
+
+
+def precision(case, overrides, side, options):
+    """The guided step in the modes of conf/precision; of fp8 also how many products the compiled program has in it."""
+    for name in options.precisions:
+        stage = project_steps(case, [*overrides, f"precision={name}", *FEW_BLOCKS.get(case, [])], f"{STEP}, {name}")
+        rows[-1]["fp8_products"] = stage.programs.compiled["step"].result().as_text().count("matmul$f8")
+        free()
 
 
 def step_values(config, latents, texts, row=None):
@@ -449,22 +467,28 @@ def floor(case, overrides, side, options):
 
 
 def correctness(case, overrides, side, options):
-    """Relative error of the velocity against torch in float32: ours and diffusers', both in the config's dtype."""
-    config = configure(*overrides, "guidance_scale=1", *(["resolution.frames=17"] if DEVICE == "cuda" else []))
+    """Relative error of the velocity against torch in float32: ours and diffusers', both in the config's dtype, and
+    ours in the modes of conf/precision."""
+    small = ["guidance_scale=1", *(["resolution.frames=17"] if DEVICE == "cuda" else [])]
+    config = configure(*overrides, *small)
     model, dtype = transformer_module(config), getattr(torch, config.model.dtype.transformer)
     latents, texts = random_inputs(config, dtype)
     hidden, timestep, pictures = peer_inputs(config, latents, torch.float32)
-    stage, *_ = build(config, "denoise", lambda config: model)
-    slots = stage.recipe.derived["slots"]
-    row = numpy.zeros((slots, slots + 1), numpy.float32)
-    row[0, slots] = 1  # the new latents are the velocity itself
-    state, *_ = stage("step", *stage.programs.put("step", step_values(config, latents, texts, row)))
-    ours = numpy.asarray(state["slots"])[0]
+    velocities = {}
+    for name in ("none", *options.precisions):
+        ends = FEW_BLOCKS.get(case, []) if name != "none" else []
+        there = configure(*overrides, *small, f"precision={name}", *ends)
+        stage, *_ = build(there, "denoise", lambda config: model)
+        slots = stage.recipe.derived["slots"]
+        row = numpy.zeros((slots, slots + 1), numpy.float32)
+        row[0, slots] = 1  # the new latents are the velocity itself
+        state, *_ = stage("step", *stage.programs.put("step", step_values(config, latents, texts, row)))
+        velocities["project" if name == "none" else name] = numpy.asarray(state["slots"])[0]
     with torch.no_grad():
         tokens = pictures if pictures is None else pictures.to(dtype)
         theirs = model(hidden.to(dtype), timestep, texts[0], tokens, return_dict=False)[0].float().cpu().numpy()
         exact = model.float()(hidden, timestep, texts[0].float(), pictures, return_dict=False)[0].cpu().numpy()
-    sides = {"diffusers": theirs, "project": ours}
+    sides = {"diffusers": theirs} | velocities
     errors = {name: float(numpy.linalg.norm(value - exact) / numpy.linalg.norm(exact)) for name, value in sides.items()}
     rows.append({"what": "error against float32", "case": case, **errors})
     shown = ", ".join(f"{name} {error:.2e}" for name, error in errors.items())
@@ -643,6 +667,7 @@ def write_checkpoint(config, folder: Path, contrast: float = 1.0) -> Path:
 PARTS = {
     "step": (transformer, ("peers", "ours")),
     "forward": (functools.partial(transformer, what=FORWARD), ("peers", "ours")),
+    "precision": (precision, ("ours",)),
     "floor": (floor, ("ours",)),
     "denoise": (denoise, ("ours",)),
     "vae": (vae, ("peers", "ours")),
@@ -655,7 +680,7 @@ PARTS = {
     "whole": (whole, ("peers",)),
 }
 QUICK_PARTS = ["floor", "text", "correctness", "denoise"]
-ALL_SIZES = ("step", "forward", "floor", "denoise")  # the others with the first case alone
+ALL_SIZES = ("step", "forward", "precision", "floor", "denoise")  # the others with the first case alone
 
 
 def measure(side, cases, options):
@@ -692,6 +717,13 @@ def ratios():
         if peers:
             taken[f"{what} {case}"] = round(min(peers) / row["seconds"], 3)
         floors = [other["seconds"] for other in rows if (other["what"], other["case"]) == (FLOOR, case)]
+        if what.startswith(f"{STEP}, "):
+            mode, exact = what.rpartition(" ")[2], [
+                other["seconds"] for other in rows
+                if (other["what"], other["case"], other.get("column")) == (STEP, case, "c")
+            ]
+            if exact:
+                taken[f"{STEP} over that with {mode} {case}"] = round(exact[0] / row["seconds"], 3)
         if floors and what == STEP:
             taken[f"{STEP} over floor {case}"] = round(row["seconds"] / floors[0], 3)
     return taken
@@ -703,6 +735,8 @@ def main():
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     eager = "cases to time the transformer in column (a) too"
     parser.add_argument("--eager", nargs="*", choices=CASES, default=["1.3b-480p"], help=eager)
+    modes = "of conf/precision, for the parts precision and correctness"
+    parser.add_argument("--precisions", nargs="*", default=["fp8", "int8_weights"], help=modes)
     parser.add_argument("--set", nargs="*", default=[], help="overrides for the configs, e.g. attention=cudnn")
     parser.add_argument("--smoke", action="store_true", help="small shapes of the demo model")
     parser.add_argument("--json", help="also write the rows here")

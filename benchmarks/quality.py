@@ -43,6 +43,9 @@ MODES = {
     "guidance in 0 to 0.6": ["cache.guidance_stop=0.6"],
     "magcache + guidance": ["cache=magcache_guidance"],
     "bf16 transformer": ["model.dtype.transformer=bfloat16"],
+} | {  # four of its six blocks
+    f"precision {name}": [f"precision={name}", "precision.first=1", "precision.last=1"]
+    for name in ("int8_weights", "int8", "fp8")
 }
 ASPECTS = ("colour", "shape", "motion")
 SHOWN = 6  # prompts on the page

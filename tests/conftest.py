@@ -59,6 +59,10 @@ FULL_ONLY = re.compile("|".join(map(re.escape, (
     "teaching_runs_through[outline]", "teaching_runs_through[i2v]",
     "a_video_of_several_is_what_it_is_alone[not guided]",
     "lowers_for_its_tpu[i2v_14b", "lowers_for_its_tpu[t2v_a14b", "lowers_for_its_tpu[t2v_14b_480p_v",
+    "with_rounded_weights[sequen", "eight_bits_stay_close[int8", "left_out[ends1]", "a_14b_fits_24_gb",
+    "guard_rescues_is_counted_and_told[in range]", "guard_rescues_is_counted_and_told[unrolled]",
+    "guard_rescues_is_counted_and_told[sequential]",
+    "a_smoke_test_runs_through[serve_batch.py]", "as_with_xla[tokens]",
     "lowers_for_its_tpu[ti2v_5b_704p_v6e1", "lowers_for_its_tpu[vace_1_3b_480p_v6e1",
 ))))
 

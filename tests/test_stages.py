@@ -1,4 +1,5 @@
 """Schedulers as tables, guidance, prompts, dtypes and what stops a run."""
+import json
 import shutil
 
 import diffusers
@@ -8,13 +9,18 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from tests.conftest import ROOT, build, make_config, resolve_here
+from tests import tiny
+from tests.conftest import ROOT, SMALL, build, make_config, resolve_here
 from wan_torchax.config.geometry import guided
 from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.validation import validate
 from wan_torchax.events import silence
+from wan_torchax.kernels import splash
 from wan_torchax.runtime.programs import NotFinite, Unexpected, compiling, no_compilation
+from wan_torchax.session import session
 from wan_torchax.stages import denoise, sampling
 from wan_torchax.stages.text import tokenize
+from wan_torchax.tasks.generate import generate as generate_into
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 20])
@@ -174,3 +180,36 @@ def test_an_activation_rule_that_matches_nothing_is_told():
     message = r"sharding.transformer.activations.blocks.pattern=.* matches no module; nearest: blocks.0"
     with pytest.raises(ConfigError, match=message):
         build(resolved, "denoise")
+
+
+@pytest.fixture(scope="module")
+def wide_heads(tmp_path_factory, cache):
+    """Overrides for a model whose heads the TPU's kernel takes."""
+    heads = {"num_attention_heads": 4, "attention_head_dim": 64}
+    folder = tiny.make_checkpoint(tmp_path_factory.mktemp("tiny") / "model", **heads)
+    return [*SMALL, *tiny.overrides(folder, **heads), cache]
+
+
+@pytest.mark.parametrize("trusted, placed", [
+    (2.0**100, ["mesh.devices=1"]), (1.5, ["mesh.devices=1"]), (1.5, ["mesh.devices=1", "model.scan_blocks=false"]),
+    (1.5, ["mesh=cpu_8", "sharding=sequence", "mesh.axes={dp:2,sp:4,tp:1}"]),
+    (1.5, ["mesh.devices=1", "guidance=sequential"]),
+], ids=["in range", "one", "unrolled", "sequence", "sequential"])
+def test_what_attentions_guard_rescues_is_counted_and_told(wide_heads, tmp_path, monkeypatch, caplog, trusted, placed):
+    """With a range so narrow that any row leaves it."""
+    monkeypatch.setattr(splash, "TRUSTED_SUM", trusted)
+    session.clear()  # programs of another range
+    blocks = {"interpret": "true", "block_q": 128, "sub_q": 128, "block_kv": 128, "tile_kv": 128, "chunk_kv": 128}
+    kernel = [f"attention.self.{key}={value}" for key, value in blocks.items()]
+    kernel += ["attention=splash_v6e", "attention.cross.kernel=xla", "model.dtype.transformer=bfloat16"]
+    config = make_config(*wide_heads, *kernel, *placed, "steps=2", "stages=[text,denoise]")
+    validate(config)
+    with caplog.at_level("WARNING", logger="wan"):
+        generate_into(config, tmp_path, [])
+    rescued = json.loads((tmp_path / "metrics.json").read_text())["attention_rescued"]
+    told = [record.message for record in caplog.records if "guard fired" in record.message]
+    if trusted > 2:
+        assert rescued == {"rows": 0, "layers_at_most": 0, "steps": 0} and not told
+    else:
+        assert rescued["rows"] > 0 and rescued["layers_at_most"] == 2 and rescued["steps"] == 2
+        assert len(told) == 1 and "in 2 of 2 steps" in told[0]

@@ -58,6 +58,7 @@ class Stepped:
     estimate: Any  # part of the latents as they would end if the video went straight on from here, on the devices
     work: str = "full"  # how much of it was computed: full, prompt or reuse
     measures: Any = None  # a few numbers that the step leaves, for those who calibrate
+    rescued: tuple[int, int] | None = None  # rows of attention that its guard computed again, in how many layers
     video: int = 0  # which of the videos that are denoised together: each is told of
     videos: int = 1  # how many that are
 

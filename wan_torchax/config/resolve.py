@@ -135,7 +135,7 @@ def resolve(config: DictConfig, checkpoints: Mapping[str, Checkpoint], devices: 
     chosen = attention.choose(OmegaConf.to_object(complete.attention), devices, dtype, head_dim)
     OmegaConf.update(complete, "attention", asdict(chosen))
     validation.validate(complete)
-    for problem in validation.platform_problems(complete, devices.platform):
+    for problem in validation.platform_problems(complete, devices.platform, devices.kind):
         raise ConfigError(problem)
     if idle := validation.idle_axis(complete):
         log.warning(idle)

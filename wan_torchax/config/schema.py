@@ -15,6 +15,7 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from wan_torchax.kernels.settings import Kernel, Parallel, Products
 
 DTYPES = ("float32", "bfloat16", "float16")
+EIGHT_BITS = ("float8_e4m3fn", "int8")
 GUIDANCE = ("batched", "sequential")
 EXPERT_WEIGHTS = ("resident", "swapped")
 PLATFORMS = ("cpu", "gpu", "tpu")
@@ -250,6 +251,18 @@ class Cache:
 
 
 @dataclass
+class Precision:
+    """Which linear layers of the transformer have eight bits; conf/precision says what each key means."""
+
+    name: str = MISSING
+    weights: Optional[str] = None  # float8_e4m3fn | int8
+    activations: bool = False
+    layers: dict[str, str] = field(default_factory=dict)
+    first: int = 0
+    last: int = 0
+
+
+@dataclass
 class Prompt:
     text: Optional[str] = offered(None)
     negative: Optional[str] = offered("")
@@ -374,6 +387,7 @@ class Config:
     resolution: Resolution = group(Resolution)
     attention: Attention = group(Attention)
     products: Products = group(Products)
+    precision: Precision = group(Precision)
     ops: dict[str, Any] = group(dict)  # rows of Op; Any, so that a command line can add one
     scheduler: Scheduler = group(Scheduler)
     cache: Cache = group(Cache)

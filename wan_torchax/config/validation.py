@@ -27,6 +27,7 @@ from wan_torchax.config.graph import Graph
 from wan_torchax.config.registry import COMPONENTS, STAGES, TASKS, described_by
 from wan_torchax.config.schema import (
     DTYPES,
+    EIGHT_BITS,
     EXPERT_WEIGHTS,
     GUIDANCE,
     PLATFORMS,
@@ -47,6 +48,8 @@ SCHEDULERS = (  # of diffusers', those that are linear: stages/sampling.py write
 )
 SIGMAS_TAKEN = SCHEDULERS[:3]  # by these, and shifted as their own are
 PROBLEMS_SHOWN = 30
+# Devices by what JAX calls them: TPUs before TPU7x, NVIDIA before Ada and Hopper.
+NO_FLOAT8 = r"TPU v|V100|T4|A100|A10\b|A10G|A16|A2\b|A30|A40|RTX A\d|RTX [23]0|GTX|Quadro|TITAN"
 SERVE_LEAST = {
     "queue_limit": 1, "batch": 1, "preview_every": 0, "upload_mb": 0.01, "upload_seconds": 1, "connections": 10,
     "drain_seconds": 0, "attempts": 1,
@@ -480,8 +483,37 @@ def product_problems(config: Config) -> Iterator[str]:
         )
 
 
-def platform_problems(config: Config, platform: str) -> Iterator[str]:
-    """A kernel against the devices, which mesh=auto knows only when it has seen them."""
+def precision_problems(config: Config) -> Iterator[str]:
+    """Eight bits against the model and what else computes its linear layers."""
+    precision = config.precision
+    if precision.weights is None:
+        if precision.activations:
+            yield "precision.activations=true: only with weights of eight bits; set precision.weights"
+        return
+    yield from one_of("precision.weights", precision.weights, EIGHT_BITS)
+    for key in ("first", "last"):
+        if precision[key] < 0:
+            yield f"precision.{key}={precision[key]}: a number of blocks; 0 is none"
+    if not config.model.scan_blocks:
+        yield f"precision={precision.name}: is for blocks in a loop; set model.scan_blocks=true"
+    if config.products.kernel != "xla":
+        kernel = config.products.kernel
+        yield f"precision={precision.name}: products.kernel={kernel} computes in bfloat16; use products=xla"
+    if "vace_layers" in config.model.architecture["transformer"]:
+        yield f"precision={precision.name}: control blocks (VACE) are not in it yet; use precision=none"
+    yield from float8_problems(config, config.mesh.chip.kind)
+
+
+def float8_problems(config: Config, kind: str | None) -> Iterator[str]:
+    """XLA would compute what a device cannot in bfloat16, and say nothing."""
+    precision = config.precision
+    if precision.weights == "float8_e4m3fn" and precision.activations and re.search(NO_FLOAT8, kind or ""):
+        yield f"precision={precision.name}: {kind} multiplies no float8; use precision=int8 (TPUs) or int8_weights"
+
+
+def platform_problems(config: Config, platform: str, kind: str | None = None) -> Iterator[str]:
+    """Kernels and formats against the devices, which mesh=auto knows only when it has seen them."""
+    yield from float8_problems(config, kind)
     if config.products.kernel == "pallas" and platform != "tpu" and not config.products.interpret:
         yield f"products.kernel=pallas: a kernel for TPUs, and mesh={config.mesh.name} has none; use products=xla"
 
@@ -574,4 +606,5 @@ LATER_CHECKS = (
     cache_problems,
     missing_problems, channel_problems, token_problems, control_problems, side_problems, kernel_problems,
     product_problems,
+    precision_problems,
 )

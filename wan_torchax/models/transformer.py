@@ -1,6 +1,8 @@
 """Wan's transformer: its blocks under one loop, its attention through the project's kernels."""
 import functools
-from dataclasses import dataclass
+import itertools
+import re
+from dataclasses import dataclass, field
 
 import diffusers
 import jax
@@ -8,9 +10,13 @@ import jax.numpy as jnp
 import torch
 
 from wan_torchax.config.schema import ConfigError
-from wan_torchax.kernels.attention import Attend
+from wan_torchax.config.wording import nearest
+from wan_torchax.kernels import quantised
+from wan_torchax.kernels.attention import GUARDED, Attend
 from wan_torchax.models.modules import construct
 from wan_torchax.patches import call_module, interop
+
+EIGHT_BITS = (".quantised", ".scale")
 
 
 class Transformer:
@@ -30,6 +36,8 @@ class Transformer:
         )
         if config.model.scan_blocks:
             module.blocks = torch.nn.ModuleList([ScannedBlocks(module.blocks)])
+            if config.precision.weights:
+                module.blocks[0].quantise(config.precision)
             if controlled:
                 interleave_control(module)
         return module
@@ -46,6 +54,11 @@ class AttentionProcessor:
     to_video: Attend
     to_text: Attend
     text_tokens: int
+    rescued: list = field(default_factory=list)  # by the kernels' guards, while a block is traced
+
+    @property
+    def is_guarded(self):
+        return any(attend.kernel.kernel in GUARDED for attend in (self.to_video, self.to_text))
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
         if attention_mask is not None:
@@ -63,7 +76,10 @@ class AttentionProcessor:
 
         def in_jax(query, key, value, tables=(), norms=()):
             with jax.named_scope("attend"):
-                return attend(query, key, value, tables, norms)
+                out, rescued = attend.counted(query, key, value, tables, norms)
+            if rescued is not None:
+                self.rescued.append(rescued)
+            return out
 
         attended = interop.call_jax(in_jax, query, key, attn.to_v(context), tables, norms)
         if pictures is not None:  # a softmax of their own
@@ -72,7 +88,19 @@ class AttentionProcessor:
         return attn.to_out[0](attended)
 
 
-class ScannedBlocks(torch.nn.Module):
+class Stacked(torch.nn.Module):
+    """Blocks that are one to torch: `block` has the names, its parameters become arrays with a leading dimension."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.block, self.layers = blocks[0], len(blocks)
+
+    def stored(self, name: str) -> tuple[list[int], str, str | None]:
+        """Which layers a parameter's array holds, its name in checkpoints, and its dtype if it has one of its own."""
+        return list(range(self.layers)), name, None
+
+
+class ScannedBlocks(Stacked):
     """All transformer blocks as one loop over stacked weights, so that the program does not grow with depth.
 
     It stands in the model's `blocks` list as its only element: diffusers' own loop over the blocks runs it once. Its
@@ -92,16 +120,21 @@ class ScannedBlocks(torch.nn.Module):
     With `control`, tokens of a control video (batch, tokens, channels) and a scale for every control block, the blocks
     run in groups of one control block and the main blocks up to the next: a control block's hint is added to the first
     of them and is gone, where all hints together would be gigabytes.
+
+    With `precision` some linear layers have eight bits in all blocks but a few at both ends. Such a layer has three
+    arrays: `weight`, of the blocks that keep theirs, `quantised` and `scale`, of the others. Each kind of block has a
+    loop of its own.
     """
 
     def __init__(self, blocks):
-        super().__init__()
-        self.block, self.layers = blocks[0], len(blocks)
+        super().__init__(blocks)
         self.gathered, self.multiple, self.same_video, self.given_tokens = None, 1, False, 0
         self.spread = None  # how tokens lie on the devices from block to block, where the compiler would not see it
         self.control_blocks, self.control = [], None  # in a list, so that its parameters keep their own names
         self.keeps, self.reused, self.residual = False, None, None  # what the blocks add: kept, or given instead
         self.at = None  # all layers' weights and the number of the one that is traced
+        self.rescued = None  # rows that attention computed again, (layers, devices)
+        self.precision, self.small, self.quantised = None, (), {}  # names of linear layers; those of the traced block
 
     def forward(self, hidden_states, text, modulation, rotary):
         """hidden_states (batch, tokens, channels); rotary: two tables (1, tokens, 1, head_dim)."""
@@ -113,31 +146,122 @@ class ScannedBlocks(torch.nn.Module):
         def modulate(batch):
             return by_token(modulation[:batch], self.given_tokens, hidden.shape[1])
 
-        def one_block(layer, hidden):
-            weights, self.at = self.layer_of(stacked, layer), (stacked, layer)
+        def one_block(layer, state, small=False):
+            hidden, rescued = state
+            weights, self.at = self.layer_of(stacked, layer, small), (stacked, layer)
+            self.quantised = {name: weights.pop(name) for name in list(weights) if name.endswith(EIGHT_BITS)}
             if self.spread is not None:
                 hidden = jax.lax.with_sharding_constraint(hidden, self.spread)
-            return call_module(self.block, weights, hidden, text, modulate(hidden.shape[0]), tuple(rotary))
+            hidden = call_module(self.block, weights, hidden, text, modulate(hidden.shape[0]), tuple(rotary))
+            return hidden, self.count_rescued(rescued, layer)
 
-        first, layers = int(self.same_video and hidden.shape[0] > 1), len(next(iter(stacked.values())))
-        before = hidden
+        first, layers = int(self.same_video and hidden.shape[0] > 1), self.layers
+        before, rescued = hidden, self.none_rescued()
         if self.reused is not None:
             hidden = hidden + interop.jax_view(self.reused)
         elif self.control is not None:
             control_block = functools.partial(self.control_block, text, modulation, tuple(rotary))
-            hidden = self.in_groups(first, layers, one_block, control_block, hidden)
+            hidden, self.rescued = self.in_groups(first, layers, one_block, control_block, (hidden, rescued))
         else:
-            if first:
-                hidden = one_block(0, hidden[:1])
-            hidden = jax.lax.fori_loop(first, layers, one_block, hidden)
+            state = one_block(0, (hidden[:1], rescued), self.is_small(0)) if first else (hidden, rescued)
+            for begin, end in self.stretches(first):
+                block = functools.partial(one_block, small=self.is_small(begin))
+                state = jax.lax.fori_loop(begin, end, block, state)
+            hidden, self.rescued = state
         if self.keeps:
             self.residual = interop.torch_view(hidden - before)
         return interop.torch_view(hidden[:, :tokens])
 
-    def layer_of(self, stacked, layer):
-        """The weights of one layer, gathered where that is asked for."""
-        weights = jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False), stacked)
+    def none_rescued(self):
+        """Zeros for how many rows attention's guards compute again, (layers, devices); None where it has none."""
+        processor, self.rescued = self.block.attn1.processor, None
+        if not processor.is_guarded:
+            return None
+        mesh = processor.to_video.mesh
+        if mesh is None:
+            return jnp.zeros((self.layers, 1), jnp.int32)
+        zeros = jnp.zeros((self.layers, mesh.size), jnp.int32)
+        # As the devices report them: brought together after the last block, not after each.
+        spec = jax.sharding.PartitionSpec(None, mesh.axis_names)
+        return jax.lax.with_sharding_constraint(zeros, jax.sharding.NamedSharding(mesh, spec))
+
+    def count_rescued(self, rescued, layer):
+        """With what was rescued in the block that was just traced."""
+        here = self.block.attn1.processor.rescued
+        if rescued is not None:
+            rescued = rescued.at[layer].add(sum(here))
+        here.clear()
+        return rescued
+
+    def layer_of(self, stacked, layer, small=False):
+        """The weights of one layer, gathered where that is asked for; of linear layers with eight bits those."""
+        weights = {}
+        for name, array in stacked.items():
+            layers, _, dtype = self.stored(name)
+            place = layer
+            if len(layers) < self.layers:
+                if small == (dtype is None):  # of the other kind of block
+                    continue
+                first, left_out = self.precision.first, self.layers - len(layers)
+                place = layer - first if small else jnp.where(layer < first, layer, layer - left_out)
+            weights[name] = jax.lax.dynamic_index_in_dim(array, place, keepdims=False)
         return weights if self.gathered is None else jax.lax.with_sharding_constraint(weights, self.gathered)
+
+    def quantise(self, precision) -> None:
+        """Have the linear layers that the precision's patterns match kept and computed in eight bits."""
+        self.precision = precision
+        if precision.first + precision.last >= self.layers:
+            raise ConfigError(
+                f"precision.first={precision.first} and last={precision.last} leave none of {self.layers} blocks"
+            )
+        linear = [name for name, module in self.block.named_modules() if isinstance(module, torch.nn.Linear)]
+        for rule, pattern in precision.layers.items():
+            places = [[re.fullmatch(pattern, f"blocks.{layer}.{name}") is not None for name in linear]
+                      for layer in range(precision.first, self.layers - precision.last)]
+            if not any(map(any, places)):
+                near = nearest(pattern, [f"blocks.0.{name}" for name in linear])
+                raise ConfigError(f"precision.layers.{rule}: pattern {pattern!r} matches no linear layer; {near}")
+            if any(place != places[0] for place in places):
+                raise ConfigError(
+                    f"precision.layers.{rule}: matches other layers in one block than in the next; blocks at the ends "
+                    "are left out with precision.first and precision.last"
+                )
+            self.small += tuple(name for name, matched in zip(linear, places[0]) if matched and name not in self.small)
+        for name in self.small:
+            module = self.block.get_submodule(name)
+            module.quantised, module.scale = (
+                torch.nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+                for shape in (module.weight.shape, module.weight.shape[:1])
+            )
+            if not precision.first + precision.last:
+                module.weight = None
+            module.forward = functools.partial(self.small_linear, module, name)
+
+    def stored(self, name):
+        path, _, kind = name.rpartition(".")
+        if path not in self.small or kind == "bias":
+            return super().stored(name)
+        small = [layer for layer in range(self.layers) if self.is_small(layer)]
+        if kind == "weight":
+            return [layer for layer in range(self.layers) if layer not in small], name, None
+        return small, f"{path}.weight", self.precision.weights if kind == "quantised" else "float32"
+
+    def is_small(self, layer: int) -> bool:
+        """Whether a block is one with eight bits."""
+        return bool(self.small) and self.precision.first <= layer < self.layers - self.precision.last
+
+    def stretches(self, first: int) -> list[tuple[int, int]]:
+        """The blocks from the first on, alike ones together."""
+        ends = [self.precision.first, self.layers - self.precision.last] if self.small else []
+        ends = sorted({max(first, end) for end in (first, *ends, self.layers)})
+        return list(itertools.pairwise(ends))
+
+    def small_linear(self, module, name, array):
+        if f"{name}.quantised" not in self.quantised:
+            return torch.nn.functional.linear(array, module.weight, module.bias)
+        weight, scale = self.quantised[f"{name}.quantised"], self.quantised[f"{name}.scale"]
+        array, bias = interop.jax_view((array, module.bias))
+        return interop.torch_view(quantised.linear(array, weight, scale, bias, self.precision.activations))
 
     def use_products(self, product) -> None:
         """Have the large linear layers computed by `product` (kernels/product.py), the first of the feed-forward with
@@ -163,22 +287,24 @@ class ScannedBlocks(torch.nn.Module):
         weights = self.layer_of(interop.jax_view(dict(blocks.block.named_parameters())), layer)
         return call_module(blocks.block, weights, None, text, control, modulation[: control.shape[0]], rotary)
 
-    def in_groups(self, first, layers, one_block, control_block, hidden):
+    def in_groups(self, first, layers, one_block, control_block, state):
+        hidden, rescued = state
         control, scales = interop.jax_view(self.control)
         control = interop.jax_view(self.control_blocks[0].proj_in(interop.torch_view(self.pad(control)))) + hidden
         groups = len(scales)
         stride = layers // groups
 
         def one_group(group, carry):
-            hidden, control = carry
+            state, control = carry
             hint, control = control_block(group, control)
-            hidden = one_block(group * stride, hidden) + scales[group] * hint
-            rest = jax.lax.fori_loop(1, stride, lambda place, hidden: one_block(group * stride + place, hidden), hidden)
+            hidden, rescued = one_block(group * stride, state)
+            state = hidden + scales[group] * hint, rescued
+            rest = jax.lax.fori_loop(1, stride, lambda place, state: one_block(group * stride + place, state), state)
             return rest, control
 
-        carry = hidden, control
+        carry = state, control
         if first:
-            carry = one_group(0, (hidden[:1], control[:1]))
+            carry = one_group(0, ((hidden[:1], rescued), control[:1]))
         return jax.lax.fori_loop(first, groups, one_group, carry)[0]
 
     def pad(self, array):
@@ -186,13 +312,12 @@ class ScannedBlocks(torch.nn.Module):
         return jnp.pad(array, [(0, 0), (0, -array.shape[1] % self.multiple)] + [(0, 0)] * (array.ndim - 2))
 
 
-class ControlBlocks(torch.nn.Module):
+class ControlBlocks(Stacked):
     """VACE's control blocks with stacked weights, and what the first of them does before the others' work."""
 
     def __init__(self, blocks):
-        super().__init__()
-        self.proj_in, blocks[0].proj_in = blocks[0].proj_in, None
-        self.block, self.layers = blocks[0], len(blocks)
+        super().__init__(blocks)
+        self.proj_in, self.block.proj_in = self.block.proj_in, None
 
 
 def interleave_control(module: torch.nn.Module) -> None:
@@ -212,6 +337,17 @@ def interleave_control(module: torch.nn.Module) -> None:
         return diffusers.WanTransformer3DModel.forward(module, *arguments, **named)
 
     module.forward = forward
+
+
+def rescued_rows(module: torch.nn.Module):
+    """Rows that the guards of attention computed again in the forward that was just traced, (layers, devices); None
+    where its kernels have no guard."""
+    if isinstance(module.blocks[0], ScannedBlocks):
+        return module.blocks[0].rescued
+    here = module.blocks[0].attn1.processor.rescued
+    rescued = jnp.stack(here).reshape(len(module.blocks), -1, len(here[0])).sum(axis=1) if here else None
+    here.clear()
+    return rescued
 
 
 def keep_residual(module: torch.nn.Module) -> None:

@@ -23,6 +23,7 @@ class Clock:
         self.steps: list[float] = []
         self.work: list[str] = []
         self.together = 1
+        self.rescued: list[tuple[int, int]] = []
         self.programs: dict[str, dict] = {}
         self.start: dict[str, float] = dict.fromkeys(START, 0.0)
         self.start["imports"] = process_seconds()
@@ -35,6 +36,8 @@ class Clock:
             self.steps.append(event.seconds)
             self.work.append(event.work)
             self.together = event.videos
+            if event.rescued is not None:
+                self.rescued.append(event.rescued)
         elif isinstance(event, Compiled):
             self.compiled(event)
         elif isinstance(event, Took):
@@ -57,6 +60,13 @@ class Clock:
         whole = sorted(seconds for seconds, work in zip(self.steps, self.work) if work == "full")
         return whole[len(whole) // 2] if whole else None
 
+    def rescued_rows(self) -> dict | None:
+        """How often the guard of attention fired; None where the kernels have none."""
+        if not self.rescued:
+            return None
+        rows, layers = zip(*self.rescued)
+        return {"rows": sum(rows), "layers_at_most": max(layers), "steps": sum(count > 0 for count in rows)}
+
     def report(self) -> dict:
         """Times with the device in step with the clock and compilation apart."""
         total, median = time.perf_counter() - self.began, self.median_step()
@@ -67,6 +77,7 @@ class Clock:
             "step_seconds_median": median and round(median, 4),
             "step_work": {kind: self.work.count(kind) for kind in dict.fromkeys(self.work)},
             "denoised_together": self.together,  # videos: a step is one of all of them
+            "attention_rescued": self.rescued_rows(),
             "compile": self.programs,
         }
 

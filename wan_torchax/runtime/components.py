@@ -21,7 +21,8 @@ READ_BYTES = 1 << 26
 def settings_of(name: str) -> tuple[str, ...]:
     """The config keys that a component's arrays follow from."""
     key = registry.described_by(name)
-    return f"model.architecture.{key}", f"model.dtype.{key}", "model.scan_blocks", f"sharding.{key}"
+    own = ("precision",) if key == "transformer" else ()
+    return f"model.architecture.{key}", f"model.dtype.{key}", "model.scan_blocks", f"sharding.{key}", *own
 
 
 class Component:

@@ -14,7 +14,7 @@ import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -24,6 +24,7 @@ import numpy
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import listed, nearest
 from wan_torchax.devices.sharding import partition_spec, replicated, spec_problem
+from wan_torchax.kernels.quantised import quantise
 from wan_torchax.runtime.checkpoint import Stored, index
 from wan_torchax.runtime.reading import AHEAD_BYTES, STORED_DTYPES, Load, read_ahead
 
@@ -43,6 +44,7 @@ class Tensor:
     sources: list = field(default_factory=list)  # checkpoint names, by layer; empty for tables that no checkpoint has
     value: object = None  # a numpy array for those
     stacked: bool = False  # a leading dimension for the layer, under a scan
+    scaled_by: str | None = None  # of eight bits: the array with what its rows have to be multiplied with
 
     @property
     def struct(self):
@@ -76,7 +78,7 @@ def plan(module, table, mesh, dtype: str, key: str) -> dict[str, Tensor]:
     """
     used, tensors, problems = set(), {}, []
     for name, parameter in module.named_parameters():
-        sources, stacked = sources_of(module, name)
+        sources, stacked, own_dtype = stored_of(module, name)
         rules = {rule_for(source, table.weights, problems, key) for source in sources}
         if len(rules) > 1:
             names = sorted(map(str, rules))
@@ -89,19 +91,26 @@ def plan(module, table, mesh, dtype: str, key: str) -> dict[str, Tensor]:
             problems.append(f"{key}.weights: no rule matches {sources[0]}; add one, or set {key}.unmatched=replicate")
         used.add(rule)
         spec = partition_spec(table.weights[rule].spec if rule else ())
+        is_scale = own_dtype == "float32"
+        if is_scale:  # one for each row of a weight
+            spec = jax.sharding.PartitionSpec(*spec[:1])
         problem = spec_problem(spec, parameter.shape, mesh)
         if problem:
             problems.append(f"{key}.weights.{rule}: {sources[0]} {problem}")
             continue
         shape = ((len(sources),) if stacked else ()) + tuple(parameter.shape)
         spec = jax.sharding.PartitionSpec(None, *spec) if stacked and len(spec) else spec
-        sharding, dtype_here = jax.sharding.NamedSharding(mesh, spec), dtype_of(module, name, dtype)
-        tensors[name] = Tensor(shape, dtype_here, sharding, rule or REPLICATED, sources, stacked=stacked)
+        sharding, dtype_here = jax.sharding.NamedSharding(mesh, spec), own_dtype or dtype_of(module, name, dtype)
+        scaled_by = f"{name.rpartition('.')[0]}.scale" if own_dtype and not is_scale else None
+        listed_sources = [] if is_scale else sources  # scales are made of the weights that are read
+        tensors[name] = Tensor(
+            shape, dtype_here, sharding, rule or REPLICATED, listed_sources, stacked=stacked, scaled_by=scaled_by
+        )
     for rule in table.weights.keys() - used:
         if getattr(table.weights[rule], "optional", False):
             continue
         pattern = table.weights[rule].pattern
-        sources = [tensor.sources[0] for tensor in tensors.values()]
+        sources = [tensor.sources[0] for tensor in tensors.values() if tensor.sources]
         problems.append(f"{key}.weights.{rule}: pattern {pattern!r} matches nothing; {nearest(pattern, sources)}")
     if problems:
         raise ConfigError(f"the sharding table does not fit the model:\n{listed(problems, PROBLEMS_SHOWN)}")
@@ -116,12 +125,13 @@ def rule_for(name: str, rules, problems: list[str], key: str) -> str | None:
     return matches[0] if matches else None
 
 
-def sources_of(module, name: str) -> tuple[list[str], bool]:
-    """The checkpoint names of a parameter, and whether they are the layers of a scan."""
-    stack = re.match(r"(\w*blocks)\.0\.block\.", name)  # models.transformer: ScannedBlocks, ControlBlocks
-    if stack is None or not hasattr(blocks := getattr(module, stack[1])[0], "layers"):
-        return [name], False
-    return [f"{stack[1]}.{layer}.{name[stack.end():]}" for layer in range(blocks.layers)], True
+def stored_of(module, name: str) -> tuple[list[str], bool, str | None]:
+    """The checkpoint names of a parameter, whether they are the layers of a scan, and its dtype if it has its own."""
+    stack = re.match(r"(\w*blocks)\.0\.block\.", name)  # models.transformer: Stacked
+    if stack is None or not hasattr(blocks := getattr(module, stack[1])[0], "stored"):
+        return [name], False, None
+    layers, source, dtype = blocks.stored(name[stack.end():])
+    return [f"{stack[1]}.{layer}.{source}" for layer in layers], True, dtype
 
 
 def dtype_of(module, name: str, dtype: str) -> str:
@@ -182,8 +192,12 @@ def load(
     parts = timed(functools.partial(next, reading), spent, "reading")
     began = time.perf_counter()
     for name, tensor in tensors.items():
-        if not tensor.sources:
+        if tensor.value is not None:
             arrays[name] = put(tensor.value, tensor.sharding)
+        elif not tensor.sources:
+            assert name in arrays  # scales, which came with what they scale
+        elif tensor.scaled_by:
+            arrays[name], arrays[tensor.scaled_by] = in_eight_bits(tensor, tensors[tensor.scaled_by], changes, parts)
         elif is_whole(tensor, changes):
             arrays[name] = send(tensor.shape, tensor.sharding, parts())
         elif tensor.stacked:
@@ -218,7 +232,8 @@ def loads(tensor: Tensor, files: dict[str, Stored], changes: Mapping[str, list[C
     listed, sharding = [], layer_sharding(tensor)
     for source in tensor.sources:
         stored, added = files[source], changes.get(source, ())
-        listed.append(Load([stored], sent_as(stored) if added else tensor.dtype, stored.shape, sharding))
+        as_stored = added or tensor.scaled_by
+        listed.append(Load([stored], sent_as(stored) if as_stored else tensor.dtype, stored.shape, sharding))
         factors = (factor for change in added for factor in placed(change, sharding))
         listed += [Load([one], sent_as(one), one.shape, spread) for one, spread in factors]
     return listed
@@ -226,8 +241,9 @@ def loads(tensor: Tensor, files: dict[str, Stored], changes: Mapping[str, list[C
 
 def is_whole(tensor: Tensor, changes: Mapping[str, list[Change]]) -> bool:
     """Whether an array is put together in host memory. Not one of many layers that would be much, nor one whose sources
-    are added to on the devices."""
-    return not (tensor.stacked and tensor.bytes > STACK_BYTES) and not any(map(changes.get, tensor.sources))
+    are added to or rounded on the devices."""
+    much = tensor.stacked and tensor.bytes > STACK_BYTES
+    return not (much or tensor.scaled_by or any(map(changes.get, tensor.sources)))
 
 
 def layer_sharding(tensor: Tensor):
@@ -294,6 +310,28 @@ def by_layer(tensor: Tensor, changes: Mapping[str, list[Change]], parts: Callabl
         array = merge(tensor, changes.get(tensor.sources[layer], ()), parts, array, layer)
         jax.block_until_ready(array)  # or the layers queue up in host memory faster than they are written
     return array
+
+
+def in_eight_bits(
+    tensor: Tensor, scale: Tensor, changes: Mapping[str, list[Change]], parts: Callable[[], dict]
+) -> tuple[jax.Array, jax.Array]:
+    """A weight of every layer and its scales, from numbers as they are stored and what adapters add to them."""
+    values, scales = zeros(tensor.struct), zeros(scale.struct)
+    whole = replace(tensor, dtype="float32", sharding=layer_sharding(tensor), shape=tensor.shape[1:], stacked=False)
+    program = quantise_program(tensor.sharding, scale.sharding)
+    for layer, source in enumerate(tensor.sources):
+        values, scales = program(values, scales, merge(whole, changes.get(source, ()), parts), layer)
+        jax.block_until_ready(values)
+    return values, scales
+
+
+@functools.cache
+def quantise_program(*shardings):
+    def program(values, scales, array, layer):
+        new_values, new_scales = quantise(array, str(values.dtype))
+        return into_place(values, new_values, layer), into_place(scales, new_scales, layer)
+
+    return jax.jit(program, out_shardings=shardings, donate_argnums=(0, 1))
 
 
 def merge(tensor: Tensor, changes: Iterable[Change], parts: Callable[[], dict], stack=None, layer=0) -> jax.Array:

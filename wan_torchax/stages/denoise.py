@@ -59,7 +59,7 @@ class Denoise(Stage):
     result_settings = (
         "seed", "steps", "guidance_scale", "guidance_scale_2", "model.experts", "model.boundary", "scheduler",
         "resolution.height", "resolution.width", "resolution.frames", "resolution.flow_shift", "attention.self.window",
-        "cache",
+        "cache", "precision",
     )
 
     @classmethod
@@ -259,7 +259,7 @@ class Denoise(Stage):
             if not self.components[name].is_loaded():
                 self.components[name].read_ahead()
         adaptive = caching.Adaptive(config, table) if config.cache.mode == "easycache" else None
-        work, resting = caching.plan(config, table), 0.0
+        work, resting, rescued = caching.plan(config, table), 0.0, []
         tell_plan(config, work)
         for index, expert in enumerate(experts):
             began = time.perf_counter()
@@ -270,17 +270,21 @@ class Denoise(Stage):
             schedule |= {name: weights.put(row[name], schedule[name].sharding) for name in row.keys() & schedule.keys()}
             if "noise" in schedule:
                 schedule["noise"] = weights.put(next(draws), schedule["noise"].sharding)
-            state, finite, estimate = self(PROGRAMS[kind], state, schedule, conditions, component=expert)
-            if not bool(finite):
+            state, report, estimate = self(PROGRAMS[kind], state, schedule, conditions, component=expert)
+            if not bool(report["finite"]):
                 what = f"the latents are not finite after step {index + 1} of {len(experts)}"
                 raise NotFinite(what, config, "transformer")
             measures = numpy.asarray(state["measures"]) if "measures" in state else None
             if adaptive is not None:
                 adaptive.learn(measures, kind)
             seconds, videos = time.perf_counter() - began, resolved.videos
+            if "rescued" in report:
+                rescued.append(tuple(numpy.asarray(report["rescued"]).tolist()))
+            last = rescued[-1] if "rescued" in report else None
             for video, one in enumerate(numpy.split(numpy.asarray(estimate), videos) if videos > 1 else [estimate]):
-                tell(Stepped(index + 1, len(experts), seconds, one, kind, measures, video, videos))
+                tell(Stepped(index + 1, len(experts), seconds, one, kind, measures, last, video, videos))
             tell(Advanced(self.name, 1))
+        tell_rescued(rescued)
         latents = numpy.array(state["slots"])[0][:, :, reference_count(config) :]
         if "first_latent" in values:
             latents[:, :, :1] = values["first_latent"]
@@ -377,6 +381,18 @@ def schedule_rows(config, table) -> dict[str, numpy.ndarray]:
         "timestep": table.timesteps, "coefficients": table.coefficients, "guidance_scale": numpy.float32(scales),
         "rest_weights": caching.rest_weights(config, count),
     }
+
+
+def tell_rescued(rescued: list[tuple[int, int]]) -> None:
+    """How often the guard of attention fired, if it did: by step, rows and layers."""
+    fired = [(rows, layers) for rows, layers in rescued if rows]
+    if fired:
+        rows, layers = (max(column) for column in zip(*fired))
+        log.warning(
+            "attention's guard fired in %d of %d steps: up to %d rows in %d layers had scores too far above those "
+            "before them and were computed again, which takes time and is exact (kernels/README.md)",
+            len(fired), len(rescued), rows, layers,
+        )
 
 
 def tell_plan(config, work: list[str]) -> None:

@@ -36,7 +36,9 @@ class Step:
 
     def forward(self, arrays, latents, timestep, conditions, embeddings, residual=None):
         """Velocity of the model's input (videos, …) for each of the embeddings (batch, tokens, width), those of all
-        videos' prompts before those of their negative ones; and what its blocks added, if that is kept."""
+        videos' prompts before those of their negative ones; what its blocks added, if that is kept; and the rows that
+        attention computed again (models.transformer)."""
+        from wan_torchax.models.transformer import rescued_rows
         from wan_torchax.patches import call_module
 
         batch, named = embeddings.shape[0], {}
@@ -58,11 +60,11 @@ class Step:
         )
         # Small, and what follows would otherwise be spread over the devices in pieces to be put together again.
         velocity = jax.lax.with_sharding_constraint(velocity.astype(jnp.float32), self.replicated)
-        return velocity, kept[0] if kept else None
+        return velocity, kept[0] if kept else None, rescued_rows(self.module)
 
     def velocities(self, arrays, latents, schedule, conditions, residual=None):
-        """One for each prompt of each video, (prompts · videos, channels, frames, height, width), and what the blocks
-        added."""
+        """One for each prompt of each video, (prompts · videos, channels, frames, height, width), what the blocks
+        added, and how many rows of attention were computed again in how many layers, (2,)."""
         if "condition" in conditions:
             latents = jnp.concatenate([latents, conditions["condition"]], axis=1)
         latents = with_first(latents, conditions)
@@ -72,32 +74,36 @@ class Step:
 
         embeddings = conditions["embeddings"][: self.prompts * len(latents)]
         if self.prompts == 1 or self.batched:
-            return one(embeddings, residual)
+            velocities, residual, rescued = one(embeddings, residual)
+            return velocities, residual, summed(rescued)
         given = (embeddings,) if residual is None else (embeddings, residual)
         each = [array.reshape(self.prompts, len(latents), *array.shape[1:]) for array in given]
-        results = jax.lax.map(lambda prompt: one(*prompt) if residual is not None else one(*prompt, None), each)
-        return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), results)
+        *results, rescued = jax.lax.map(
+            lambda prompt: one(*prompt) if residual is not None else one(*prompt, None), each
+        )
+        results = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), results)
+        return *results, summed(rescued if rescued is None else rescued.sum(axis=0))
 
     # ------------------------------------------------------------ programs
 
     def full(self, arrays, state, schedule, conditions):
         """Every prompt through every block."""
         latents = state["slots"][0]
-        velocities, residual = self.velocities(arrays, latents, schedule, conditions)
+        velocities, residual, rescued = self.velocities(arrays, latents, schedule, conditions)
         state = state | self.kept(state, latents, velocities, residual)
         if self.rests:
             state["velocities"] = velocities
-        return self.finish(state, velocities, schedule, conditions)
+        return self.finish(state, velocities, schedule, conditions, rescued)
 
     def prompt(self, arrays, state, schedule, conditions):
         """The prompt alone through the blocks."""
         latents = state["slots"][0]
-        velocity, residual = self.velocities(arrays, latents, schedule, conditions)
+        velocity, residual, rescued = self.velocities(arrays, latents, schedule, conditions)
         velocities = jnp.concatenate([velocity, guess(velocity, state["velocities"], schedule["rest_weights"])])
         if residual is not None:
             residual = state["residual"].at[:1].set(residual)
         state = state | self.kept(state, latents, velocities, residual)
-        return self.finish(state, velocities, schedule, conditions)
+        return self.finish(state, velocities, schedule, conditions, rescued)
 
     def reuse(self, arrays, state, schedule, conditions):
         """What was kept, on the latents as they are now."""
@@ -105,14 +111,14 @@ class Step:
         if self.mode == "easycache":
             velocities = latents + state["offsets"]
         else:
-            velocities, _ = self.velocities(arrays, latents, schedule, conditions, state["residual"])
+            velocities, *_ = self.velocities(arrays, latents, schedule, conditions, state["residual"])
         if self.rests:
             guessed = guess(velocities[:1], state["velocities"], schedule["rest_weights"])
             velocities = jnp.where(schedule["resting"] > 0, jnp.concatenate([velocities[:1], guessed]), velocities)
         return self.finish(state, velocities, schedule, conditions)
 
-    def finish(self, state, velocities, schedule, conditions):
-        """Guidance, the scheduler's step, and a look at where the flow would end."""
+    def finish(self, state, velocities, schedule, conditions, rescued=None):
+        """Guidance, the scheduler's step, what is to report of it, and a look at where the flow would end."""
         velocity, slots = velocities, state["slots"]
         if len(velocities) == 2 * slots.shape[1]:
             prompt, negative = jnp.split(velocities, 2)
@@ -125,7 +131,8 @@ class Step:
         if self.mode == "easycache":
             change = jnp.abs(after[0] - slots[0]).mean()
             state["measures"] = state["measures"].at[0].set(change)
-        return state, jnp.isfinite(after[0]).all(), estimate
+        report = {"finite": jnp.isfinite(after[0]).all()} | ({} if rescued is None else {"rescued": rescued})
+        return state, report, estimate
 
     # ------------------------------------------------------------ what is kept
 
@@ -157,6 +164,11 @@ class Step:
             None: {},
         }[self.mode]
         return structs | ({"velocities": array(*pair)} if self.rests else {})
+
+
+def summed(rescued):
+    """Of (layers, devices): how many in all, and in how many layers; None stays None."""
+    return rescued if rescued is None else jnp.stack([rescued.sum(), (rescued.sum(axis=1) > 0).sum()])
 
 
 def guess(prompt, last, weights):
