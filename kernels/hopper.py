@@ -14,8 +14,7 @@ again: it looks at every block's sums before the block counts, and raises the re
 
 Copies leave out what overhangs an array: zeros are read there and nothing is written.
 """
-import functools
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -385,7 +384,7 @@ def count_steep(_, total):
     ]
     barrier = arith.addi(utils.warpgroup_idx(sync=False), arith.constant(number, 1))  # as Mosaic numbers them
     told = llvm.inline_asm(
-        number, [functools.reduce(arith.ori, flags), barrier],
+        number, [reduce(arith.ori, flags), barrier],
         "{ .reg .pred own, any; setp.ne.s32 own, $1, 0; bar.red.or.pred any, $2, 128, own; selp.s32 $0, 1, 0, any; }",
         "=r,r,r", has_side_effects=True,
     )

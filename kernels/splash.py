@@ -110,7 +110,7 @@ def call(body, arrays, keys, head_dim, kernel, before=(), lost=None):
             jax.ShapeDtypeStruct((batch, width, queries), query.dtype),
             jax.ShapeDtypeStruct((batch, heads, 1, queries), jnp.float32),
         ],
-        input_output_aliases={4: 0, 5: 1} if before else {},
+        input_output_aliases={4: 0, 5: 1} if before else {},  # behind the flags and three arrays
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=kernel.vmem_mib * 2**20,
@@ -122,12 +122,11 @@ def call(body, arrays, keys, head_dim, kernel, before=(), lost=None):
 
 def flags_of(lost, block_q):
     """1 for each block of queries with a lost row, flat (batch * heads * blocks,)."""
-    batch, heads, _, queries = lost.shape
-    padded = jnp.pad(lost, ((0, 0),) * 3 + ((0, -queries % block_q),))
+    padded = jnp.pad(lost, ((0, 0),) * 3 + ((0, -lost.shape[3] % block_q),))
     return padded.reshape(-1, block_q).any(axis=1).astype(jnp.int32)
 
 
-def outline(*refs, keys=None, kernel=None):
+def outline(*refs):
     """A kernel's operands without its work: what the program around it compiles to is the same."""
     *_, out_t, log_sum = refs[:-SCRATCHES]
     out_t[...] = jnp.zeros_like(out_t)

@@ -16,7 +16,7 @@ from wan_torchax.kernels.attention import GUARDED, Attend
 from wan_torchax.models.modules import construct
 from wan_torchax.patches import call_module, interop
 
-EIGHT_BITS = (".quantised", ".scale")
+SMALL_PARTS = (".quantised", ".scale")  # of a linear layer with eight bits
 
 
 class Transformer:
@@ -149,7 +149,7 @@ class ScannedBlocks(Stacked):
         def one_block(layer, state, small=False):
             hidden, rescued = state
             weights, self.at = self.layer_of(stacked, layer, small), (stacked, layer)
-            self.quantised = {name: weights.pop(name) for name in list(weights) if name.endswith(EIGHT_BITS)}
+            self.quantised = {name: weights.pop(name) for name in list(weights) if name.endswith(SMALL_PARTS)}
             if self.spread is not None:
                 hidden = jax.lax.with_sharding_constraint(hidden, self.spread)
             hidden = call_module(self.block, weights, hidden, text, modulate(hidden.shape[0]), tuple(rotary))

@@ -278,11 +278,10 @@ class Denoise(Stage):
             if adaptive is not None:
                 adaptive.learn(measures, kind)
             seconds, videos = time.perf_counter() - began, resolved.videos
-            if "rescued" in report:
-                rescued.append(tuple(numpy.asarray(report["rescued"]).tolist()))
-            last = rescued[-1] if "rescued" in report else None
+            again = tuple(numpy.asarray(report["rescued"]).tolist()) if "rescued" in report else None
+            rescued.append(again or (0, 0))
             for video, one in enumerate(numpy.split(numpy.asarray(estimate), videos) if videos > 1 else [estimate]):
-                tell(Stepped(index + 1, len(experts), seconds, one, kind, measures, last, video, videos))
+                tell(Stepped(index + 1, len(experts), seconds, one, kind, measures, again, video, videos))
             tell(Advanced(self.name, 1))
         tell_rescued(rescued)
         latents = numpy.array(state["slots"])[0][:, :, reference_count(config) :]
