@@ -35,7 +35,7 @@ EXACT = Kernel(kernel="xla")
 SIZES = ((32_760, 12), (32_760, 40), (75_600, 12), (75_600, 40))  # tokens, heads
 SMOKE_SIZES = ((300, 2),)
 # kernel, tokens that are padding, which rows the fast pass loses
-CASES = ((0, None), (223, None), (0, "one"), (0, "all"))
+CASES = ((0, None), (223, None), (0, "one"), (0, "all"), (0, "values"))
 CHECKS = (("cudnn", 0, None), *(("hopper", *case) for case in CASES))
 SMOKE_CHECKS = tuple(("xla", *case) for case in CASES)
 
@@ -77,16 +77,17 @@ def waiting(attend, shape):
 
 
 def inputs(tokens, heads, lost=None):
-    """Query, key and value; with lost="one" or "all" rows meet a key, in the middle, that is far above the others."""
+    """Query, key and value; with lost="one" or "all" rows meet a key, in the middle, that is far above the others; with
+    "values" one that is not so far above them, but values overflow with its weight."""
     keys = jax.random.split(jax.random.key(0), 3)
     query, key, value = (jax.random.normal(key, (1, tokens, heads * HEAD_DIM), jnp.bfloat16) for key in keys)
     middle, head = tokens // 2, slice(HEAD_DIM)
     if lost == "one":  # a score of about 196, in units of the softmax's exponent
         key = key.at[0, middle, head].set(query[0, 77, head] * 12)
-    if lost == "all":
+    if lost in ("all", "values"):
         query = query.at[0, :, ::HEAD_DIM].set(16)
-        key = key.at[0, middle, ::HEAD_DIM].set(120)
-    return query, key, value
+        key = key.at[0, middle, ::HEAD_DIM].set(120 if lost == "all" else 40)
+    return query, key, value * (2.0**60 if lost == "values" else 1)
 
 
 def our_call(tokens, heads, kernel, lost=None):

@@ -9,8 +9,8 @@
 
 The fast kernel takes the maximum of a row's first block of keys as its weights' reference, not a running one: that
 saves the maxima and corrections of all later blocks. A row whose later scores are so far above it that its weights
-come near overflow is lost. The guarded kernel, which ends at once elsewhere, computes the tiles that hold such rows
-again: it looks at every block's sums before the block counts, and raises the reference where that is needed.
+come near overflow is lost. The guarded kernel, which ends at once elsewhere, computes such rows again, from where their
+sums grew: it looks at every block's sums before the block counts, and raises the reference where that is needed.
 
 Copies leave out what overhangs an array: zeros are read there and nothing is written.
 """
@@ -50,12 +50,11 @@ def attention(query, key, value, keys, head_dim, kernel):
 
 
 def first_blocks(lost, steep, steps):
-    """From which block of keys on each tile of queries is computed again, flat (batch * heads * tiles,): from the first
-    one, or where all its rows are lost, from the first one that counts in any of them."""
-    lost = jnp.pad(lost, ((0, 0), (0, 0), (0, steep.shape[2] - lost.shape[2])), mode="edge")
-    tiles = (-1, GROUPS * ROWS)
-    first = jnp.min(jnp.where(lost, steep, 0).reshape(tiles), axis=1).astype(jnp.int32)
-    return jnp.where(jnp.any(lost.reshape(tiles), axis=1), jnp.minimum(first, steps - 2), NOTHING)
+    """From which block of keys on each tile of queries is computed again, flat (batch * heads * tiles,): the first one
+    that counts in any of its lost rows."""
+    first = jnp.where(lost, jnp.minimum(steep[..., : lost.shape[2]], steps - 2), NOTHING)
+    first = jnp.pad(first, ((0, 0), (0, 0), (0, steep.shape[2] - lost.shape[2])), constant_values=NOTHING)
+    return jnp.min(first.reshape(-1, GROUPS * ROWS), axis=1).astype(jnp.int32)
 
 
 def tiles_for_products(dtype, swizzle=128):
@@ -105,8 +104,8 @@ def memory(block_kv, head_dim, dtype):
 
 
 def fast(query, key, value, keys, head_dim, block_kv):
-    """(out, log_sum, steep): attention, where lost rows have NaN as their log_sum, and the number of the block at which
-    a row's sum passed STEEP_SUM. In the grid query tiles are fastest, so that a head's keys and values stay in L2."""
+    """(out, log_sum, steep): attention, where lost rows have NaN as their log_sum, and the number of the block from
+    which on a row's keys count. In the grid query tiles are fastest, so that a head's keys and values stay in L2."""
     batch, queries, width = query.shape
     heads, tiles = width // head_dim, pl.cdiv(queries, GROUPS * ROWS)
     rows = jax.ShapeDtypeStruct((batch, heads, tiles * GROUPS * ROWS), jnp.float32)
@@ -128,7 +127,7 @@ def fast(query, key, value, keys, head_dim, block_kv):
 
 
 def compute_again(begins, inputs, results, keys, head_dim, block_kv):
-    """The results, in which tiles that begin anywhere are computed again.
+    """The results, in which the lost rows of tiles that begin anywhere are computed again.
 
     The device decides, not lax.cond: for that XLA asks the host, in every transformer block.
     """
@@ -186,24 +185,36 @@ def walk(tiles, attend, keys, query, key, value, out, log_sum, steep, *, query_t
         rows, lanes = pl.ds((tile * GROUPS + group) * ROWS, ROWS), pl.ds(head * head_dim, head_dim)
         own_query, own_row = query_tile.at[group], row_tile.at[group]
 
+        def take(source, target):
+            plgpu.copy_gmem_to_smem(source, target, query_ready.at[group])
+            plgpu.barrier_wait(query_ready.at[group])
+
         def give(values, target):
             own_row[...] = values
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(own_row, target.at[batch, head, rows])
             plgpu.wait_smem_to_gmem(0)
 
-        plgpu.copy_gmem_to_smem(query.at[batch, rows, lanes], own_query, query_ready.at[group])
-        plgpu.barrier_wait(query_ready.at[group])
+        take(query.at[batch, rows, lanes], own_query)
         work = partial(attend, Walk(own_query, key_blocks, value_blocks, keys, blocks - first))
         sums, maximum, total, *steep_at = pl.run_scoped(work, plgpu.ACC((ROWS, head_dim), jnp.float32))
         result = sums / along(total, sums.shape)
         sound = (total < TRUSTED_SUM) & (jnp.sum(jnp.abs(result), axis=1) < jnp.inf)
+        own_log_sum = jnp.where(sound, maximum / LOG2_E + jnp.log(total), jnp.nan)
+        if steep is None:  # rows that were not lost stay as they are
+            plgpu.commit_smem()  # all warps are done with the queries
+            take(out.at[batch, rows, lanes], own_query)
+            take(log_sum.at[batch, head, rows], own_row)
+            before = plgpu.load(own_row, (), layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+            lost = along(jnp.where(before == before, 0.0, 1.0), result.shape)
+            result = jnp.where(lost > 0, result, own_query[...].astype(jnp.float32))
+            own_log_sum = jnp.where(before == before, before, own_log_sum)
         own_query[...] = result.astype(out.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(own_query, out.at[batch, rows, lanes])
-        give(jnp.where(sound, maximum / LOG2_E + jnp.log(total), jnp.nan), log_sum)
-        if steep is not None:
-            give(*steep_at, steep)
+        give(own_log_sum, log_sum)
+        if steep is not None:  # a sum that is trusted is lost for its values, and all of its keys count
+            give(jnp.where(total < TRUSTED_SUM, 0.0, *steep_at), steep)
 
     @pl.when(group == GROUPS)
     def fetcher():
@@ -322,13 +333,10 @@ def attend_fast(walk, sums):
 
 
 def attend_guarded(walk, sums):
-    """The same for any scores: a block whose weights are too large is weighed again before its values count.
+    """The same for any scores: a block whose weights are too large is weighed again before its values count."""
 
-    The look at each block's sums and the branch behind it cost 6 to 11 % of the time.
-    """
-
-    def rescue(index, maximum, old_total, last):
-        """The block's keys are still in their buffer."""
+    def weigh_again(index, maximum, old_total, last=False):
+        """A block's weights against the highest of its scores, or what is known before; its keys are still there."""
 
         def product(scores):
             walk.multiply_keys(scores, lax.rem(index, STAGES))
@@ -353,19 +361,17 @@ def attend_guarded(walk, sums):
         return index + 1, *step(index, state)
 
     def stretch(progress):
-        """Blocks up to one that is too steep, and that one."""
+        """Blocks up to one that is too steep, or the last but one, and that one again: a branch would cost registers."""
         index, state = progress
-        index, state, old_total, steep = lax.while_loop(
+        index, (_, maximum, _), old_total, _ = lax.while_loop(
             lambda progress: (progress[0] < walk.steps - 1) & ~progress[3], until_steep, (index, state, state[2], False)
         )
-        return index, mended(index - 1, state, old_total, steep)
-
-    def mended(index, state, old_total, steep, last=False):
-        return lax.cond(steep, lambda: rescue(index, state[1], old_total, last), lambda: state)
+        return index, weigh_again(index - 1, maximum, old_total)
 
     state = walk.first_step()
     index, state = lax.while_loop(lambda progress: progress[0] < walk.steps - 1, stretch, (jnp.int32(1), state))
-    weights, *rest = mended(index, *step(index, state, last=True), last=True)
+    (_, maximum, _), old_total, _ = step(index, state, last=True)
+    weights, *rest = weigh_again(index, maximum, old_total, last=True)
     walk.release_keys(index)
     return walk.finish(sums, weights), *rest
 
@@ -375,7 +381,10 @@ def attend_guarded(walk, sums):
     return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
 )
 def count_steep(_, total):
-    """1 in all threads of a warpgroup if any of its rows' sums is not below STEEP_SUM: a barrier that tells."""
+    """1 in all threads of a warpgroup if any of its rows' sums is not below STEEP_SUM: a barrier that tells.
+
+    The shuffle is for the compiler, which takes a branch for a divergent one else, and products behind it one by one.
+    """
     number, single = ir.IntegerType.get_signless(32), ir.F32Type.get()
     limit = arith.constant(single, ir.FloatAttr.get(single, STEEP_SUM))
     flags = [
@@ -385,7 +394,8 @@ def count_steep(_, total):
     barrier = arith.addi(utils.warpgroup_idx(sync=False), arith.constant(number, 1))  # as Mosaic numbers them
     told = llvm.inline_asm(
         number, [reduce(arith.ori, flags), barrier],
-        "{ .reg .pred own, any; setp.ne.s32 own, $1, 0; bar.red.or.pred any, $2, 128, own; selp.s32 $0, 1, 0, any; }",
+        "{ .reg .pred own, any; .reg .b32 told; setp.ne.s32 own, $1, 0; bar.red.or.pred any, $2, 128, own;"
+        "selp.b32 told, 1, 0, any; shfl.sync.idx.b32 $0, told, 0, 31, -1; }",
         "=r,r,r", has_side_effects=True,
     )
     return FragmentedArray.splat(told, (), is_signed=True)

@@ -5,7 +5,7 @@
     query    (batch, queries, heads * head_dim)     value_t  (batch, heads * head_dim, keys)
     key      (batch, keys, heads * head_dim)        out_t    (batch, heads * head_dim, queries)
     log_sum  (batch, heads, queries) float32: log of the sum of exp(score), for merging with other keys
-    rescued  how many rows of heads the fast kernel lost
+    rescued  int32: how many rows of heads left the fast path's range and were computed the careful way
     keys     how many of the keys count; the rest is padding
 
 Scores are kept transposed, (keys, queries): softmax reductions then run over sublanes, a query's statistics
@@ -26,7 +26,8 @@ LOG2_E = 1.4426950408889634
 LOWEST = float(np.finfo(np.float32).min)
 # The fast path's largest row sum: well below overflow, and 1 / sum well above the denormals a TPU flushes.
 TRUSTED_SUM = 2.0**100
-SCRATCHES = 4  # arrays that a kernel keeps from one block of keys to the next
+# Chunks of one unrolled stretch of code with the running maximum: 7 make a third of the 21 of v6e's tile.
+CAREFUL_CHUNKS = 7
 
 
 def reference(query, key, value, head_dim, window=None):
@@ -40,7 +41,7 @@ def reference(query, key, value, head_dim, window=None):
 
 
 def attention(query, key, value_t, keys, head_dim, kernel):
-    """The fast kernel, and behind it the exact one for blocks of queries of which the fast one reports a lost row."""
+    """The fast kernel, and behind it the exact one for inputs on which the fast one's result is not finite."""
     batch, queries, width = query.shape
     heads = width // head_dim
     if head_dim % 128:  # a block's last dimension must be whole lanes or the whole array: fold the heads into the batch
@@ -49,100 +50,62 @@ def attention(query, key, value_t, keys, head_dim, kernel):
             for array in (query, key)
         )
         value_t = value_t.reshape(batch * heads, head_dim, -1)
-    arrays, rescued = (query, key, value_t), jnp.int32(0)
+    exact = partial(call, exact_kernel, (query, key, value_t), keys, head_dim, kernel)
     if kernel.window is not None:
-        out_t, log_sum = call(exact_kernel, arrays, keys, head_dim, kernel)
+        out_t, rows = exact()
+        rescued = jnp.int32(0)
     else:
-        out_t, log_sum = call(fast_kernel, arrays, keys, head_dim, kernel)
-        lost = ~jnp.isfinite(log_sum)
-        rescued = jnp.sum(lost, dtype=jnp.int32)
-
-        def again(state):
-            return False, *call(again_kernel, arrays, keys, head_dim, kernel, before=state[1:], lost=lost)
-
+        out_t, rows = call(fast_kernel, (query, key, value_t), keys, head_dim, kernel)
+        lost = ~jnp.isfinite(rows[:, :, 0])
+        rescued = jnp.sum(lost | (rows[:, :, 1] > 0), dtype=jnp.int32)
         # A loop that runs at most once, not lax.cond: its result takes over the buffers it starts from, without a copy.
-        _, out_t, log_sum = lax.while_loop(lambda state: state[0], again, (rescued > 0, out_t, log_sum))
-    return out_t.reshape(batch, width, queries), log_sum.reshape(batch, heads, queries), rescued
+        start = jnp.any(lost), out_t, rows
+        _, out_t, rows = lax.while_loop(lambda state: state[0], lambda state: (False, *exact()), start)
+    return out_t.reshape(batch, width, queries), rows[:, :, 0].reshape(batch, heads, queries), rescued
 
 
-def call(body, arrays, keys, head_dim, kernel, before=(), lost=None):
-    """One Pallas call, its grid over batch, heads, query blocks and, innermost, key blocks; edge blocks overhang.
-
-    With results from `before`, only blocks of queries with a lost row have their queries, keys and values fetched."""
+def call(body, arrays, keys, head_dim, kernel):
+    """One Pallas call, its grid over batch, heads, query blocks and, innermost, key blocks; edge blocks overhang."""
     query = arrays[0]
     batch, queries, width = query.shape
     heads = width // head_dim
     block_q, block_kv = fitting(kernel.block_q, kernel.sub_q, queries), fitting(kernel.block_kv, kernel.chunk_kv, keys)
-    grid = batch, heads, pl.cdiv(queries, block_q), pl.cdiv(keys, block_kv)
-    scalars = () if lost is None else (flags_of(lost, block_q),)
-
-    def place(chosen):
-        def of_block(b, h, i, j, *flags):
-            wanted = flags[0][(b * heads + h) * grid[2] + i] if flags else 1
-            return chosen(b * wanted, h * wanted, i * wanted, j * wanted)
-
-        return of_block
-
-    results = [
-        pl.BlockSpec((None, head_dim, block_q), lambda b, h, i, j, *_: (b, h, i)),
-        pl.BlockSpec((None, None, 1, block_q), lambda b, h, i, j, *_: (b, h, 0, i)),
-    ]
     return pl.pallas_call(
-        outline if kernel.outline else partial(body, keys=keys, kernel=kernel),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            grid=grid,
-            in_specs=[
-                pl.BlockSpec((None, block_q, head_dim), place(lambda b, h, i, j: (b, i, h))),
-                pl.BlockSpec((None, block_kv, head_dim), place(lambda b, h, i, j: (b, j, h))),
-                pl.BlockSpec((None, head_dim, block_kv), place(lambda b, h, i, j: (b, h, j))),
-                *results[: len(before)],
-            ],
-            out_specs=results,
-            scratch_shapes=[
-                pltpu.VMEM((head_dim * (2 if kernel.fold_scale else 1), block_q), query.dtype),
-                pltpu.VMEM((head_dim, block_q), jnp.float32),
-                pltpu.VMEM((1, block_q), jnp.float32),
-                pltpu.VMEM((1, block_q), jnp.float32),
-            ],
-        ),
+        outline if kernel.outline else partial(body, queries=queries, keys=keys, kernel=kernel),
+        grid=(batch, heads, pl.cdiv(queries, block_q), pl.cdiv(keys, block_kv)),
+        in_specs=[
+            pl.BlockSpec((None, block_q, head_dim), lambda b, h, i, j: (b, i, h)),
+            pl.BlockSpec((None, block_kv, head_dim), lambda b, h, i, j: (b, j, h)),
+            pl.BlockSpec((None, head_dim, block_kv), lambda b, h, i, j: (b, h, j)),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, head_dim, block_q), lambda b, h, i, j: (b, h, i)),
+            pl.BlockSpec((None, None, 2, block_q), lambda b, h, i, j: (b, h, 0, i)),
+        ],
         out_shape=[
             jax.ShapeDtypeStruct((batch, width, queries), query.dtype),
-            jax.ShapeDtypeStruct((batch, heads, 1, queries), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, 2, queries), jnp.float32),
         ],
-        input_output_aliases={4: 0, 5: 1} if before else {},  # behind the flags and three arrays
+        scratch_shapes=[
+            pltpu.VMEM((head_dim * (2 if kernel.fold_scale else 1), block_q), query.dtype),
+            pltpu.VMEM((head_dim, block_q), jnp.float32),
+            pltpu.VMEM((1, block_q), jnp.float32),
+            pltpu.VMEM((1, block_q), jnp.float32),
+            pltpu.SMEM((1,), jnp.int32),
+        ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=kernel.vmem_mib * 2**20,
         ),
         interpret=kernel.interpret,
         name=body.__name__,
-    )(*scalars, *arrays, *before)
+    )(*arrays)
 
 
-def flags_of(lost, block_q):
-    """1 for each block of queries with a lost row, flat (batch * heads * blocks,)."""
-    padded = jnp.pad(lost, ((0, 0),) * 3 + ((0, -lost.shape[3] % block_q),))
-    return padded.reshape(-1, block_q).any(axis=1).astype(jnp.int32)
-
-
-def outline(*refs):
+def outline(query, key, value_t, out_t, rows, *scratch):
     """A kernel's operands without its work: what the program around it compiles to is the same."""
-    *_, out_t, log_sum = refs[:-SCRATCHES]
     out_t[...] = jnp.zeros_like(out_t)
-    log_sum[...] = jnp.zeros_like(log_sum)
-
-
-def again_kernel(flags, query, key, value_t, out_before, log_sum_before, out_t, log_sum, *scratch, keys, kernel):
-    """The exact kernel where a block of queries has a lost row; other blocks stay as they are."""
-    place = (pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)) * pl.num_programs(2) + pl.program_id(2)
-    lost = flags[place] > 0
-    exact_kernel(query, key, value_t, out_t, log_sum, *scratch, keys=keys, kernel=kernel, wanted=lost)
-
-    @pl.when(~lost)
-    def keep():
-        out_t[...] = out_before[...]
-        log_sum[...] = log_sum_before[...]
+    rows[...] = jnp.zeros_like(rows)
 
 
 def fitting(block, part, tokens):
@@ -150,40 +113,103 @@ def fitting(block, part, tokens):
     return min(block, pl.cdiv(tokens, part) * part)
 
 
-def fast_kernel(query, key, value_t, out_t, log_sum, query_t, sums, reference, total, *, keys, kernel):
+def fast_kernel(query, key, value_t, out_t, rows, query_t, sums, reference, total, wary, *, queries, keys, kernel):
     """One block of keys, tile by tile, the softmax taken against a reference that is corrected only between tiles.
 
     query (block_q, head_dim)   key (block_kv, head_dim)   value_t (head_dim, block_kv)   out_t (head_dim, block_q)
+    rows (2, block_q): each row's log_sum, and 1 where it has been out of range
     Kept from tile to tile: query_t (head_dim or twice that, block_q), and in float32 sums (head_dim, block_q),
     reference and total (1, block_q). So far, the output is sums / total and the log2 of the softmax's denominator
-    reference + log2(total).
+    reference + log2(total). A tile that takes a row out of range, its total beyond TRUSTED_SUM, is taken again with a
+    running maximum, which costs 1.4 tiles; wary (1,) is 1 from then on, and the rest are taken so at once.
     """
-    block_kv, number = key.shape[0], pl.program_id(3)
-    last = pl.cdiv(keys, block_kv) - 1
+    block_kv, block_q, number = key.shape[0], query.shape[0], pl.program_id(3)
+    last, block_tiles = pl.cdiv(keys, block_kv) - 1, block_kv // kernel.tile_kv
+    all_tiles = keys // kernel.tile_kv if keys > kernel.tile_kv else 0
+    tail = keys - all_tiles * kernel.tile_kv
+    real_rows = queries - pl.program_id(2) * block_q
+    add = partial(add_keys, key, value_t, State(query_t, sums, reference, total), kernel)
 
     @pl.when(number == 0)
     def start():
         keep_query(query, query_t, kernel)
+        rows[...] = jnp.zeros_like(rows)
         sums[...] = jnp.zeros_like(sums)
         total[...] = jnp.zeros_like(total)
-        for columns in parts_of(query.shape[0], kernel.sub_q):
+        wary[0] = 0
+        for columns in parts_of(block_q, kernel.sub_q):
             scores = scores_of(key[:kernel.chunk_kv, :], query_t[:, columns], kernel)
             reference[:, columns] = jnp.max(hide_tail(scores, keys), axis=0, keepdims=True)
 
-    tile = partial(fast_tile, key, value_t, State(query_t, sums, reference, total), kernel)
-    last_tiles, tail = divmod(keys - last * block_kv, kernel.tile_kv)
-    if keys >= kernel.tile_kv:
-        tiles = jnp.where(number < last, block_kv // kernel.tile_kv, last_tiles)
-        pl.loop(0, tiles)(lambda index: tile(pl.multiple_of(index * kernel.tile_kv, kernel.tile_kv), kernel.tile_kv))
-    if tail:  # code of its own for the keys that fill no tile, so that the others need no mask
-        pl.when(number == last)(lambda: tile(last_tiles * kernel.tile_kv, tail))
+    def attempt(first, size):
+        """Add keys; whether that took a row out of range."""
+        add(first, size, careful=False)
+        within = lax.broadcasted_iota(jnp.int32, total.shape, 1) < real_rows  # what overhangs may be anything
+        return jnp.any(within & (total[...] >= TRUSTED_SUM))
 
-    @pl.when(number == last)
+    def again(first, size, attempted):
+        """Add keys with a running maximum: to the rows that the attempt lost or, if none was made, to all."""
+        wary[0] = 1
+        lost, base = total[...] >= TRUSTED_SUM, reference[...]
+        before = base + jnp.where(attempted, 0, jnp.log2(total[...]))  # an attempt leaves it in the reference
+
+        @pl.when(attempted)
+        def clear():  # what a lost row had before is less than 2**-100 of what it has now: nothing
+            sums[...] = jnp.where(lost, 0, sums[...])
+            total[...] = jnp.where(lost, 0, total[...])
+            reference[...] = jnp.where(lost, LOWEST, -LOWEST)  # the others add weights of zero and stay as they are
+
+        group = CAREFUL_CHUNKS * kernel.chunk_kv
+        groups, rest = divmod(size, group)
+        if groups:
+            pl.loop(0, groups)(lambda index: add(first + index * group, group, careful=True))
+        if rest:
+            add(first + groups * group, rest, careful=True)
+        reference[...] = jnp.where(attempted & ~lost, base, reference[...])
+        rise = reference[...] + jnp.log2(total[...]) - before
+        rows[1:] = jnp.where(rise < np.log2(TRUSTED_SUM), rows[1:], 1)
+
+    def stretch(index, tiles):
+        """Tiles from `index` on, up to one that takes a row out of range, and that one again. Gives the next index."""
+        trusting = wary[0] == 0
+
+        def tile(state):
+            missed = attempt(state[0] * kernel.tile_kv, kernel.tile_kv)
+            return jnp.where(missed, state[0], state[0] + 1), missed
+
+        index, missed = lax.while_loop(lambda state: (state[0] < tiles) & ~state[1], tile, (index, ~trusting))
+        pl.when(missed)(lambda: again(index * kernel.tile_kv, kernel.tile_kv, trusting))
+        return jnp.where(missed, index + 1, index)
+
     def finish():
         result = sums[...] / total[...]
-        sound = jnp.all(jnp.isfinite(result), axis=0, keepdims=True) & (total[...] < TRUSTED_SUM)
+        sound = jnp.isfinite(jnp.sum(jnp.abs(result), axis=0, keepdims=True))
         out_t[...] = result.astype(out_t.dtype)
-        log_sum[...] = jnp.where(sound, (reference[...] + jnp.log2(total[...])) / LOG2_E, jnp.nan)
+        rows[:1] = jnp.where(sound, (reference[...] + jnp.log2(total[...])) / LOG2_E, jnp.nan)
+
+    def end(first, size):
+        """The last keys and the result in one stretch of code, which is shorter than two."""
+
+        def both():
+            missed = attempt(first, size)
+            finish()
+            return missed
+
+        trusting = wary[0] == 0
+        missed = lax.cond(trusting, both, lambda: ~trusting) if all_tiles else both()
+
+        @pl.when(missed)
+        def both_again():
+            again(first, size, trusting)
+            finish()
+
+    if all_tiles:
+        tiles = jnp.minimum(block_tiles, all_tiles - number * block_tiles)
+        lax.while_loop(lambda index: index < tiles, lambda index: stretch(index, tiles), 0)
+    if tail:  # code of its own for the keys that fill no tile, so that the others need no mask
+        pl.when(number == last)(lambda: end(all_tiles * kernel.tile_kv - last * block_kv, tail))
+    else:
+        pl.when(number == last)(finish)
 
 
 class State(NamedTuple):
@@ -195,47 +221,58 @@ class State(NamedTuple):
     total: jax.Array
 
 
-def fast_tile(key, value_t, state, kernel, first, real):
+def add_keys(key, value_t, state, kernel, first, real, careful):
     """Add `real` keys, from the block's `first` on, to the state, in steps of chunk_kv keys by sub_q queries.
 
     Source order is the schedule: a step's score product stands before the previous step's softmax and its value product
     after the next step's, so that the MXU works while the exponentials of its neighbours are taken.
+    Careful, a step's reference is the highest score so far; else all steps have the log-sum-exp of what was before.
     """
     query_t, sums, reference, total = state
-    parts = parts_of(query_t.shape[1], kernel.sub_q)
-    bases, factors, row_sums = [], [], []
-    for columns in parts:  # what is known so far becomes one: its log-sum-exp is the new reference
-        known = total[:, columns]
-        divisor = jnp.where(known == 0, 1, known)  # zero before the first tile
-        bases.append(jnp.where(known < TRUSTED_SUM, reference[:, columns] + jnp.log2(divisor), jnp.inf))
-        factors.append(1 / divisor)
-        row_sums.append(jnp.where(known == 0, 0.0, 1.0))
-        reference[:, columns] = bases[-1]
+    first, parts = pl.multiple_of(first, kernel.chunk_kv), parts_of(query_t.shape[1], kernel.sub_q)
+    bases, row_sums = [reference[:, columns] for columns in parts], [total[:, columns] for columns in parts]
+    factors = [None] * len(parts)  # what sums are multiplied with before the step's are added
+    if not careful:  # what is known so far becomes one: its log-sum-exp is the new reference
+        for part, columns in enumerate(parts):
+            known = row_sums[part]
+            divisor = jnp.where(known == 0, 1, known)  # zero before the first tile
+            # A sum that is still out of range is NaN, or of a row that overhangs: it stays lost.
+            bases[part] = jnp.where(known < TRUSTED_SUM, bases[part] + jnp.log2(divisor), jnp.inf)
+            factors[part] = 1 / divisor
+            row_sums[part] = jnp.where(known == 0, 0.0, 1.0)
+            reference[:, columns] = bases[part]
 
     def scores_at(begin, part):
         scores = scores_of(key[pl.ds(first + begin, kernel.chunk_kv), :], query_t[:, parts[part]], kernel)
         return hide_tail(scores, real - begin)
 
-    def accumulate(begin, part, weights):
+    def accumulate(begin, part, weights, factor):
         values = value_t[:, pl.ds(first + begin, kernel.chunk_kv)]
         if begin + kernel.chunk_kv > real:  # what overhangs may be NaN, which a weight of zero would not silence
             values = jnp.where(lax.broadcasted_iota(jnp.int32, (1, kernel.chunk_kv), 1) < real - begin, values, 0)
         held = sums[:, parts[part]]
-        held = held * factors[part] if begin == 0 else held
+        held = held * factor if careful or begin == 0 else held
         sums[:, parts[part]] = held + dot(values, weights)
 
     steps = [(begin, part) for begin in range(0, real, kernel.chunk_kv) for part in range(len(parts))]
     scores, waiting = scores_at(*steps[0]), None
     for (begin, part), following in zip(steps, steps[1:] + [None]):
         next_scores = scores_at(*following) if following else None
+        if careful:
+            highest = jnp.maximum(bases[part], jnp.max(scores, axis=0, keepdims=True))
+            factors[part] = jnp.exp2(bases[part] - highest)
+            row_sums[part] *= factors[part]
+            bases[part] = highest
         weights = jnp.exp2(scores - bases[part])
         row_sums[part] += jnp.sum(weights, axis=0, keepdims=True)
         if waiting:
             accumulate(*waiting)
-        scores, waiting = next_scores, (begin, part, weights.astype(value_t.dtype))
+        scores, waiting = next_scores, (begin, part, weights.astype(value_t.dtype), factors[part])
     accumulate(*waiting)
-    for columns, row_sum in zip(parts, row_sums):
+    for columns, base, row_sum in zip(parts, bases, row_sums):
         total[:, columns] = row_sum
+        if careful:
+            reference[:, columns] = base
 
 
 def parts_of(block_q, sub_q):
@@ -273,15 +310,16 @@ def dot(left, right):
     return jnp.dot(left, right, preferred_element_type=jnp.float32)
 
 
-def exact_kernel(query, key, value_t, out_t, log_sum, query_t, means, maximum, total, *, keys, kernel, wanted=True):
+def exact_kernel(query, key, value_t, out_t, rows, query_t, means, maximum, total, wary, *, queries, keys, kernel):
     """One block of keys with a running maximum, always normalised: right for any finite scores and values, and slower.
 
-    Shapes as in fast_kernel. `means` is the output so far, not a sum, so that no value is too large for it.
+    Shapes as in fast_kernel, whose `wary` is not used. `means` is the output so far, not a sum, so that no value is
+    too large for it.
     """
     block_kv, block_q = key.shape[0], query.shape[0]
     first_query, first_key, last = pl.program_id(2) * block_q, pl.program_id(3) * block_kv, pl.num_programs(3) - 1
 
-    @pl.when((pl.program_id(3) == 0) & wanted)
+    @pl.when(pl.program_id(3) == 0)
     def start():
         keep_query(query, query_t, kernel)
         means[...] = jnp.zeros_like(means)
@@ -304,16 +342,17 @@ def exact_kernel(query, key, value_t, out_t, log_sum, query_t, means, maximum, t
             means[:, columns] = means[:, columns] * (rest / new_total) + product
             maximum[:, columns], total[:, columns] = highest, new_total
 
-    near = wanted
+    near = True
     if kernel.window is not None:  # a block of keys that no query of this block sees
-        near &= first_key <= first_query + block_q - 1 + kernel.window
+        near = first_key <= first_query + block_q - 1 + kernel.window
         near &= first_key + block_kv > first_query - kernel.window
     pl.when(near)(lambda: pl.loop(0, block_kv // kernel.chunk_kv)(add_chunk))
 
-    @pl.when((pl.program_id(3) == last) & wanted)
+    @pl.when(pl.program_id(3) == last)
     def finish():
         out_t[...] = means[...].astype(out_t.dtype)
-        log_sum[...] = (maximum[...] + jnp.log2(total[...])) / LOG2_E
+        rows[:1] = (maximum[...] + jnp.log2(total[...])) / LOG2_E
+        rows[1:] = jnp.zeros_like(total)
 
 
 def visible(shape, first_key, first_query, keys, window):

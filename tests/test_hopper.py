@@ -41,11 +41,11 @@ def test_the_guarded_kernel_writes_over_the_fast_ones_results():
 
 def test_only_tiles_with_lost_rows_are_computed_again_and_from_where_it_counts():
     lost, steep = np.zeros((1, 2, 300), bool), np.full((1, 2, 384), 9.0)
-    lost[0, 0, 5] = True  # one row: its tile from the first key on
+    lost[0, 0, 5], steep[0, 0, 5] = True, 2  # one row; what the others have is not asked
     lost[0, 1, 128:256], steep[0, 1, 128:256], steep[0, 1, 200] = True, 4, 3  # a whole tile
-    lost[0, 1, 256:], steep[0, 1, 256:] = True, 8  # and the last one, of which only 44 rows are real
+    lost[0, 1, 256:], steep[0, 1, 256:], steep[0, 1, 300:] = True, 8, 0  # and the last one, with 44 real rows
     begins = hopper.first_blocks(jnp.array(lost), jnp.array(steep), 8)
-    assert begins.tolist() == [0, hopper.NOTHING, hopper.NOTHING, hopper.NOTHING, 3, 6]  # two blocks at least
+    assert begins.tolist() == [2, hopper.NOTHING, hopper.NOTHING, hopper.NOTHING, 3, 6]  # two blocks at least
 
 
 SELF = "attention.self"
