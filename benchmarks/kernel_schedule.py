@@ -8,7 +8,8 @@
 Each kernel is exported here, without a TPU, and compiled by wan_torchax/tasks/compiler.py in the Python that --compiler
 names, which must have JAX and libtpu. Counted are the VLIW bundles (one cycle each when nothing stalls) of everything
 that runs for one block of queries (of linear layers: of tokens by outputs): start, tiles, tail, end, and for every grid
-step all of the pipeline's code, though part of it is skipped. Not counted: stalls on memory.
+step all of the pipeline's code, though part of it is skipped. Not counted: stalls on memory, and what runs only where a
+row leaves the fast path's range; the lengths of these stretches are "again" in the last line.
 """
 import argparse
 import glob
@@ -35,14 +36,14 @@ import wan_torchax
 
 wan_torchax.leave_sys_path()
 from wan_torchax import ROOT  # noqa: E402
+from wan_torchax.config.commandline import compose  # noqa: E402
 from wan_torchax.kernels import product, splash  # noqa: E402
 from wan_torchax.kernels.settings import Kernel, Products  # noqa: E402
 from wan_torchax.tasks import compiler  # noqa: E402
 
 UNITS = ("MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL", "SALU")
 SHOWN = ("MXU", "VALU", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL")
-
-
+DELAY = 5  # a branch takes effect after the four bundles behind it
 # The smallest slice libtpu compiles for, and the cores of what is one device to JAX, of which a kernel runs on one.
 CHIPS = {"v6e": ("v6e:2x2", 1), "v5e": ("v5e:2x2", 1), "v5p": ("v5p:2x2x1", 2), "v7x": ("tpu7x:2x2x1", 1)}
 
@@ -57,7 +58,8 @@ class Candidate:
     flops: int  # of all of it
     blocks: int
     steps: int  # of the grid, for one block
-    trips: tuple  # of each stretch of code that uses the MXU, in program order
+    trips: tuple  # of each stretch of code that uses the MXU, in program order; 0 for what only lost rows need
+    rounding: float = 0  # trips of the longest stretch that does not: tokens rounded, or turned around
 
 
 def arguments():
@@ -72,7 +74,7 @@ def arguments():
     parser.add_argument("--part", choices=("self", "cross"), default="self", help=part)
     blocks = "block_q/block_kv/tile_kv/sub_q/chunk_kv …; default: the shipped ones"
     parser.add_argument("--blocks", nargs="*", help=blocks)
-    parser.add_argument("--product", nargs="*", metavar="TOKENSxINPUTSxOUTPUTS[+gelu]", help="linear layers instead")
+    parser.add_argument("--product", nargs="*", metavar="TOKENSxINPUTSxOUTPUTS[+gelu][+int8][+array][+out]", help="linear layers instead")
     parser.add_argument("--no-baseline", action="store_true", help="leave out JAX's own splash kernel")
     return parser.parse_args()
 
@@ -96,33 +98,57 @@ def candidates(options):
 def ours(kernel, options):
     block_kv = splash.fitting(kernel.block_kv, kernel.chunk_kv, options.keys)
     tiles, tail = divmod(options.keys, kernel.tile_kv)
+
+    def again(keys):  # as fast_kernel has it: a loop over groups of chunks, and the rest
+        groups, rest = divmod(keys, splash.CAREFUL_CHUNKS * kernel.chunk_kv)
+        return (0,) * ((groups > 0) + (rest > 0))
+
+    trips = (1, tiles, *again(kernel.tile_kv)) + ((1, *again(tail)) if tail else ())
+    if options.keys <= kernel.tile_kv:  # start and the only tile in one stretch
+        trips = (1, *again(options.keys))
     return Candidate(
         name=f"ours {kernel.block_q}/{kernel.block_kv}/{kernel.tile_kv}/{kernel.sub_q}/{kernel.chunk_kv}",
         function=lambda *arrays: splash.call(splash.fast_kernel, arrays, options.keys, options.head_dim, kernel),
-        shapes=[
+        shapes=bfloat16(
             (1, options.queries, options.head_dim), (1, options.keys, options.head_dim),
             (1, options.head_dim, options.keys),
-        ],
+        ),
         flops=flops_of(options),
         blocks=ceil(options.queries / splash.fitting(kernel.block_q, kernel.sub_q, options.queries)),
         steps=ceil(options.keys / block_kv),
-        trips=(1,) + (tiles,) * (tiles > 0) + (1,) * (tail > 0),
+        trips=trips,
     )
 
 
 def linear(text):
-    tokens, inputs, outputs = map(int, text.partition("+")[0].split("x"))
-    settings = Products(**OmegaConf.load(ROOT / "conf" / "products" / "pallas.yaml"))
-    rows, columns = product.block_sizes(tokens, inputs, outputs, settings)
+    sizes, *features = text.split("+")
+    (tokens, inputs, outputs), small = map(int, sizes.split("x")), "int8" in features
+    settings = Products(**compose([f"products={'pallas_int8' if small else 'pallas'}"]).products)
+    turned = next((name for name in ("array", "out") if name in features), None)
+    rows, columns = product.block_sizes(tokens, inputs, outputs, 1 if small else 2, settings, turned)
+
+    def function(array, weight, *by_output):
+        return product.product(array, weight, 0, *by_output, settings=settings, gelu="gelu" in features, turned=turned)
+
+    strips = rows / product.STRIP if small else rows / product.LANES if turned == "array" else 0
+    shapes = bfloat16((1, tokens, inputs), (1, outputs, inputs), (outputs,))
+    if small:
+        shapes[1] = jax.ShapeDtypeStruct(shapes[1].shape, jnp.int8)
+        shapes.append(jax.ShapeDtypeStruct((outputs,), jnp.float32))
     return Candidate(
         name=f"linear {text}, blocks {rows} x {columns}",
-        function=lambda *arrays: product.product(*arrays, 0, settings=settings, gelu=text.endswith("+gelu")),
-        shapes=[(1, tokens, inputs), (1, outputs, inputs), (1, outputs)],
+        function=function,
+        shapes=shapes,
         flops=2 * tokens * inputs * outputs,
         blocks=ceil(tokens / rows) * ceil(outputs / columns),
         steps=1,
         trips=(2,),
+        rounding=strips / ceil(outputs / columns),
     )
+
+
+def bfloat16(*shapes):
+    return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
 
 
 def flops_of(options) -> int:
@@ -136,7 +162,7 @@ def baseline(options, block_q=2048, block_kv=2048, compute=1024):
     sizes = jax_splash.BlockSizes(block_q=block_q, block_kv=min(block_kv, keys), block_kv_compute=min(compute, keys))
     mask = jax_mask.MultiHeadMask([jax_mask.FullMask((queries, keys))])
     kernel = jax_splash.make_splash_mha_single_device(mask, block_sizes=sizes)
-    shapes = [(1, queries, options.head_dim), (1, keys, options.head_dim), (1, keys, options.head_dim)]
+    shapes = bfloat16((1, queries, options.head_dim), (1, keys, options.head_dim), (1, keys, options.head_dim))
     name, steps = f"JAX's splash {block_q}/{sizes.block_kv}/{sizes.block_kv_compute}", keys // sizes.block_kv
     return Candidate(name, kernel, shapes, flops_of(options), ceil(options.queries / block_q), steps, (steps,))
 
@@ -145,13 +171,14 @@ def export(candidate, kind):
     device = AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
     mesh = AbstractMesh((1,), ("x",), abstract_device=device)
     whole = NamedSharding(mesh, PartitionSpec())
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole) for shape in candidate.shapes]
+    arrays = [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=whole) for one in candidate.shapes]
     with jax.sharding.use_abstract_mesh(mesh):
         return jax.export.export(jax.jit(candidate.function), platforms=["tpu"])(*arrays).serialize()
 
 
 def compile_schedule(python, artifact, topology):
-    """The kernel's final schedule: for each bundle, how many slots of each unit; and where straight stretches begin."""
+    """The kernel's final schedule: for each bundle, how many slots of each unit; where straight stretches begin; what
+    the branches skip, as (begin, end)."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.bin")
         path.write_bytes(artifact)
@@ -169,27 +196,39 @@ def parse(utilization):
     number = int(re.search(r"-(\d+)-final_hlo", utilization).group(1))
     pattern = re.sub(r"-\d+-final_hlo.*", f"-{number + 2}-final_bundles.txt", utilization.replace("[", "[[]"))
     [listing] = glob.glob(pattern)
-    borders, address = {0}, 0
+    borders, address, branches, ends = {0}, 0, [], {}
     for line in Path(listing).read_text().splitlines():
         start = re.match(r"\s*0x([0-9a-f]+)", line)
         address = int(start.group(1), 16) if start else address
         if re.search(r"(Start|End|empty) region \d+", line):
             borders.add(address)
-    return bundles, sorted(borders)
+        branches += [(address + DELAY, region) for region in re.findall(r"sbr.rel .*target = \$region(\d+)", line)]
+        ends |= dict.fromkeys(re.findall(r"empty region (\d+)", line), address)
+    skips = [(begin, ends[region]) for begin, region in branches if ends.get(region, 0) > begin]
+    return bundles, sorted(borders), skips
 
 
-def count(candidate, bundles, borders):
-    """Bundles for one block, and the busiest stretch's own bundles."""
-    stretches = [bundles[begin:end] for begin, end in zip(borders, [*borders[1:], len(bundles)])]
-    computing = [stretch for stretch in stretches if sum(bundle[0] for bundle in stretch) > 100]
+def count(candidate, bundles, borders, skips):
+    """Bundles for one block, the busiest stretch's own bundles, and the lengths of the stretches that do not run."""
+    stretches = {begin: bundles[begin:end] for begin, end in zip(borders, [*borders[1:], len(bundles)])}
+    starts = [begin for begin, stretch in stretches.items() if sum(bundle[0] for bundle in stretch) > 100]
+    computing = [stretches[begin] for begin in starts]
     if candidate.steps == 1 and set(candidate.trips) == {1}:  # straight through; stretches may have been joined
-        return len(bundles), max(computing, key=len)
+        return len(bundles), max(computing, key=len), []
     if len(computing) != len(candidate.trips):
         expected = len(candidate.trips)
         raise SystemExit(f"{candidate.name}: {len(computing)} stretches of code use the MXU, {expected} were expected")
-    other = len(bundles) - sum(map(len, computing))
+    running = [stretch for trips, stretch in zip(candidate.trips, computing) if trips]
+    idle = set()  # what a branch skips together with the stretches that do not run
+    for begin, end in skips:
+        inside = [trips for trips, start in zip(candidate.trips, starts) if begin <= start < end]
+        if inside and not any(inside):
+            idle.update(range(begin, end))
+    other = len(bundles) - len(idle) - sum(map(len, running))
     total = sum(trips * len(stretch) for trips, stretch in zip(candidate.trips, computing)) + candidate.steps * other
-    return total, max(computing, key=len)
+    total += candidate.rounding * max(len(stretch) for begin, stretch in stretches.items() if begin not in starts)
+    again = [len(stretch) for trips, stretch in zip(candidate.trips, computing) if not trips]
+    return round(total), max(running, key=len), again
 
 
 def main():
@@ -207,12 +246,12 @@ def main():
         if options.smoke:
             print(f"{candidate.name:38} exported, {len(artifact)} bytes")
             continue
-        total, hot = count(candidate, *compile_schedule(options.compiler, artifact, topology))
+        total, hot, again = count(candidate, *compile_schedule(options.compiler, artifact, topology))
         total *= candidate.blocks
         share = candidate.flops / flops_a_cycle / total
         slots = dict(zip(UNITS, map(sum, zip(*hot))))
         row = {"kernel": candidate.name, "bundles": total, "share_of_peak": round(share, 4)}
-        rows.append(row | {"hot_bundles": len(hot), "slots": slots})
+        rows.append(row | {"hot_bundles": len(hot), "slots": slots, "again": again})
         used = " ".join(f"{slots[unit]:6}" for unit in SHOWN)
         print(f"{candidate.name:38} {total:9} {share:8.1%}   {'':10}{len(hot):7} {used}", flush=True)
     print(json.dumps({"chip": options.chip, **shape, "rows": rows}))

@@ -1,10 +1,17 @@
-"""Linear layers for TPU in Pallas: array · weightᵀ + bias, with GELU behind it where asked, in one pass; bf16.
+"""Linear layers for TPU in Pallas: array · weightᵀ + bias, with GELU behind it where asked, in one pass; in bf16, or
+bf16 to bf16 with both factors in int8.
 
 XLA joins the norm before a product and the GELU behind it to the product itself and computes them again for each of its
 tiles: a feed-forward takes 1.7 times what its products would at peak (benchmarks/results/plan_v6e8.txt). And inside a
 loop over layers it reads a layer's weights through the slice that takes them from their stack, without fetching them
 ahead. Here a block of tokens stays in VMEM while blocks of weights are fetched beside it, straight from the stack; GELU
 fits between the products.
+
+Values and outputs of attention lie with tokens along the lanes, as the attention kernel takes and gives them: then the
+product is turned around, or a block of tokens is, once.
+
+In int8 (kernels/quantised.py) the kernel rounds its block of tokens itself, once: in passes of their own, maxima and
+rounding take as long as the products gain.
 """
 from dataclasses import dataclass
 from functools import partial
@@ -16,65 +23,91 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
+from wan_torchax.kernels.quantised import LARGEST
 from wan_torchax.kernels.settings import Products
 
 COLUMNS = 256  # outputs of one product: the width of the MXU
-PACKED = 16  # rows of bf16 in a tile of memory
+LANES = 128
+PACKED = {2: 16, 1: 32}  # rows in a tile of memory, by bytes of a number
+STRIP = 32  # tokens that are rounded at a time: a tile of int8
 WHOLE = PartitionSpec()
 
 
 @dataclass(frozen=True)
 class Linear:
     """array (batch, tokens, inputs) · weight (outputs, inputs)ᵀ + bias (outputs,), batch and tokens on the devices as
-    `sharding` says, weights whole on each. With `layer`, weight and bias are stacks and that layer's count."""
+    `sharding` says, weights whole on each. With `layer`, weight is a stack and that layer's counts. With `scale`, one
+    for each output, it is of int8, and tokens are rounded to it too. With `turned`, "array" or "out", that one lies
+    with its tokens last in memory."""
 
     settings: Products
     sharding: jax.sharding.NamedSharding | None = None  # None: one device
 
-    def __call__(self, array, weight, bias, layer=None, gelu=False):
+    def __call__(self, array, weight, bias, layer=None, scale=None, gelu=False, turned=None):
         if layer is None:
-            weight, bias, layer = weight[None], bias[None], 0
-        compute = partial(product, settings=self.settings, gelu=gelu)
+            weight, layer = weight[None], 0
+        compute = partial(product, settings=self.settings, gelu=gelu, turned=turned)
+        arrays = (array, weight, layer, bias) if scale is None else (array, weight, layer, bias, scale)
         if self.sharding is None:
-            return compute(array, weight, bias, layer)
+            return compute(*arrays)
         spread = self.sharding.spec
         return jax.shard_map(
-            compute, mesh=self.sharding.mesh, in_specs=(spread, WHOLE, WHOLE, WHOLE), out_specs=spread,
+            compute, mesh=self.sharding.mesh, in_specs=(spread, *[WHOLE] * (len(arrays) - 1)), out_specs=spread,
             check_vma=False,  # Pallas kernels carry no varying-axes types
-        )(array, weight, bias, layer)
+        )(*arrays)
 
 
-def product(array, weight, bias, layer, *, settings, gelu):
-    """One device's share: array (batch, tokens, inputs), weight (layers, outputs, inputs), bias (layers, outputs)."""
-    flat = array.reshape(-1, array.shape[-1])
-    (count, inputs), outputs = flat.shape, weight.shape[1]
-    rows, columns = block_sizes(count, inputs, outputs, settings)
+def product(array, weight, layer, *by_output, settings, gelu=False, turned=None):
+    """One device's share: array (batch, tokens, inputs), weight (layers, outputs, inputs), bias (outputs,) and, for
+    int8, scale (outputs,)."""
+    (batch, tokens, inputs), outputs, small = array.shape, weight.shape[1], weight.dtype == jnp.int8
+    rows, columns = block_sizes(tokens, inputs, outputs, weight.dtype.itemsize, settings, turned)
+    kernel, scratch = product_kernel, []
+    if small:
+        kernel, scratch = int8_kernel, [pltpu.VMEM((rows, inputs), jnp.int8), pltpu.VMEM((rows, 1), jnp.float32)]
+    elif turned == "array":
+        kernel, scratch = turning_kernel, [pltpu.VMEM((rows, inputs), array.dtype)]
+    elif turned == "out":
+        kernel = turned_kernel
+
+    def spec(block, place, around):
+        """A block of tokens by numbers; turned around, of numbers by tokens."""
+        if around:
+            return pl.BlockSpec((None, *block[::-1]), lambda b, i, j, layer: (b, *place(i, j)[::-1]))
+        return pl.BlockSpec((None, *block), lambda b, i, j, layer: (b, *place(i, j)))
+
     out = pl.pallas_call(
-        outline if settings.outline else partial(product_kernel, gelu=gelu),
+        partial(outline, 3 + len(by_output)) if settings.outline else partial(kernel, gelu=gelu),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(pl.cdiv(count, rows), pl.cdiv(outputs, columns)),
+            grid=(batch, pl.cdiv(tokens, rows), pl.cdiv(outputs, columns)),
             in_specs=[
-                pl.BlockSpec((rows, inputs), lambda i, j, layer: (i, 0)),
-                pl.BlockSpec((None, columns, inputs), lambda i, j, layer: (layer[0], j, 0)),
-                pl.BlockSpec((None, 1, columns), lambda i, j, layer: (layer[0], 0, j)),
+                spec((rows, inputs), lambda i, j: (i, 0), turned == "array"),
+                pl.BlockSpec((None, columns, inputs), lambda b, i, j, layer: (layer[0], j, 0)),
+                *[pl.BlockSpec((1, columns), lambda b, i, j, layer: (0, j)) for _ in by_output],
             ],
-            out_specs=pl.BlockSpec((rows, columns), lambda i, j, layer: (i, j)),
+            out_specs=spec((rows, columns), lambda i, j: (i, j), turned == "out"),
+            scratch_shapes=scratch,
         ),
-        out_shape=jax.ShapeDtypeStruct((count, outputs), array.dtype),
+        out_shape=jax.ShapeDtypeStruct(
+            (batch, outputs, tokens) if turned == "out" else (batch, tokens, outputs), array.dtype
+        ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=settings.vmem_mib * 2**20
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=settings.vmem_mib * 2**20
         ),
         interpret=settings.interpret,
         name="product_kernel",
-    )(jnp.asarray(layer, jnp.int32).reshape(1), flat, weight, bias[:, None])
-    return out.reshape(*array.shape[:-1], outputs)
+    )(
+        jnp.asarray(layer, jnp.int32).reshape(1), array.swapaxes(1, 2) if turned == "array" else array, weight,
+        *(numbers[None] for numbers in by_output),
+    )
+    return out.swapaxes(1, 2) if turned == "out" else out
 
 
-def block_sizes(count: int, inputs: int, outputs: int, settings: Products) -> tuple[int, int]:
-    """Rows and columns of a block: both halves of the rows are whole tiles, weights are two bytes each."""
-    columns = settings.weights_mib * 2**20 // (2 * inputs)
-    return evenly(count, settings.rows, 2 * PACKED), evenly(outputs, columns, COLUMNS)
+def block_sizes(tokens: int, inputs: int, outputs: int, size: int, settings: Products, turned=None) -> tuple[int, int]:
+    """Rows and columns of a block: both halves of the rows are whole tiles, weights are of one or two bytes."""
+    columns = settings.weights_mib * 2**20 // (size * inputs)
+    return evenly(tokens, settings.rows, 2 * (LANES if turned else PACKED[size])), evenly(outputs, columns, COLUMNS)
 
 
 def evenly(count: int, most: int, multiple: int) -> int:
@@ -85,21 +118,79 @@ def evenly(count: int, most: int, multiple: int) -> int:
 
 
 def product_kernel(layer, array, weight, bias, out, *, gelu):
-    """array (rows, inputs)   weight (columns, inputs)   bias (1, columns)   out (rows, columns), half the rows at a
-    time: more would be too much code, fewer would leave GELU no product to hide behind."""
-    half = out.shape[0] // 2
+    """array (rows, inputs)   weight (columns, inputs)   bias (1, columns)   out (rows, columns)"""
 
-    @pl.loop(0, 2)
-    def _(number):
-        rows = pl.ds(pl.multiple_of(number * half, PACKED), half)
-        for begin in range(0, out.shape[1], COLUMNS):
-            columns = pl.ds(begin, COLUMNS)
-            both_last = (((1,), (1,)), ((), ()))
-            result = lax.dot_general(array[rows, :], weight[columns, :], both_last, preferred_element_type=jnp.float32)
-            result += bias[:, columns].astype(jnp.float32)
-            out[rows, columns] = (jax.nn.gelu(result, approximate=True) if gelu else result).astype(out.dtype)
+    @each_part(out.shape, PACKED[2])
+    def part(rows, columns):
+        out[rows, columns] = finished(dot(array[rows, :], weight[columns, :]), bias[:, columns], gelu).astype(out.dtype)
 
 
-def outline(layer, array, weight, bias, out):
-    """The kernel's operands without its work: what the program around it compiles to is the same."""
-    out[...] = jnp.zeros_like(out)
+def turning_kernel(layer, array, weight, bias, out, tokens, *, gelu):
+    """array (inputs, rows), which is turned around into tokens (rows, inputs) when the first weights come by."""
+
+    @pl.when(pl.program_id(2) == 0)
+    def turn():
+        @pl.loop(0, array.shape[1] // LANES)
+        def one_strip(index):
+            rows = pl.ds(pl.multiple_of(index * LANES, LANES), LANES)
+            tokens[rows, :] = array[:, rows].T
+
+    product_kernel(layer, tokens, weight, bias, out, gelu=gelu)
+
+
+def turned_kernel(layer, array, weight, bias, out, *, gelu):
+    """out (columns, rows)"""
+
+    @each_part(out.shape[::-1], LANES)
+    def part(rows, columns):
+        result = finished(dot(weight[columns, :], array[rows, :]), bias[:, columns].T, gelu)
+        out[columns, rows] = result.astype(out.dtype)
+
+
+def int8_kernel(layer, array, weight, bias, scale, out, small, own, *, gelu):
+    """As product_kernel, with weights of int8 and their scale (1, columns). small (rows, inputs) and own (rows, 1) are
+    the tokens rounded and their scales, made when the first weights come by."""
+
+    @pl.when(pl.program_id(2) == 0)
+    def round_tokens():
+        @pl.loop(0, array.shape[0] // STRIP)
+        def one_strip(index):
+            rows = pl.ds(pl.multiple_of(index * STRIP, STRIP), STRIP)
+            tokens = array[rows, :].astype(jnp.float32)
+            largest = jnp.max(jnp.abs(tokens), axis=1, keepdims=True)
+            factor = jnp.where(largest == 0, 1, largest / LARGEST["int8"])
+            small[rows, :], own[rows, :] = jnp.round(tokens * (1 / factor)).astype(jnp.int8), factor
+
+    @each_part(out.shape, PACKED[1])
+    def part(rows, columns):
+        result = dot(small[rows, :], weight[columns, :], jnp.int32).astype(jnp.float32)
+        result = finished(result * own[rows, :] * scale[:, columns], bias[:, columns], gelu)
+        out[rows, columns] = result.astype(out.dtype)
+
+
+def each_part(shape, multiple):
+    """Half the rows at a time: more would be too much code, fewer would leave GELU no product to hide behind."""
+    half = shape[0] // 2
+
+    def run(part):
+        @pl.loop(0, 2)
+        def one_half(number):
+            rows = pl.ds(pl.multiple_of(number * half, multiple), half)
+            for begin in range(0, shape[1], COLUMNS):
+                part(rows, pl.ds(begin, COLUMNS))
+
+    return run
+
+
+def dot(left, right, dtype=jnp.float32):
+    return lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+
+
+def finished(result, bias, gelu):
+    result += bias.astype(jnp.float32)
+    return jax.nn.gelu(result, approximate=True) if gelu else result
+
+
+def outline(inputs, *refs):
+    """A kernel's operands without its work: what the program around it compiles to is the same."""
+    refs[inputs][...] = jnp.zeros_like(refs[inputs])

@@ -60,7 +60,7 @@ FULL_ONLY = re.compile("|".join(map(re.escape, (
     "a_video_of_several_is_what_it_is_alone[not guided]",
     "lowers_for_its_tpu[i2v_14b", "lowers_for_its_tpu[t2v_a14b", "lowers_for_its_tpu[t2v_14b_480p_v",
     "with_rounded_weights[sequen", "eight_bits_stay_close[int8", "left_out[ends1]", "left_out[ends2]",
-    "a_14b_fits_24_gb", "a_smoke_test_runs_through[attention_gpu.py]",
+    "takes_int8_too[one]", "takes_int8_too[gathered]", "a_14b_fits_24_gb", "a_smoke_test_runs_through[attention_gpu.py]",
     "guard_rescues_is_counted_and_told[in range]", "guard_rescues_is_counted_and_told[unrolled]",
     "guard_rescues_is_counted_and_told[sequential]",
     "a_smoke_test_runs_through[serve_batch.py]", "as_with_xla[tokens]",

@@ -93,6 +93,20 @@ def test_activations_of_eight_bits_stay_close(checkpoint, cache, mode, most):
     assert 1e-4 < relative(ours, exact) < most
 
 
+@pytest.mark.parametrize("placed", [
+    ["mesh.devices=1"], ["mesh=cpu_8", "sharding=sequence", "mesh.axes={dp:2,sp:4,tp:1}"],
+    ["mesh=cpu_8", "sharding=tokens", "mesh.axes={dp:1,sp:8,tp:1}"],
+], ids=["one", "gathered", "from the stack"])
+def test_the_kernel_for_tpus_takes_int8_too(checkpoint, cache, placed):
+    """In blocks between the ends; those at the ends have it in bfloat16, from stacks that hold them alone."""
+    exact = latents(checkpoint, cache, *placed)
+    modes = "model.dtype.transformer=bfloat16", "precision=int8", *ENDS
+    xla = latents(checkpoint, cache, *placed, *modes)
+    pallas = latents(checkpoint, cache, *placed, *modes, "products=pallas_int8", "products.interpret=true")
+    assert 0 < relative(pallas, exact) < 1.3 * relative(xla, exact)
+    assert np.abs(xla - pallas).max() > 0  # it was another program
+
+
 @pytest.mark.parametrize("ends", [(0, 0), (0, 3), (4, 0)])
 def test_any_blocks_can_be_left_out(checkpoint, cache, ends):
     first, last = ends
@@ -152,7 +166,7 @@ REFUSED = {
     ("precision.activations=true",): "precision.activations=true: only with weights of eight bits",
     ("precision=fp8", "precision.first=-1"): "precision.first=-1: a number of blocks; 0 is none",
     ("precision=int8", "model.scan_blocks=false"): "is for blocks in a loop; set model.scan_blocks=true",
-    ("precision=int8", "products=pallas", "mesh=v6e_8", "sharding=sequence"): "kernel=pallas computes in bfloat16",
+    ("precision=int8_weights", "products=pallas", "mesh=v6e_8", "sharding=sequence"): "kernel=pallas has bfloat16 and int8",
     ("precision=fp8", "mesh=v6e_8"): "precision=fp8: TPU v6 lite multiplies no float8; use precision=int8 (TPUs)",
     ("precision=int8", "model=wan21_vace_14b", "pipeline=vace"): "control blocks (VACE) are not in it yet",
 }

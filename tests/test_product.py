@@ -8,7 +8,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionS
 from tests.conftest import build, make_config, resolve_here, resolve_there
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
-from wan_torchax.kernels import product
+from wan_torchax.kernels import product, quantised
 from wan_torchax.kernels.product import Linear
 from wan_torchax.kernels.settings import Products
 from wan_torchax.session import Session
@@ -32,19 +32,32 @@ def exact(array, weight, bias, gelu):
     return result / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (result + 0.044715 * result**3)))
 
 
-@pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize("batch, tokens, inputs, outputs", [(1, 1, 128, 1), (1, 100, 96, 300), (2, 77, 256, 1100)])
-def test_it_is_a_linear_layer_at_odd_sizes(batch, tokens, inputs, outputs, gelu):
+@pytest.mark.parametrize("gelu, turned", [(False, None), (True, None), (False, "array"), (False, "out")])
+@pytest.mark.parametrize("batch, tokens, inputs, outputs", [(1, 1, 128, 1), (1, 100, 96, 300), (2, 377, 256, 1100)])
+def test_it_is_a_linear_layer_at_odd_sizes(batch, tokens, inputs, outputs, gelu, turned):
     array, weight, bias = make_inputs(batch, tokens, inputs, outputs)
-    out = Linear(SMALL)(array, weight[1], bias[1], gelu=gelu)
+    out = Linear(SMALL)(array, weight[1], bias[1], gelu=gelu, turned=turned)
     np.testing.assert_allclose(np.asarray(out, float), exact(array, weight[1], bias[1], gelu), rtol=2**-8, atol=2e-3)
 
 
 def test_a_layer_of_a_stack_is_that_layer():
     array, weight, bias = make_inputs(1, 50, 128, 256)
     for layer in range(3):
-        of_stack = jax.jit(Linear(SMALL))(array, weight, bias, jnp.int32(layer))
+        of_stack = jax.jit(Linear(SMALL))(array, weight, bias[layer], jnp.int32(layer))
         np.testing.assert_array_equal(of_stack, Linear(SMALL)(array, weight[layer], bias[layer]))
+
+
+@pytest.mark.parametrize("batch, tokens, inputs, outputs", [(1, 100, 96, 300), (2, 77, 256, 1100)])
+def test_in_int8_it_is_the_layer_with_both_factors_rounded(batch, tokens, inputs, outputs):
+    array, weight, bias = make_inputs(batch, tokens, inputs, outputs)
+    array = array.at[0, 0].set(0)  # a token without a largest number
+    small, scale = quantised.quantise(weight, "int8")
+    expected = quantised.linear(array, small[1], scale[1], bias[1], activations=True).astype(jnp.float32)
+    for chosen in ((small[1], bias[1], None), (small, bias[1], jnp.int32(1))):
+        out = jax.jit(Linear(SMALL))(array, *chosen, scale=scale[1]).astype(jnp.float32)
+        assert np.linalg.norm(out - expected) < 2e-3 * np.linalg.norm(expected)
+        np.testing.assert_array_equal(out[0, 0], bias[1].astype(jnp.float32))
+    assert np.abs(expected - exact(array, weight[1], bias[1], False)).max() > 0.01  # it was rounded
 
 
 @pytest.mark.parametrize("batch, spread", [(2, ("dp", "sp")), (1, (None, ("dp", "sp")))])
@@ -69,7 +82,7 @@ def test_blocks_are_even(count, most, multiple, size):
 def test_it_lowers_for_tpu():
     device = AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
     mesh = AbstractMesh((1,), ("x",), abstract_device=device)
-    shapes, whole = ((1, 9472, 5120), (40, 13824, 5120), (40, 13824)), NamedSharding(mesh, PartitionSpec())
+    shapes, whole = ((1, 9472, 5120), (40, 13824, 5120), (13824,)), NamedSharding(mesh, PartitionSpec())
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole) for shape in shapes]
     settings = Products(**make_config("products=pallas").products)
     with jax.sharding.use_abstract_mesh(mesh):
@@ -79,7 +92,7 @@ def test_it_lowers_for_tpu():
 
 
 @pytest.mark.parametrize("sharding, stack", [("sequence", False), ("tokens", True)])
-def test_a_step_has_five_of_them_a_block(sharding, stack):
+def test_a_step_has_eight_of_them_a_block(sharding, stack):
     """Read from the stack where every device holds all weights, else from what was gathered. The first block, which the
     prompts share, stands apart from the loop."""
     overrides = f"sharding={sharding}", "products=pallas", "mesh.axes={dp:1,sp:8,tp:1}"
@@ -87,7 +100,7 @@ def test_a_step_has_five_of_them_a_block(sharding, stack):
     with jax.sharding.use_abstract_mesh(resolved.mesh):
         text = build(resolved, "denoise").programs.lower(platforms=("tpu",))["step"].as_text()
     calls = [line for line in text.splitlines() if "tpu_custom_call" in line and "product_kernel" in line]
-    assert len(calls) == 2 * 5
+    assert len(calls) == 2 * 8
     assert all(("tensor<40x" in line) == stack for line in calls)
 
 
@@ -114,16 +127,21 @@ def test_a_video_is_as_close_to_float32_as_with_xla(two_layers, cache, placed):
     assert np.abs(xla - pallas).max() > 0  # it was another program
 
 
-def test_plans_count_them():
+@pytest.mark.parametrize("overrides, layers", [
+    (["products=xla"], (0, 0)), (["products=pallas"], (40, 0)), (["products=pallas_int8", "precision=int8"], (5, 35)),
+])
+def test_plans_count_them(overrides, layers):
     report = {"compiler": {"denoise": {"cycles_by_group": {}, "collectives": []}}, "chips": 8, "axes": {}}
-    seconds = {}
-    for kernel in ("xla", "pallas"):
-        resolved = resolve_there(*PLAN, "sharding=sequence", f"products={kernel}", "mesh.axes={dp:2,sp:4,tp:1}")
-        report["flops_per_step"] = plan.Denoise.flops(resolved)
-        seconds[kernel] = plan.estimate(resolved, report)["parts"].get("product kernel", 0)
-    layer = 3 * 2 * 5120**2 + 4 * 5120 * 13824
-    assert seconds["xla"] == 0
-    assert seconds["pallas"] == pytest.approx(2 * 40 * 32_760 * layer / (8 * 918e12) / 0.96)
+    resolved = resolve_there(*PLAN, "sharding=sequence", *overrides, "mesh.axes={dp:2,sp:4,tp:1}")
+    parts = plan.estimate(resolved, report | {"flops_per_step": plan.Denoise.flops(resolved)})["parts"]
+    chip, peak = resolved.config.mesh.chip, 8 * 918e12
+    turned, layer = 2 * 32_760 * 3 * 2 * 5120**2 / peak, 2 * 32_760 * (3 * 2 * 5120**2 + 4 * 5120 * 13824) / peak
+    expected = {
+        "product kernel": layers[0] * layer / chip.product_share,
+        "product kernel, turned": sum(layers) * turned / chip.turned_product_share,
+        "product kernel, int8": layers[1] * layer / chip.int8_product_share,
+    }
+    assert {name: parts.get(name, 0) for name in expected} == pytest.approx(expected)
 
 
 def test_devices_that_it_does_not_serve_are_told_before_weights_load():

@@ -138,6 +138,8 @@ class Chip:
     self_attention_share: Optional[float] = None  # of peak, that the kernels reach
     cross_attention_share: Optional[float] = None
     product_share: Optional[float] = None
+    turned_product_share: Optional[float] = None
+    int8_product_share: Optional[float] = None  # of the peak in bf16, so that 2 is all there is
     correction: Optional[float] = None  # what estimates are multiplied by
 
 
@@ -294,6 +296,8 @@ class Plan:
     self_attention_share: Optional[float] = None  # null: the chip's
     cross_attention_share: Optional[float] = None
     product_share: Optional[float] = None
+    turned_product_share: Optional[float] = None
+    int8_product_share: Optional[float] = None
     correction: Optional[float] = None
 
 

@@ -49,6 +49,11 @@ SCHEDULERS = (  # of diffusers', those that are linear: stages/sampling.py write
 SIGMAS_TAKEN = SCHEDULERS[:3]  # by these, and shifted as their own are
 PROBLEMS_SHOWN = 30
 # Devices by what JAX calls them: TPUs before TPU7x, NVIDIA before Ada and Hopper.
+# Of the peak in bf16, that a kernel can reach.
+KERNEL_SHARES = {
+    "self_attention_share": 1, "cross_attention_share": 1, "product_share": 1, "turned_product_share": 1,
+    "int8_product_share": 2,
+}
 NO_FLOAT8 = r"TPU v|V100|T4|A100|A10\b|A10G|A16|A2\b|A30|A40|RTX A\d|RTX [23]0|GTX|Quadro|TITAN"
 SERVE_LEAST = {
     "queue_limit": 1, "batch": 1, "preview_every": 0, "upload_mb": 0.01, "upload_seconds": 1, "connections": 10,
@@ -369,9 +374,9 @@ def plan_problems(config: Config) -> Iterator[str]:
         if chips * chip.devices != devices:
             has = f"{chips} chips" if chip.devices == 1 else f"{chips} chips of {chip.devices} devices each"
             yield f"mesh.chip.topology={chip.topology}: has {has}, mesh.axes make {devices}; make them equal"
-    for key in ("self_attention_share", "cross_attention_share", "product_share"):
-        if plan[key] is not None and not 0 < plan[key] <= 1:
-            yield f"plan.{key}={plan[key]}: a share of peak, above 0 and at most 1"
+    for key, most in KERNEL_SHARES.items():
+        if plan[key] is not None and not 0 < plan[key] <= most:
+            yield f"plan.{key}={plan[key]}: a share of peak, above 0 and at most {most}"
     if plan.margin_gib < 0 or (plan.correction is not None and plan.correction <= 0):
         yield f"plan.margin_gib={plan.margin_gib}, plan.correction={plan.correction}: must not be negative"
     if plan.disk_gbs <= 0:
@@ -496,9 +501,8 @@ def precision_problems(config: Config) -> Iterator[str]:
             yield f"precision.{key}={precision[key]}: a number of blocks; 0 is none"
     if not config.model.scan_blocks:
         yield f"precision={precision.name}: is for blocks in a loop; set model.scan_blocks=true"
-    if config.products.kernel != "xla":
-        kernel = config.products.kernel
-        yield f"precision={precision.name}: products.kernel={kernel} computes in bfloat16; use products=xla"
+    if config.products.kernel == "pallas" and (precision.weights != "int8" or not precision.activations):
+        yield f"precision={precision.name}: products.kernel=pallas has bfloat16 and int8 (precision=int8); use products=xla"
     if "vace_layers" in config.model.architecture["transformer"]:
         yield f"precision={precision.name}: control blocks (VACE) are not in it yet; use precision=none"
     yield from float8_problems(config, config.mesh.chip.kind)

@@ -132,7 +132,7 @@ class ScannedBlocks(Stacked):
         self.spread = None  # how tokens lie on the devices from block to block, where the compiler would not see it
         self.control_blocks, self.control = [], None  # in a list, so that its parameters keep their own names
         self.keeps, self.reused, self.residual = False, None, None  # what the blocks add: kept, or given instead
-        self.at = None  # all layers' weights and the number of the one that is traced
+        self.at = None  # all layers' weights, the number of the one that is traced, and whether it has eight bits
         self.rescued = None  # rows that attention computed again, (layers, devices)
         self.precision, self.small, self.quantised = None, (), {}  # names of linear layers; those of the traced block
 
@@ -148,7 +148,7 @@ class ScannedBlocks(Stacked):
 
         def one_block(layer, state, small=False):
             hidden, rescued = state
-            weights, self.at = self.layer_of(stacked, layer, small), (stacked, layer)
+            weights, self.at = self.layer_of(stacked, layer, small), (stacked, layer, small)
             self.quantised = {name: weights.pop(name) for name in list(weights) if name.endswith(SMALL_PARTS)}
             if self.spread is not None:
                 hidden = jax.lax.with_sharding_constraint(hidden, self.spread)
@@ -195,17 +195,22 @@ class ScannedBlocks(Stacked):
 
     def layer_of(self, stacked, layer, small=False):
         """The weights of one layer, gathered where that is asked for; of linear layers with eight bits those."""
-        weights = {}
-        for name, array in stacked.items():
-            layers, _, dtype = self.stored(name)
-            place = layer
-            if len(layers) < self.layers:
-                if small == (dtype is None):  # of the other kind of block
-                    continue
-                first, left_out = self.precision.first, self.layers - len(layers)
-                place = layer - first if small else jnp.where(layer < first, layer, layer - left_out)
-            weights[name] = jax.lax.dynamic_index_in_dim(array, place, keepdims=False)
+        places = {name: self.place(name, layer, small) for name in stacked}
+        weights = {
+            name: jax.lax.dynamic_index_in_dim(stacked[name], place, keepdims=False)
+            for name, place in places.items() if place is not None
+        }
         return weights if self.gathered is None else jax.lax.with_sharding_constraint(weights, self.gathered)
+
+    def place(self, name, layer, small):
+        """Where a layer stands in a parameter's array; None if only the other kind of block has it."""
+        layers, _, dtype = self.stored(name)
+        if len(layers) == self.layers:
+            return layer
+        if small == (dtype is None):
+            return None
+        first, left_out = self.precision.first, self.layers - len(layers)
+        return layer - first if small else jnp.where(layer < first, layer, layer - left_out)
 
     def quantise(self, precision) -> None:
         """Have the linear layers that the precision's patterns match kept and computed in eight bits."""
@@ -265,21 +270,27 @@ class ScannedBlocks(Stacked):
 
     def use_products(self, product) -> None:
         """Have the large linear layers computed by `product` (kernels/product.py), the first of the feed-forward with
-        its GELU. Values and outputs of attention stand transposed around their kernel: XLA's products take them so."""
-        for name in ("attn1.to_q", "attn1.to_k", "attn2.to_q", "ffn.net.2"):
+        its GELU."""
+        turned = {"attn1.to_v": "out", "attn1.to_out.0": "array", "attn2.to_out.0": "array"}
+        for name in ("attn1.to_q", "attn1.to_k", "attn2.to_q", "ffn.net.2", *turned):
             module = self.block.get_submodule(name)
-            module.forward = functools.partial(self.linear, product, module, name)
+            module.forward = functools.partial(self.linear, product, module, name, turned=turned.get(name))
         module = self.block.get_submodule("ffn.net.0")
         if module.approximate != "tanh":
             raise NotImplementedError(f"a feed-forward with GELU's approximation {module.approximate!r}")
         module.forward = functools.partial(self.linear, product, module.proj, "ffn.net.0.proj", gelu=True)
 
-    def linear(self, product, module, name, array, gelu=False):
-        weights, layer = (module.weight, module.bias), None
+    def linear(self, product, module, name, array, **options):
+        (stacked, layer, small), scale = self.at, self.quantised.get(f"{name}.scale")
+        if scale is not None and options.get("turned"):  # the kernel has these in bfloat16 alone
+            return self.small_linear(module, name, array)
+        array, bias = interop.jax_view((array, module.bias))
         if self.gathered is None:  # read from the stack, of which a slice would be a copy
-            stacked, layer = self.at
-            weights = stacked[f"{name}.weight"], stacked[f"{name}.bias"]
-        return interop.torch_view(product(*interop.jax_view((array, *weights)), layer, gelu))
+            name = f"{name}.weight" if scale is None else f"{name}.quantised"
+            weight, layer = stacked[name], self.place(name, layer, small)
+        else:
+            weight, layer = interop.jax_view(module.weight) if scale is None else self.quantised[f"{name}.quantised"], None
+        return interop.torch_view(product(array, weight, bias, layer, scale, **options))
 
     def control_block(self, text, modulation, rotary, layer, control):
         """(hint, control) of one control block. It has no use for the video's tokens beyond those it began with."""

@@ -327,14 +327,21 @@ class Denoise(Stage):
         return flops | {"total": sum(flops.values())}
 
     @classmethod
-    def product_flops(cls, resolved) -> int:
-        """Of a step's forwards, those that conf/products gives to its kernel (ScannedBlocks.use_products)."""
+    def product_flops(cls, resolved) -> dict[str, int]:
+        """Of a step's forwards, those that conf/products gives to its kernel (ScannedBlocks.use_products), by what the
+        chip's file has its share of peak as."""
         config, transformer = resolved.config, resolved.config.model.architecture.transformer
         if config.products.kernel != "pallas":
-            return 0
-        dim = transformer.num_attention_heads * transformer.attention_head_dim
+            return {}
+        dim, layers = transformer.num_attention_heads * transformer.attention_head_dim, transformer.num_layers
         layer = 3 * 2 * dim * dim + 2 * 2 * dim * transformer.ffn_dim  # q, k and q; feed-forward
-        return transformer.num_layers * resolved.tokens * layer * prompt_count(config)
+        turned = 3 * 2 * dim * dim  # v, out and out, never in int8
+        small = layers - config.precision.first - config.precision.last if config.precision.weights else 0
+        counts = {
+            "product_share": (layers - small) * layer, "turned_product_share": layers * turned,
+            "int8_product_share": small * layer,
+        }
+        return {name: count * resolved.tokens * prompt_count(config) for name, count in counts.items() if count}
 
     @classmethod
     def floor_seconds(cls, resolved) -> float | None:

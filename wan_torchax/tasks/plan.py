@@ -303,8 +303,10 @@ def estimate(resolved: Resolved, report: dict, program: str = "denoise", share: 
     for kind in ("self", "cross"):
         reached = chip_fact(resolved.config, f"{kind}_attention_share")
         parts[f"{kind}-attention kernel"] = flops[f"{kind}-attention"] * share / all_chips / reached
-    if products := Denoise.product_flops(resolved):
-        parts["product kernel"] = products * share / all_chips / chip_fact(resolved.config, "product_share")
+    for fact, count in Denoise.product_flops(resolved).items():
+        kind = fact.removesuffix("product_share").rstrip("_")
+        name = f"product kernel, {kind}" if kind else "product kernel"
+        parts[name] = count * share / all_chips / chip_fact(resolved.config, fact)
     parts["rope"] = parts.get("rope", 0) + rotary_seconds(resolved) * share
     parts["communication"] = sum(waiting_seconds(row, report["axes"], chip) for row in compiled["collectives"])
     raw, correction = sum(parts.values()), chip_fact(resolved.config, "correction")
