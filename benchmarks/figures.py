@@ -163,6 +163,14 @@ def precision_claims():
     for mode in ("int8_weights", "fp8"):
         figures += [f"{100 * errors[mode]:.2f}", f"{errors[mode] / errors['project']:.2f}"]
     yield page, "bfloat16 {} %, `int8_weights` {} % ({} times), `fp8` {} % ({} times)", figures
+    swept = read("outliers")["demo"]["rows"]
+    for factor in (None, 1, 10, 30, 100, 1000, 10_000, 100_000):
+        found = {one["mode"]: one for one in swept if one["factor"] == factor}
+        figures = [f"{found['bf16']['peak']:,.0f}", f"{found['bf16']['psnr']:.1f}"]
+        for mode in ("int8_weights", "int8", "fp8"):
+            figures += [f"{found[mode]['times_bf16']:.1f}", f"{found[mode]['psnr']:.1f}"]
+        name = "as it was" if factor is None else f"{factor:,}"
+        yield page, f"| {name} | {{}} | {{}} dB |" + " {}, {} dB |" * 3, figures
     for judged in read("quality_precision")["rows"][1:]:
         kind, mode = judged["mode"].split()
         name = f"`precision={mode}`" if kind == "precision" else "transformer in bfloat16"

@@ -392,6 +392,15 @@ def step_values(config, latents, texts, row=None):
     return {"slots": slots}, schedule, {"embeddings": embeddings} | conditions
 
 
+def velocity(stage, config, latents, texts):
+    """What one forward gives: a step whose new latents are the velocity itself."""
+    slots = stage.recipe.derived["slots"]
+    row = numpy.zeros((slots, slots + 1), numpy.float32)
+    row[0, slots] = 1
+    state, *_ = stage("step", *stage.programs.put("step", step_values(config, latents, texts, row)))
+    return numpy.asarray(state["slots"])[0]
+
+
 def denoise(case, overrides, side, options):
     """A whole video's denoising: exact, with caches, in four steps."""
     from wan_torchax.events import Stepped
@@ -479,11 +488,7 @@ def correctness(case, overrides, side, options):
         ends = FEW_BLOCKS.get(case, []) if name != "none" else []
         there = configure(*overrides, *small, f"precision={name}", *ends)
         stage, *_ = build(there, "denoise", lambda config: model)
-        slots = stage.recipe.derived["slots"]
-        row = numpy.zeros((slots, slots + 1), numpy.float32)
-        row[0, slots] = 1  # the new latents are the velocity itself
-        state, *_ = stage("step", *stage.programs.put("step", step_values(config, latents, texts, row)))
-        velocities["project" if name == "none" else name] = numpy.asarray(state["slots"])[0]
+        velocities["project" if name == "none" else name] = velocity(stage, config, latents, texts)
     with torch.no_grad():
         tokens = pictures if pictures is None else pictures.to(dtype)
         theirs = model(hidden.to(dtype), timestep, texts[0], tokens, return_dict=False)[0].float().cpu().numpy()

@@ -74,7 +74,8 @@ def arguments():
     parser.add_argument("--part", choices=("self", "cross"), default="self", help=part)
     blocks = "block_q/block_kv/tile_kv/sub_q/chunk_kv …; default: the shipped ones"
     parser.add_argument("--blocks", nargs="*", help=blocks)
-    parser.add_argument("--product", nargs="*", metavar="TOKENSxINPUTSxOUTPUTS[+gelu][+int8][+array][+out]", help="linear layers instead")
+    product = "linear layers instead: TOKENSxINPUTSxOUTPUTS, +gelu, +int8, +array or +out (what has tokens last)"
+    parser.add_argument("--product", nargs="*", help=product)
     parser.add_argument("--no-baseline", action="store_true", help="leave out JAX's own splash kernel")
     return parser.parse_args()
 

@@ -361,7 +361,7 @@ def attend_guarded(walk, sums):
         return index + 1, *step(index, state)
 
     def stretch(progress):
-        """Blocks up to one that is too steep, or the last but one, and that one again: a branch would cost registers."""
+        """Blocks up to one that is too steep, or the last but one, and that one again: to ask would cost registers."""
         index, state = progress
         index, (_, maximum, _), old_total, _ = lax.while_loop(
             lambda progress: (progress[0] < walk.steps - 1) & ~progress[3], until_steep, (index, state, state[2], False)

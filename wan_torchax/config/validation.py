@@ -502,7 +502,7 @@ def precision_problems(config: Config) -> Iterator[str]:
     if not config.model.scan_blocks:
         yield f"precision={precision.name}: is for blocks in a loop; set model.scan_blocks=true"
     if config.products.kernel == "pallas" and (precision.weights != "int8" or not precision.activations):
-        yield f"precision={precision.name}: products.kernel=pallas has bfloat16 and int8 (precision=int8); use products=xla"
+        yield f"precision={precision.name}: products.kernel=pallas has bfloat16 and precision=int8; use products=xla"
     if "vace_layers" in config.model.architecture["transformer"]:
         yield f"precision={precision.name}: control blocks (VACE) are not in it yet; use precision=none"
     yield from float8_problems(config, config.mesh.chip.kind)

@@ -285,12 +285,12 @@ class ScannedBlocks(Stacked):
         if scale is not None and options.get("turned"):  # the kernel has these in bfloat16 alone
             return self.small_linear(module, name, array)
         array, bias = interop.jax_view((array, module.bias))
+        part = f"{name}.weight" if scale is None else f"{name}.quantised"
         if self.gathered is None:  # read from the stack, of which a slice would be a copy
-            name = f"{name}.weight" if scale is None else f"{name}.quantised"
-            weight, layer = stacked[name], self.place(name, layer, small)
+            weight, layer = stacked[part], self.place(part, layer, small)
         else:
-            weight, layer = interop.jax_view(module.weight) if scale is None else self.quantised[f"{name}.quantised"], None
-        return interop.torch_view(product(array, weight, bias, layer, scale, **options))
+            weight, layer = self.quantised.get(part, module.weight), None
+        return interop.torch_view(product(array, interop.jax_view(weight), bias, layer, scale, **options))
 
     def control_block(self, text, modulation, rotary, layer, control):
         """(hint, control) of one control block. It has no use for the video's tokens beyond those it began with."""
