@@ -59,7 +59,7 @@ class Candidate:
     blocks: int
     steps: int  # of the grid, for one block
     trips: tuple  # of each stretch of code that uses the MXU, in program order; 0 for what only lost rows need
-    rounding: float = 0  # trips of the longest stretch that does not: tokens rounded, or turned around
+    rounding: float = 0  # trips of the longest stretch that does not: tokens rounded
 
 
 def arguments():
@@ -74,7 +74,7 @@ def arguments():
     parser.add_argument("--part", choices=("self", "cross"), default="self", help=part)
     blocks = "block_q/block_kv/tile_kv/sub_q/chunk_kv …; default: the shipped ones"
     parser.add_argument("--blocks", nargs="*", help=blocks)
-    product = "linear layers instead: TOKENSxINPUTSxOUTPUTS, +gelu, +int8, +array or +out (what has tokens last)"
+    product = "linear layers instead: TOKENSxINPUTSxOUTPUTS, +gelu, +int8, +turned (the result has tokens last)"
     parser.add_argument("--product", nargs="*", help=product)
     parser.add_argument("--no-baseline", action="store_true", help="leave out JAX's own splash kernel")
     return parser.parse_args()
@@ -125,13 +125,12 @@ def linear(text):
     sizes, *features = text.split("+")
     (tokens, inputs, outputs), small = map(int, sizes.split("x")), "int8" in features
     settings = Products(**compose([f"products={'pallas_int8' if small else 'pallas'}"]).products)
-    turned = next((name for name in ("array", "out") if name in features), None)
+    turned = "turned" in features
     rows, columns = product.block_sizes(tokens, inputs, outputs, 1 if small else 2, settings, turned)
 
     def function(array, weight, *by_output):
         return product.product(array, weight, 0, *by_output, settings=settings, gelu="gelu" in features, turned=turned)
 
-    strips = rows / product.STRIP if small else rows / product.LANES if turned == "array" else 0
     shapes = bfloat16((1, tokens, inputs), (1, outputs, inputs), (outputs,))
     if small:
         shapes[1] = jax.ShapeDtypeStruct(shapes[1].shape, jnp.int8)
@@ -144,7 +143,7 @@ def linear(text):
         blocks=ceil(tokens / rows) * ceil(outputs / columns),
         steps=1,
         trips=(2,),
-        rounding=strips / ceil(outputs / columns),
+        rounding=rows / product.STRIP / ceil(outputs / columns) if small else 0,
     )
 
 

@@ -7,8 +7,7 @@ loop over layers it reads a layer's weights through the slice that takes them fr
 ahead. Here a block of tokens stays in VMEM while blocks of weights are fetched beside it, straight from the stack; GELU
 fits between the products.
 
-Values and outputs of attention lie with tokens along the lanes, as the attention kernel takes and gives them: then the
-product is turned around, or a block of tokens is, once.
+Values of attention lie with tokens along the lanes, as the attention kernel takes them: their product is turned around.
 
 In int8 (kernels/quantised.py) the kernel rounds its block of tokens itself, once: in passes of their own, maxima and
 rounding take as long as the products gain.
@@ -37,13 +36,13 @@ WHOLE = PartitionSpec()
 class Linear:
     """array (batch, tokens, inputs) · weight (outputs, inputs)ᵀ + bias (outputs,), batch and tokens on the devices as
     `sharding` says, weights whole on each. With `layer`, weight is a stack and that layer's counts. With `scale`, one
-    for each output, it is of int8, and tokens are rounded to it too. With `turned`, "array" or "out", that one lies
-    with its tokens last in memory."""
+    for each output, it is of int8, and tokens are rounded to it too. With `turned`, the result lies with its tokens
+    last in memory."""
 
     settings: Products
     sharding: jax.sharding.NamedSharding | None = None  # None: one device
 
-    def __call__(self, array, weight, bias, layer=None, scale=None, gelu=False, turned=None):
+    def __call__(self, array, weight, bias, layer=None, scale=None, gelu=False, turned=False):
         if layer is None:
             weight, layer = weight[None], 0
         compute = partial(product, settings=self.settings, gelu=gelu, turned=turned)
@@ -57,54 +56,41 @@ class Linear:
         )(*arrays)
 
 
-def product(array, weight, layer, *by_output, settings, gelu=False, turned=None):
+def product(array, weight, layer, *by_output, settings, gelu=False, turned=False):
     """One device's share: array (batch, tokens, inputs), weight (layers, outputs, inputs), bias (outputs,) and, for
     int8, scale (outputs,)."""
     (batch, tokens, inputs), outputs, small = array.shape, weight.shape[1], weight.dtype == jnp.int8
     rows, columns = block_sizes(tokens, inputs, outputs, weight.dtype.itemsize, settings, turned)
-    kernel, scratch = product_kernel, []
+    kernel, scratch = turned_kernel if turned else product_kernel, []
     if small:
         kernel, scratch = int8_kernel, [pltpu.VMEM((rows, inputs), jnp.int8), pltpu.VMEM((rows, 1), jnp.float32)]
-    elif turned == "array":
-        kernel, scratch = turning_kernel, [pltpu.VMEM((rows, inputs), array.dtype)]
-    elif turned == "out":
-        kernel = turned_kernel
-
-    def spec(block, place, around):
-        """A block of tokens by numbers; turned around, of numbers by tokens."""
-        if around:
-            return pl.BlockSpec((None, *block[::-1]), lambda b, i, j, layer: (b, *place(i, j)[::-1]))
-        return pl.BlockSpec((None, *block), lambda b, i, j, layer: (b, *place(i, j)))
-
+    out_shape, out_block, out_place = (batch, tokens, outputs), (rows, columns), lambda b, i, j, layer: (b, i, j)
+    if turned:
+        out_shape, out_block, out_place = (batch, outputs, tokens), (columns, rows), lambda b, i, j, layer: (b, j, i)
     out = pl.pallas_call(
         partial(outline, 3 + len(by_output)) if settings.outline else partial(kernel, gelu=gelu),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, pl.cdiv(tokens, rows), pl.cdiv(outputs, columns)),
             in_specs=[
-                spec((rows, inputs), lambda i, j: (i, 0), turned == "array"),
+                pl.BlockSpec((None, rows, inputs), lambda b, i, j, layer: (b, i, 0)),
                 pl.BlockSpec((None, columns, inputs), lambda b, i, j, layer: (layer[0], j, 0)),
                 *[pl.BlockSpec((1, columns), lambda b, i, j, layer: (0, j)) for _ in by_output],
             ],
-            out_specs=spec((rows, columns), lambda i, j: (i, j), turned == "out"),
+            out_specs=pl.BlockSpec((None, *out_block), out_place),
             scratch_shapes=scratch,
         ),
-        out_shape=jax.ShapeDtypeStruct(
-            (batch, outputs, tokens) if turned == "out" else (batch, tokens, outputs), array.dtype
-        ),
+        out_shape=jax.ShapeDtypeStruct(out_shape, array.dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=settings.vmem_mib * 2**20
         ),
         interpret=settings.interpret,
         name="product_kernel",
-    )(
-        jnp.asarray(layer, jnp.int32).reshape(1), array.swapaxes(1, 2) if turned == "array" else array, weight,
-        *(numbers[None] for numbers in by_output),
-    )
-    return out.swapaxes(1, 2) if turned == "out" else out
+    )(jnp.asarray(layer, jnp.int32).reshape(1), array, weight, *(numbers[None] for numbers in by_output))
+    return out.swapaxes(1, 2) if turned else out
 
 
-def block_sizes(tokens: int, inputs: int, outputs: int, size: int, settings: Products, turned=None) -> tuple[int, int]:
+def block_sizes(tokens: int, inputs: int, outputs: int, size: int, settings: Products, turned=False) -> tuple[int, int]:
     """Rows and columns of a block: both halves of the rows are whole tiles, weights are of one or two bytes."""
     columns = settings.weights_mib * 2**20 // (size * inputs)
     return evenly(tokens, settings.rows, 2 * (LANES if turned else PACKED[size])), evenly(outputs, columns, COLUMNS)
@@ -125,21 +111,8 @@ def product_kernel(layer, array, weight, bias, out, *, gelu):
         out[rows, columns] = finished(dot(array[rows, :], weight[columns, :]), bias[:, columns], gelu).astype(out.dtype)
 
 
-def turning_kernel(layer, array, weight, bias, out, tokens, *, gelu):
-    """array (inputs, rows), which is turned around into tokens (rows, inputs) when the first weights come by."""
-
-    @pl.when(pl.program_id(2) == 0)
-    def turn():
-        @pl.loop(0, array.shape[1] // LANES)
-        def one_strip(index):
-            rows = pl.ds(pl.multiple_of(index * LANES, LANES), LANES)
-            tokens[rows, :] = array[:, rows].T
-
-    product_kernel(layer, tokens, weight, bias, out, gelu=gelu)
-
-
 def turned_kernel(layer, array, weight, bias, out, *, gelu):
-    """out (columns, rows)"""
+    """The same with out (columns, rows)."""
 
     @each_part(out.shape[::-1], LANES)
     def part(rows, columns):

@@ -32,7 +32,7 @@ def exact(array, weight, bias, gelu):
     return result / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (result + 0.044715 * result**3)))
 
 
-@pytest.mark.parametrize("gelu, turned", [(False, None), (True, None), (False, "array"), (False, "out")])
+@pytest.mark.parametrize("gelu, turned", [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("batch, tokens, inputs, outputs", [(1, 1, 128, 1), (1, 100, 96, 300), (2, 377, 256, 1100)])
 def test_it_is_a_linear_layer_at_odd_sizes(batch, tokens, inputs, outputs, gelu, turned):
     array, weight, bias = make_inputs(batch, tokens, inputs, outputs)
@@ -92,7 +92,7 @@ def test_it_lowers_for_tpu():
 
 
 @pytest.mark.parametrize("sharding, stack", [("sequence", False), ("tokens", True)])
-def test_a_step_has_eight_of_them_a_block(sharding, stack):
+def test_a_step_has_six_of_them_a_block(sharding, stack):
     """Read from the stack where every device holds all weights, else from what was gathered. The first block, which the
     prompts share, stands apart from the loop."""
     overrides = f"sharding={sharding}", "products=pallas", "mesh.axes={dp:1,sp:8,tp:1}"
@@ -100,7 +100,7 @@ def test_a_step_has_eight_of_them_a_block(sharding, stack):
     with jax.sharding.use_abstract_mesh(resolved.mesh):
         text = build(resolved, "denoise").programs.lower(platforms=("tpu",))["step"].as_text()
     calls = [line for line in text.splitlines() if "tpu_custom_call" in line and "product_kernel" in line]
-    assert len(calls) == 2 * 8
+    assert len(calls) == 2 * 6
     assert all(("tensor<40x" in line) == stack for line in calls)
 
 
@@ -135,7 +135,7 @@ def test_plans_count_them(overrides, layers):
     resolved = resolve_there(*PLAN, "sharding=sequence", *overrides, "mesh.axes={dp:2,sp:4,tp:1}")
     parts = plan.estimate(resolved, report | {"flops_per_step": plan.Denoise.flops(resolved)})["parts"]
     chip, peak = resolved.config.mesh.chip, 8 * 918e12
-    turned, layer = 2 * 32_760 * 3 * 2 * 5120**2 / peak, 2 * 32_760 * (3 * 2 * 5120**2 + 4 * 5120 * 13824) / peak
+    turned, layer = 2 * 32_760 * 2 * 5120**2 / peak, 2 * 32_760 * (3 * 2 * 5120**2 + 4 * 5120 * 13824) / peak
     expected = {
         "product kernel": layers[0] * layer / chip.product_share,
         "product kernel, turned": sum(layers) * turned / chip.turned_product_share,

@@ -270,11 +270,11 @@ class ScannedBlocks(Stacked):
 
     def use_products(self, product) -> None:
         """Have the large linear layers computed by `product` (kernels/product.py), the first of the feed-forward with
-        its GELU."""
-        turned = {"attn1.to_v": "out", "attn1.to_out.0": "array", "attn2.to_out.0": "array"}
-        for name in ("attn1.to_q", "attn1.to_k", "attn2.to_q", "ffn.net.2", *turned):
+        its GELU. XLA keeps the outputs of attention, to which it joins what comes behind them."""
+        for name in ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn2.to_q", "ffn.net.2"):
             module = self.block.get_submodule(name)
-            module.forward = functools.partial(self.linear, product, module, name, turned=turned.get(name))
+            turned = name == "attn1.to_v"  # as the attention kernel takes it
+            module.forward = functools.partial(self.linear, product, module, name, turned=turned)
         module = self.block.get_submodule("ffn.net.0")
         if module.approximate != "tanh":
             raise NotImplementedError(f"a feed-forward with GELU's approximation {module.approximate!r}")
@@ -282,7 +282,7 @@ class ScannedBlocks(Stacked):
 
     def linear(self, product, module, name, array, **options):
         (stacked, layer, small), scale = self.at, self.quantised.get(f"{name}.scale")
-        if scale is not None and options.get("turned"):  # the kernel has these in bfloat16 alone
+        if scale is not None and options.get("turned"):  # which the kernel has in bfloat16 alone
             return self.small_linear(module, name, array)
         array, bias = interop.jax_view((array, module.bias))
         part = f"{name}.weight" if scale is None else f"{name}.quantised"

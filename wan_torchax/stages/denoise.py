@@ -335,7 +335,7 @@ class Denoise(Stage):
             return {}
         dim, layers = transformer.num_attention_heads * transformer.attention_head_dim, transformer.num_layers
         layer = 3 * 2 * dim * dim + 2 * 2 * dim * transformer.ffn_dim  # q, k and q; feed-forward
-        turned = 3 * 2 * dim * dim  # v, out and out, never in int8
+        turned = 2 * dim * dim  # v, never in int8
         small = layers - config.precision.first - config.precision.last if config.precision.weights else 0
         counts = {
             "product_share": (layers - small) * layer, "turned_product_share": layers * turned,

@@ -77,17 +77,21 @@ def result_bytes(line: str) -> int:
 
 def collectives(text: str, axes: dict[str, int]) -> list[dict]:
     """What is communicated, by kind and mesh axis: how often, and the bytes one chip receives in all. `beside` holds,
-    for those that are started and waited for apart, their bytes and the cycles of XLA's ops between the two."""
+    for those that are started and waited for apart, their bytes, the cycles of XLA's ops between the two and the FLOPs
+    of kernels of linear layers, by the type of their weights."""
     rows, started = {}, {}  # those under way: axis and cycles since
     for line, times in instructions(text):
         found = re.search(r" (" + "|".join(COLLECTIVES) + r")(-start|-done)?\(%?([\w.\-]*)", line)
         if not found:
             if started:  # links are shared: only the first of them gains
-                next(iter(started.values()))["cycles"] += times * cycles_of(line)
+                first = next(iter(started.values()))
+                first["cycles"] += times * cycles_of(line)
+                for kind, flops in product_flops(line).items():
+                    first["products"][kind] = first["products"].get(kind, 0) + times * flops
             continue
         kind, state, operand = found.groups()
         if state == "-start":
-            started[name_of(line)] = {"axis": axis_of(line, axes), "cycles": 0}
+            started[name_of(line)] = {"axis": axis_of(line, axes), "cycles": 0, "products": {}}
             continue
         before = started.pop(operand) if state else {"axis": axis_of(line, axes)}
         size = times * result_bytes(line)
@@ -95,7 +99,7 @@ def collectives(text: str, axes: dict[str, int]) -> list[dict]:
         row["count"] += times
         row["bytes"] += size
         if state:
-            row["beside"].append({"bytes": size, "cycles": before["cycles"]})
+            row["beside"].append({"bytes": size, "cycles": before["cycles"], "products": before["products"]})
     return [{"kind": kind, "axis": axis, **row} for (kind, axis), row in sorted(rows.items())]
 
 
@@ -107,6 +111,16 @@ def cycles_of(line: str) -> int:
     """The compiler's estimate; 0 where it gives none."""
     cycles = re.search(r'"estimated_cycles":"(\d+)"', line)
     return int(cycles.group(1)) if cycles else 0
+
+
+def product_flops(line: str) -> dict[str, int]:
+    """Of a call of kernels/product.py, by the type of its weights; of other ops nothing."""
+    sizes = r"\[([\d,]+)\]"
+    found = re.search(rf"custom-call.*layout_constraints=\{{s32{sizes}\S* bf16{sizes}\S* (s8|bf16){sizes}", line)
+    if not found or "product_kernel" not in line:
+        return {}
+    tokens, (_, outputs, inputs) = found.group(2).split(",")[:2], map(int, found.group(4).split(","))
+    return {found.group(3): 2 * math.prod(map(int, tokens)) * inputs * outputs}
 
 
 def axis_of(line: str, axes: dict[str, int]) -> str:

@@ -308,12 +308,13 @@ def estimate(resolved: Resolved, report: dict, program: str = "denoise", share: 
         name = f"product kernel, {kind}" if kind else "product kernel"
         parts[name] = count * share / all_chips / chip_fact(resolved.config, fact)
     parts["rope"] = parts.get("rope", 0) + rotary_seconds(resolved) * share
-    parts["communication"] = sum(waiting_seconds(row, report["axes"], chip) for row in compiled["collectives"])
+    waits = (waiting_seconds(row, report["axes"], resolved.config) for row in compiled["collectives"])
+    parts["communication"] = sum(waits)
     raw, correction = sum(parts.values()), chip_fact(resolved.config, "correction")
     return {
         "seconds_per_step": raw * correction, "uncorrected_seconds": raw, "correction": correction, "parts": parts,
         "source": "libtpu's cycles at the chip's clock, Pallas kernels at their schedule's share of peak, "
-                  "communication at the links' speed less XLA's own ops beside it",
+                  "communication at the links' speed less XLA's ops and linear layers beside it",
     }
 
 
@@ -336,12 +337,17 @@ def rotary_seconds(resolved: Resolved) -> float:
     return moved / config.mesh.devices / (config.mesh.chip.hbm_gbs * 1e9)
 
 
-def waiting_seconds(row: dict, axes: dict[str, int], chip) -> float:
-    """A collective's time, less that of the ops that run while it is under way. Kernels among them are not counted."""
+def waiting_seconds(row: dict, axes: dict[str, int], config) -> float:
+    """A collective's time, less that of XLA's ops and kernels of linear layers that run while it is under way."""
+    chip, shares = config.mesh.chip, {"bf16": "product_share", "s8": "int8_product_share"}
     link = chip.link_gbs * 1e9
+
+    def beside(pair):
+        flops = (count / chip_fact(config, shares[kind]) for kind, count in pair["products"].items())
+        return pair["cycles"] / (chip.clock_ghz * 1e9) + sum(flops) / (chip.peak_tflops * 1e12)
+
     hidden = (
-        min(travel_seconds(row | {"bytes": pair["bytes"]}, axes, link), pair["cycles"] / (chip.clock_ghz * 1e9))
-        for pair in row.get("beside", ())
+        min(travel_seconds(row | {"bytes": pair["bytes"]}, axes, link), beside(pair)) for pair in row.get("beside", ())
     )
     return travel_seconds(row, axes, link) - sum(hidden)
 
