@@ -171,6 +171,9 @@ def precision_claims():
             figures += [f"{found[mode]['times_bf16']:.1f}", f"{found[mode]['psnr']:.1f}"]
         name = "as it was" if factor is None else f"{factor:,}"
         yield page, f"| {name} | {{}} | {{}} dB |" + " {}, {} dB |" * 3, figures
+    for mode in ("int8", "int8_weights", "fp8"):
+        rows = {one["factor"]: one for one in read("outliers")["random-1.3b"]["rows"] if one["mode"] == mode}
+        yield page, f"`{mode}` {{}}, {{}}, {{}}", [f"{rows[factor]['times_bf16']:.1f}" for factor in (10, 100, 100_000)]
     for judged in read("quality_precision")["rows"][1:]:
         kind, mode = judged["mode"].split()
         name = f"`precision={mode}`" if kind == "precision" else "transformer in bfloat16"
