@@ -9,14 +9,16 @@ from wan_torchax.runtime.programs import Program
 from wan_torchax.stages.stage import Stage
 
 
-def add_chunks(stage: Stage, function: Callable, first: jax.ShapeDtypeStruct, later: jax.ShapeDtypeStruct) -> None:
+def add_chunks(
+    stage: Stage, function: Callable, first: jax.ShapeDtypeStruct, later: jax.ShapeDtypeStruct, carry=None
+) -> None:
     """Programs `first` and `later` of function(arrays, piece, caches=None) -> (result, finite, caches).
 
-    The caches lie on the devices as `sharding.vae.carry` says, their channels last.
+    The caches lie on the devices as the spec `carry` says; without it as `sharding.vae.carry`, their channels last.
     """
     everywhere, spec = replicated(stage.mesh), partition_spec(stage.config.sharding.vae.carry)
     channels_last = jax.sharding.PartitionSpec(*spec[:1], *spec[2:], *spec[1:2])
-    carry = jax.sharding.NamedSharding(stage.mesh, channels_last)
+    carry = jax.sharding.NamedSharding(stage.mesh, channels_last if carry is None else carry)
 
     def carried(cache):
         return jax.ShapeDtypeStruct(cache.shape, cache.dtype, sharding=carry)

@@ -1,11 +1,13 @@
 """Latents to frames."""
 import functools
+import math
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy
 
-from wan_torchax.devices.sharding import struct
+from wan_torchax.devices.sharding import partition_spec, struct
 from wan_torchax.events import Advanced, Decoded
 from wan_torchax.runtime.programs import NotFinite
 from wan_torchax.stages.chunks import add_chunks, statistics
@@ -19,6 +21,7 @@ class Decode(Stage):
     with the caches for the next.
     """
 
+    settings = ("mesh.chip.vae_lines",)
     result_settings = ("model.dtype.vae",)
     parts: ClassVar = {"vae": r"(decoder|post_quant_conv)\..*"}
 
@@ -33,22 +36,44 @@ class Decode(Stage):
         return {"latent_shape": (batch, channels, 1, height, width)}
 
     def build(self):
+        chunk, carry = self.by_lines() or self.by_modules()
+        dtype, (mean, deviation) = self.config.model.dtype.vae, statistics(self.config.model.architecture.vae)
+
+        def decode(arrays, latent, caches=None):
+            pixels, caches = chunk(arrays, (latent * deviation + mean).astype(dtype), caches)
+            pixels = pixels.astype(jnp.float32)
+            frames = jnp.round((pixels[0] + 1) * 127.5).astype(jnp.uint8).transpose(1, 2, 3, 0)
+            return frames, jnp.isfinite(pixels).all(), caches
+
+        latent = struct(self.mesh, self.recipe.derived["latent_shape"], "float32")
+        add_chunks(self, decode, latent, latent, carry)
+
+    def by_modules(self):
+        """diffusers' decoder as a function of (arrays, latent, caches), and no spec for its caches but the config's."""
         from wan_torchax.models.vae import decode_chunk
         from wan_torchax.patches import call_module
 
         module = self.module("vae")
         module.encoder = module.quant_conv = None
         module.forward = functools.partial(decode_chunk, module)
-        dtype, (mean, deviation) = self.config.model.dtype.vae, statistics(self.config.model.architecture.vae)
+        return functools.partial(call_module, module), None
 
-        def decode(arrays, latent, caches=None):
-            pixels, caches = call_module(module, arrays, (latent * deviation + mean).astype(dtype), caches)
-            pixels = pixels.astype(jnp.float32)
-            frames = jnp.round((pixels[0] + 1) * 127.5).astype(jnp.uint8).transpose(1, 2, 3, 0)
-            return frames, jnp.isfinite(pixels).all(), caches
+    def by_lines(self):
+        """The same with every chip at its own columns, and the spec of the caches; None where that is not for it:
+        another VAE, a picture that is not spread or does not divide."""
+        spec, shape = partition_spec(self.config.sharding.vae.carry), self.recipe.derived["latent_shape"]
+        sides = [side for side in (3, 4) if len(spec) > side and spec[side]]
+        if not self.config.mesh.chip.vae_lines or self.config.model.architecture.vae.get("is_residual") or not sides:
+            return None
+        axes = spec[sides[0]]
+        if shape[sides[0]] % math.prod(self.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes)):
+            return None
+        from wan_torchax.models.vae_lines import decode_chunk
 
-        latent = struct(self.mesh, self.recipe.derived["latent_shape"], "float32")
-        add_chunks(self, decode, latent, latent)
+        carry = jax.sharding.PartitionSpec(None, axes)
+        chunk = functools.partial(decode_chunk, axes=axes, upright=spec[3] is not None)
+        specs = (jax.sharding.PartitionSpec(), spec, carry)
+        return jax.shard_map(chunk, mesh=self.mesh, in_specs=specs, out_specs=specs[1:], check_vma=False), carry
 
     def run(self, resolved, values, tell):
         chunks, caches, latents = [], None, values["latents"]

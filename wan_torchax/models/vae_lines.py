@@ -1,0 +1,131 @@
+"""Wan 2.1's VAE decoder in the layout that TPUs want, as functions of its arrays; what diffusers' decoder computes.
+
+A video is (frames, columns, lines, channels). Lines of the picture are the batch of every convolution: XLA's TPU
+backend cuts the picture up to make a batch where there is none, and puts it together again. Channels are whole
+multiples of 128, those added are zeros. Columns are over the chips of `axes`, inside `jax.shard_map`: a chip asks its
+neighbours for a column at each edge. The lines of an upright picture are its columns, and so the other way round.
+"""
+import jax
+import jax.numpy as jnp
+
+from wan_torchax.kernels.attention import Attend
+from wan_torchax.kernels.settings import Kernel
+
+LANES = 128
+EPSILON = 1e-12  # of diffusers' norm
+
+
+def decode_chunk(arrays, latent, caches, axes, upright=False):
+    """One latent frame (1, channels, 1, height, width) to pixels (1, 3, frames, height, width) in -1..1, and caches.
+
+    `caches` has the last two frames that every causal convolution saw, by the name of its weight, None at the start.
+    The first latent frame gives one frame of pixels, later ones four.
+    """
+    first, kept, sides = caches is None, {}, (3, 2) if upright else (2, 3)  # of a picture (channels, height, width)
+
+    def wide(array, *dimensions):
+        """With zeros up to whole multiples of 128 channels; the few of latents and pixels stay as they are."""
+        counts = [array.shape[index] if index in dimensions else 0 for index in range(array.ndim)]
+        return jnp.pad(array, [(0, -count % LANES if count > LANES // 2 else 0) for count in counts])
+
+    def weights(name):
+        """(frames, columns, lines, inputs, outputs), and the bias."""
+        weight = arrays[f"{name}.weight"]
+        weight = weight if weight.ndim == 5 else weight[:, :, None]
+        return wide(weight, 0, 1).transpose(2, 1 + sides[1], 1 + sides[0], 1, 0), wide(arrays[f"{name}.bias"], 0)
+
+    def convolve(name, video):
+        return convolution(video, *weights(name))
+
+    def causal(name, video, edges=True):
+        video = with_edges(video, axes) if edges else video
+        before = jnp.zeros((2, *video.shape[1:]), video.dtype) if first else caches[name]
+        video = jnp.concatenate([before, video])
+        kept[name] = video[-2:]
+        return convolve(name, video)
+
+    def outputs(name, video, parts):
+        """A convolution's own channels, without those that were added, in so many parts."""
+        return jnp.split(video[..., : len(arrays[f"{name}.bias"])], parts, axis=-1)
+
+    def norm(name, video):
+        gamma = arrays[f"{name}.gamma"].reshape(-1)
+        # The sum of squares as a product with ones: it comes out at every channel and need not be moved there.
+        ones = jnp.ones((video.shape[-1],) * 2, video.dtype)
+        squares = jnp.matmul(jnp.square(video), ones, preferred_element_type=jnp.float32)
+        length = jax.lax.rsqrt(jnp.maximum(squares, EPSILON**2)) * gamma.size**0.5
+        return (video.astype(jnp.float32) * length).astype(video.dtype) * wide(gamma, 0)
+
+    def residual(name, video):
+        shortcut = convolve(f"{name}.conv_shortcut", video) if f"{name}.conv_shortcut.weight" in arrays else video
+        for number in (1, 2):
+            video = causal(f"{name}.conv{number}", jax.nn.silu(norm(f"{name}.norm{number}", video)))
+        return video + shortcut
+
+    def attention(name, video):
+        """Over all pixels of the frame; a chip has the queries of its own columns."""
+        frame = convolve(f"{name}.to_qkv", norm(f"{name}.norm", video))
+        query, key, value = (part.reshape(1, -1, part.shape[-1]) for part in outputs(f"{name}.to_qkv", frame, 3))
+        key, value = (jax.lax.all_gather(part, axes, axis=1, tiled=True) for part in (key, value))
+        attend = Attend(query.shape[-1], Kernel(kernel="xla", block_q=2048, block_kv=8192))  # 64 MiB of scores
+        out = wide(attend(query, key, value), 2)
+        return video + convolve(f"{name}.proj", out.reshape(video.shape))
+
+    def upsample(name, video):
+        if f"{name}.time_conv.weight" in arrays:  # two frames for one, except for the first
+            if first:
+                kept[f"{name}.time_conv"] = jnp.zeros((2, *video.shape[1:]), video.dtype)
+            else:
+                pairs = outputs(f"{name}.time_conv", causal(f"{name}.time_conv", video, edges=False), 2)
+                video = wide(jnp.stack(pairs, axis=1), 4).reshape(-1, *video.shape[1:])
+        weight, bias = weights(f"{name}.resample.1")
+        above, middle, below = jnp.split(weight, 3, axis=2)
+        none = jnp.zeros_like(middle)  # a line seen twice has the sum of two weights: even lines, then odd ones
+        even = jnp.concatenate([above, middle + below, none], axis=2)
+        odd = jnp.concatenate([none, above + middle, below], axis=2)
+        columns = with_edges(video.repeat(2, axis=1), axes)
+        pairs = convolution(columns, jnp.concatenate([even, odd], axis=-1), jnp.concatenate([bias, bias]))
+        return pairs.reshape(*pairs.shape[:2], -1, len(bias))
+
+    def present(part):
+        return any(name.startswith(f"{part}.") for name in arrays)
+
+    video = latent[0].transpose(1, sides[1], sides[0], 0)
+    video = causal("decoder.conv_in", convolve("post_quant_conv", video))
+    video = residual("decoder.mid_block.resnets.0", video)
+    video = attention("decoder.mid_block.attentions.0", video)
+    video = residual("decoder.mid_block.resnets.1", video)
+    level = 0
+    while present(block := f"decoder.up_blocks.{level}"):
+        number = 0
+        while present(f"{block}.resnets.{number}"):
+            video = residual(f"{block}.resnets.{number}", video)
+            number += 1
+        if present(f"{block}.upsamplers"):
+            video = upsample(f"{block}.upsamplers.0", video)
+        level += 1
+    video = causal("decoder.conv_out", jax.nn.silu(norm("decoder.norm_out", video)))
+    pixels = video.transpose(3, 0, *((1, 2) if upright else (2, 1)))[None]
+    return pixels.clip(-1, 1), kept
+
+
+def convolution(video, weight, bias):
+    """`video` has the frames before it and the columns beside it that the convolution sees, not the lines."""
+    if weight.shape[2] == 3:
+        video = jnp.concatenate([moved(video, 1), video, moved(video, -1)], axis=-1)
+    weight = weight.reshape(*weight.shape[:2], -1, weight.shape[-1])
+    order = ("HWNC", "HWIO", "HWNC")  # what it calls height and width are frames and columns
+    return jax.lax.conv_general_dilated(video, weight, (1, 1), "VALID", dimension_numbers=order) + bias
+
+
+def moved(video, lines):
+    """Down by so many lines, up if negative; zeros come in."""
+    return jax.lax.pad(video, jnp.zeros((), video.dtype), [(0, 0, 0), (0, 0, 0), (lines, -lines, 0), (0, 0, 0)])
+
+
+def with_edges(video, axes):
+    """With the neighbours' nearest column on either side, zeros where the picture ends."""
+    chips = jax.lax.axis_size(axes)
+    left = jax.lax.ppermute(video[:, -1:], axes, [(chip, chip + 1) for chip in range(chips - 1)])
+    right = jax.lax.ppermute(video[:, :1], axes, [(chip + 1, chip) for chip in range(chips - 1)])
+    return jnp.concatenate([left, video, right], axis=1)
