@@ -163,7 +163,7 @@ def precision_claims():
     for mode in ("int8_weights", "fp8"):
         figures += [f"{100 * errors[mode]:.2f}", f"{errors[mode] / errors['project']:.2f}"]
     yield page, "bfloat16 {} %, `int8_weights` {} % ({} times), `fp8` {} % ({} times)", figures
-    swept = read("outliers")["demo"]["rows"]
+    swept = read("outliers_demo")["rows"]
     for factor in (None, 1, 10, 30, 100, 1000, 10_000, 100_000):
         found = {one["mode"]: one for one in swept if one["factor"] == factor}
         figures = [f"{found['bf16']['peak']:,.0f}", f"{found['bf16']['psnr']:.1f}"]
@@ -172,7 +172,7 @@ def precision_claims():
         name = "as it was" if factor is None else f"{factor:,}"
         yield page, f"| {name} | {{}} | {{}} dB |" + " {}, {} dB |" * 3, figures
     for mode in ("int8", "int8_weights", "fp8"):
-        rows = {one["factor"]: one for one in read("outliers")["random-1.3b"]["rows"] if one["mode"] == mode}
+        rows = {one["factor"]: one for one in read("outliers_1_3b")["rows"] if one["mode"] == mode}
         yield page, f"`{mode}` {{}}, {{}}, {{}}", [f"{rows[factor]['times_bf16']:.1f}" for factor in (10, 100, 100_000)]
     for judged in read("quality_precision")["rows"][1:]:
         kind, mode = judged["mode"].split()

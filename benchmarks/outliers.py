@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=2, help="of the demo model's videos; 0: none")
     parser.add_argument("--steps", type=int, default=20, help="of the videos")
     parser.add_argument("--set", nargs="*", default=[], help="overrides for the configs")
-    parser.add_argument("--json", type=Path, help="also write the result here, beside that of the other model")
+    parser.add_argument("--json", type=Path, help="also write the result here")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     options.set = [*SIZES[options.model], *options.set]
@@ -224,8 +224,7 @@ def main() -> None:
         "spread": SPREAD, "share": SHARE, "rows": rows,
     }
     if options.json:
-        written = json.loads(options.json.read_text()) if options.json.is_file() else {}
-        options.json.write_text(json.dumps(written | {options.model: report}, indent=1) + "\n")
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
     print(table(rows))
     print(json.dumps(report))
 
