@@ -141,7 +141,7 @@ class Chip:
     turned_product_share: Optional[float] = None
     int8_product_share: Optional[float] = None  # of the peak in bf16, so that 2 is all there is
     correction: Optional[float] = None  # what estimates are multiplied by
-    vae_lines: bool = False  # decode with models/vae_lines.py, where it knows the VAE and the picture is spread
+    vae_lines: bool = False  # decode with models/vae_lines.py
 
 
 @dataclass

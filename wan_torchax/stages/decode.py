@@ -1,12 +1,12 @@
 """Latents to frames."""
 import functools
-import math
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy
 
+from wan_torchax.config.schema import ConfigError
 from wan_torchax.devices.sharding import partition_spec, struct
 from wan_torchax.events import Advanced, Decoded
 from wan_torchax.runtime.programs import NotFinite
@@ -36,7 +36,7 @@ class Decode(Stage):
         return {"latent_shape": (batch, channels, 1, height, width)}
 
     def build(self):
-        chunk, carry = self.by_lines() or self.by_modules()
+        chunk, carry = self.by_lines() if self.config.mesh.chip.vae_lines else self.by_modules()
         dtype, (mean, deviation) = self.config.model.dtype.vae, statistics(self.config.model.architecture.vae)
 
         def decode(arrays, latent, caches=None):
@@ -59,17 +59,16 @@ class Decode(Stage):
         return functools.partial(call_module, module), None
 
     def by_lines(self):
-        """The same with every chip at its own columns, and the spec of the caches; None where that is not for it:
-        another VAE, a picture that is not spread or does not divide."""
-        spec, shape = partition_spec(self.config.sharding.vae.carry), self.recipe.derived["latent_shape"]
-        sides = [side for side in (3, 4) if len(spec) > side and spec[side]]
-        if not self.config.mesh.chip.vae_lines or self.config.model.architecture.vae.get("is_residual") or not sides:
-            return None
-        axes = spec[sides[0]]
-        if shape[sides[0]] % math.prod(self.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes)):
-            return None
+        """The same with every chip at its own columns, and the spec of the caches."""
         from wan_torchax.models.vae_lines import decode_chunk
 
+        spec = partition_spec(self.config.sharding.vae.carry)
+        axes = next(filter(None, spec), None)
+        if self.config.model.architecture.vae.get("is_residual") or axes is None:
+            raise ConfigError(
+                "mesh.chip.vae_lines=true: is for Wan 2.1's VAE and a picture that sharding.vae.carry spreads; set it "
+                "to false"
+            )
         carry = jax.sharding.PartitionSpec(None, axes)
         chunk = functools.partial(decode_chunk, axes=axes, upright=spec[3] is not None)
         specs = (jax.sharding.PartitionSpec(), spec, carry)
