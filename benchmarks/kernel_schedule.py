@@ -59,7 +59,7 @@ class Candidate:
     blocks: int
     steps: int  # of the grid, for one block
     trips: tuple  # of each stretch of code that uses the MXU, in program order; 0 for what only lost rows need
-    rounding: float = 0  # trips of the longest stretch that does not: tokens rounded
+    before: tuple = ()  # trips of the longest stretches that do not: tokens turned around, rounded
 
 
 def arguments():
@@ -74,8 +74,12 @@ def arguments():
     parser.add_argument("--part", choices=("self", "cross"), default="self", help=part)
     blocks = "block_q/block_kv/tile_kv/sub_q/chunk_kv …; default: the shipped ones"
     parser.add_argument("--blocks", nargs="*", help=blocks)
-    product = "linear layers instead: TOKENSxINPUTSxOUTPUTS, +gelu, +int8, +turned (the result has tokens last)"
+    product = (
+        "linear layers instead: TOKENSxINPUTSxOUTPUTS, +gelu, +int8 or +fp8, +residual (with a gate), +turned (the "
+        "result has tokens last), +lies (what it is of has)"
+    )
     parser.add_argument("--product", nargs="*", help=product)
+    parser.add_argument("--products", default="pallas", help="whose blocks: a file of conf/products")
     parser.add_argument("--no-baseline", action="store_true", help="leave out JAX's own splash kernel")
     return parser.parse_args()
 
@@ -83,7 +87,7 @@ def arguments():
 def candidates(options):
     """Ours with every block size asked for, its exact fallback, and JAX's own kernel."""
     if options.product:
-        yield from map(linear, options.product)
+        yield from (linear(text, options.products) for text in options.product)
         return
     file = OmegaConf.load(ROOT / "conf" / "attention" / f"splash_{options.chip}.yaml")
     shipped = Kernel(**file[options.part])
@@ -121,29 +125,35 @@ def ours(kernel, options):
     )
 
 
-def linear(text):
+def linear(text, products):
     sizes, *features = text.split("+")
-    (tokens, inputs, outputs), small = map(int, sizes.split("x")), "int8" in features
-    settings = Products(**compose([f"products={'pallas_int8' if small else 'pallas'}"]).products)
-    turned = "turned" in features
-    rows, columns = product.block_sizes(tokens, inputs, outputs, 1 if small else 2, settings, turned)
+    tokens, inputs, outputs = map(int, sizes.split("x"))
+    settings = Products(**compose([f"products={products}"]).products)
+    small = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}.get(next((name for name in features if "8" in name), None))
+    turned, lies = "turned" in features, "turned" if "lies" in features else "upright"
+    shapes = {"array": (1, tokens, inputs), "weight": (1, outputs, inputs), "layer": (), "bias": (outputs,)}
+    shapes |= {"scale": (outputs,)} if small else {}
+    shapes |= {"residual": (1, tokens, outputs), "gate": (1, outputs)} if "residual" in features else {}
+    dtypes = {"scale": jnp.float32, "gate": jnp.float32, "layer": jnp.int32} | ({"weight": small} if small else {})
+    shapes = {name: jax.ShapeDtypeStruct(shape, dtypes.get(name, jnp.bfloat16)) for name, shape in shapes.items()}
+    rows, columns = product.block_sizes(shapes, settings, turned or lies == "turned")
 
-    def function(array, weight, *by_output):
-        return product.product(array, weight, 0, *by_output, settings=settings, gelu="gelu" in features, turned=turned)
+    def function(*arrays):
+        return product.product(
+            dict(zip(shapes, arrays)), settings=settings, gelu="gelu" in features, turned=turned, lies=lies
+        )
 
-    shapes = bfloat16((1, tokens, inputs), (1, outputs, inputs), (outputs,))
-    if small:
-        shapes[1] = jax.ShapeDtypeStruct(shapes[1].shape, jnp.int8)
-        shapes.append(jax.ShapeDtypeStruct((outputs,), jnp.float32))
+    before = [rows / product.LANES] if lies == "turned" else []
+    before += [rows / product.STRIP] if small else []
     return Candidate(
         name=f"linear {text}, blocks {rows} x {columns}",
         function=function,
-        shapes=shapes,
+        shapes=list(shapes.values()),
         flops=2 * tokens * inputs * outputs,
         blocks=ceil(tokens / rows) * ceil(outputs / columns),
         steps=1,
         trips=(2,),
-        rounding=rows / product.STRIP / ceil(outputs / columns) if small else 0,
+        before=tuple(trips / ceil(outputs / columns) for trips in before),
     )
 
 
@@ -187,7 +197,8 @@ def compile_schedule(python, artifact, topology):
         command = [*shlex.split(python), compiler.__file__, str(path), *place, f"--libtpu-args={flags}"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         schedules = [parse(file) for file in glob.glob(f"{folder}/*final_hlo-static-per-bundle-utilization.txt")]
-    return max(schedules, key=lambda schedule: sum(bundle[0] for bundle in schedule[0]))  # the one that computes
+    # The one that computes: on the MXU, or most.
+    return max(schedules, key=lambda schedule: (sum(bundle[0] for bundle in schedule[0]), len(schedule[0])))
 
 
 def parse(utilization):
@@ -226,7 +237,9 @@ def count(candidate, bundles, borders, skips):
             idle.update(range(begin, end))
     other = len(bundles) - len(idle) - sum(map(len, running))
     total = sum(trips * len(stretch) for trips, stretch in zip(candidate.trips, computing)) + candidate.steps * other
-    total += candidate.rounding * max(len(stretch) for begin, stretch in stretches.items() if begin not in starts)
+    longest = sorted((begin for begin in stretches if begin not in starts), key=lambda begin: -len(stretches[begin]))
+    longest = sorted(longest[:len(candidate.before)])
+    total += sum(trips * len(stretches[begin]) for trips, begin in zip(candidate.before, longest))
     again = [len(stretch) for trips, stretch in zip(candidate.trips, computing) if not trips]
     return round(total), max(running, key=len), again
 

@@ -68,7 +68,7 @@ class Attend:
 
     def turn(self, array, rotary, parts, weight):
         if not rotary:
-            return schemes.cut(array, parts, 2)
+            return schemes.cut_heads(array, parts)
         norm = None if weight is None else (weight, self.norm_epsilon)
         return rotate(array, *rotary, self.head_dim, self.kernel, parts, norm)
 

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from wan_torchax.kernels import lanes
+
 EMPTY = -1e30  # log-sum-exp of no keys at all, finite so that two empty parts merge without NaN
 
 
@@ -73,10 +75,11 @@ def exchange(attend, query, key, value, keys):
     query, key (parts, batch, tokens, width of a part): what every device of the Ulysses axis gets. Values and outputs
     travel transposed, which is how the TPU's kernel takes and gives them.
     """
-    axis = attend.parallel.ulysses
+    axis, kernel = attend.parallel.ulysses, attend.kernel
     if axis:
-        query, key = (join(travel(x, axis), 1) for x in (query, key))
-        value = join(travel(cut(value.swapaxes(1, 2), lax.axis_size(axis), 1), axis), 2).swapaxes(1, 2)
+        query, key = (join(travel(x, axis)) for x in (query, key))
+        value = travel(cut(value.swapaxes(1, 2), lax.axis_size(axis)), axis)
+        value = lanes.join(value, kernel).swapaxes(1, 2)
     else:
         query, key = query[0], key[0]
     if attend.parallel.ring:
@@ -84,7 +87,8 @@ def exchange(attend, query, key, value, keys):
     else:
         out, _, rescued = attend.local(query, key, value, keys)
     if axis:
-        out = join(travel(cut(out.swapaxes(1, 2), lax.axis_size(axis), 2), axis), 1).swapaxes(1, 2)
+        out = lanes.cut(out.swapaxes(1, 2), lax.axis_size(axis), kernel)
+        out = join(travel(out, axis)).swapaxes(1, 2)
     return out, rescued
 
 
@@ -92,10 +96,13 @@ def exchange(attend, query, key, value, keys):
 # it lies has XLA copy the array five times from one layout to the next.
 
 
-def cut(array, parts, dimension):
-    """(batch, …, …) -> (parts, batch, …, …), cut along a dimension."""
-    if dimension == 1:
-        return jnp.moveaxis(array.reshape(array.shape[0], parts, -1, array.shape[2]), 1, 0)
+def cut(array, parts):
+    """(batch, …, …) -> (parts, batch, …, …), cut along dimension 1."""
+    return jnp.moveaxis(array.reshape(array.shape[0], parts, -1, array.shape[2]), 1, 0)
+
+
+def cut_heads(array, parts):
+    """(batch, tokens, width) -> (parts, batch, tokens, width of a part)"""
     return jnp.stack(jnp.split(array, parts, axis=2))
 
 
@@ -104,11 +111,9 @@ def travel(pieces, axis):
     return lax.all_to_all(pieces, axis, split_axis=0, concat_axis=0, tiled=True)
 
 
-def join(pieces, dimension):
-    """(parts, batch, …, …) -> (batch, …, …), side by side along a dimension."""
-    if dimension == 1:
-        return jnp.moveaxis(pieces, 0, 1).reshape(pieces.shape[1], -1, pieces.shape[3])
-    return jnp.concatenate(pieces, axis=2)
+def join(pieces):
+    """(parts, batch, …, …) -> (batch, …, …), side by side along dimension 1."""
+    return jnp.moveaxis(pieces, 0, 1).reshape(pieces.shape[1], -1, pieces.shape[3])
 
 
 def ring(attend, query, key, value, keys):

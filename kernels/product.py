@@ -1,16 +1,17 @@
-"""Linear layers for TPU in Pallas: array · weightᵀ + bias, with GELU behind it where asked, in one pass; in bf16, or
-bf16 to bf16 with both factors in int8.
+"""Linear layers for TPU in Pallas: array · weightᵀ + bias in one pass, with GELU behind it, or added to the residual;
+in bf16, or bf16 to bf16 with both factors in eight bits.
 
 XLA joins the norm before a product and the GELU behind it to the product itself and computes them again for each of its
 tiles: a feed-forward takes 1.7 times what its products would at peak (benchmarks/results/plan_v6e8.txt). And inside a
 loop over layers it reads a layer's weights through the slice that takes them from their stack, without fetching them
-ahead. Here a block of tokens stays in VMEM while blocks of weights are fetched beside it, straight from the stack; GELU
-fits between the products.
+ahead. Here a block of tokens stays in VMEM while blocks of weights are fetched beside it, straight from the stack;
+GELU, or gate and residual, fit between the products.
 
-Values of attention lie with tokens along the lanes, as the attention kernel takes them: their product is turned around.
+Attention's kernel has values and outputs with tokens along the lanes. The product that makes values gives them so; the
+one that takes outputs turns its block of tokens around in VMEM, once.
 
-In int8 (kernels/quantised.py) the kernel rounds its block of tokens itself, once: in passes of their own, maxima and
-rounding take as long as the products gain.
+In eight bits (kernels/quantised.py) the kernel rounds its block of tokens itself, once: in passes of their own, maxima
+and rounding take as long as the products gain.
 """
 from dataclasses import dataclass
 from functools import partial
@@ -28,72 +29,103 @@ from wan_torchax.kernels.settings import Products
 COLUMNS = 256  # outputs of one product: the width of the MXU
 LANES = 128
 PACKED = {2: 16, 1: 32}  # rows in a tile of memory, by bytes of a number
-STRIP = 32  # tokens that are rounded at a time: a tile of int8
+STRIP = 32  # tokens that are rounded at a time: a tile of eight bits
 WHOLE = PartitionSpec()
 
 
 @dataclass(frozen=True)
 class Linear:
     """array (batch, tokens, inputs) · weight (outputs, inputs)ᵀ + bias (outputs,), batch and tokens on the devices as
-    `sharding` says, weights whole on each. With `layer`, weight is a stack and that layer's counts. With `scale`, one
-    for each output, it is of int8, and tokens are rounded to it too. With `turned`, the result lies with its tokens
-    last in memory."""
+    `sharding` says, weights whole on each. With `layer`, weight is a stack and that layer's counts.
+
+    scale       one for each output: weight is of eight bits, and tokens are rounded to it too
+    residual    what the result, times gate (batch, outputs) if there is one, is added to
+    turned      the result lies with its tokens last in memory
+    lies        "turned" if array does
+    """
 
     settings: Products
     sharding: jax.sharding.NamedSharding | None = None  # None: one device
 
-    def __call__(self, array, weight, bias, layer=None, scale=None, gelu=False, turned=False):
+    def __call__(
+        self, array, weight, bias, layer=None, scale=None, residual=None, gate=None, gelu=False, turned=False,
+        lies="upright",
+    ):
         if layer is None:
             weight, layer = weight[None], 0
-        compute = partial(product, settings=self.settings, gelu=gelu, turned=turned)
-        arrays = (array, weight, layer, bias) if scale is None else (array, weight, layer, bias, scale)
-        if self.sharding is None:
-            return compute(*arrays)
-        spread = self.sharding.spec
+        spread = None if self.sharding is None else self.sharding.spec
+        given = {  # and how it lies on the devices
+            "array": (array, spread), "weight": (weight, WHOLE), "layer": (jnp.asarray(layer, jnp.int32), WHOLE),
+            "bias": (bias, WHOLE), "scale": (scale, WHOLE), "residual": (residual, spread),
+            "gate": (gate, spread and PartitionSpec(spread[0])),
+        }
+        given = {name: pair for name, pair in given.items() if pair[0] is not None}
+        arrays, specs = ({name: pair[place] for name, pair in given.items()} for place in range(2))
+        compute = partial(product, settings=self.settings, gelu=gelu, turned=turned, lies=lies)
+        if spread is None:
+            return compute(arrays)
         return jax.shard_map(
-            compute, mesh=self.sharding.mesh, in_specs=(spread, *[WHOLE] * (len(arrays) - 1)), out_specs=spread,
+            compute, mesh=self.sharding.mesh, in_specs=(specs,), out_specs=spread,
             check_vma=False,  # Pallas kernels carry no varying-axes types
-        )(*arrays)
+        )(arrays)
 
 
-def product(array, weight, layer, *by_output, settings, gelu=False, turned=False):
-    """One device's share: array (batch, tokens, inputs), weight (layers, outputs, inputs), bias (outputs,) and, for
-    int8, scale (outputs,)."""
-    (batch, tokens, inputs), outputs, small = array.shape, weight.shape[1], weight.dtype == jnp.int8
-    rows, columns = block_sizes(tokens, inputs, outputs, weight.dtype.itemsize, settings, turned)
-    kernel, scratch = turned_kernel if turned else product_kernel, []
-    if small:
-        kernel, scratch = int8_kernel, [pltpu.VMEM((rows, inputs), jnp.int8), pltpu.VMEM((rows, 1), jnp.float32)]
-    out_shape, out_block, out_place = (batch, tokens, outputs), (rows, columns), lambda b, i, j, layer: (b, i, j)
+def product(arrays, settings, gelu=False, turned=False, lies="upright"):
+    """One device's share, by Linear's names; weight (layers, outputs, inputs)."""
+    (batch, tokens, inputs), (_, outputs, _) = arrays["array"].shape, arrays["weight"].shape
+    dtype, lies_turned = arrays["array"].dtype, lies == "turned"
+    rows, columns = block_sizes(arrays, settings, turned or lies_turned)
+    blocks = {
+        "array": pl.BlockSpec((None, rows, inputs), lambda b, i, j, layer: (b, i, 0)),
+        "weight": pl.BlockSpec((None, columns, inputs), lambda b, i, j, layer: (layer[0], j, 0)),
+        "bias": pl.BlockSpec((1, columns), lambda b, i, j, layer: (0, j)),
+        "scale": pl.BlockSpec((1, columns), lambda b, i, j, layer: (0, j)),
+        "residual": pl.BlockSpec((None, rows, columns), lambda b, i, j, layer: (b, i, j)),
+        "gate": pl.BlockSpec((None, 1, columns), lambda b, i, j, layer: (b, 0, j)),
+    }
+    out_shape, out_block = (batch, tokens, outputs), blocks["residual"]
     if turned:
-        out_shape, out_block, out_place = (batch, outputs, tokens), (columns, rows), lambda b, i, j, layer: (b, j, i)
+        out_shape = batch, outputs, tokens
+        out_block = pl.BlockSpec((None, columns, rows), lambda b, i, j, layer: (b, j, i))
+    arrays = arrays | {name: arrays[name][None] for name in ("bias", "scale") if name in arrays}
+    if "gate" in arrays:
+        arrays["gate"] = arrays["gate"][:, None]
+    scratch = {}
+    if lies_turned:
+        arrays["array"] = arrays["array"].swapaxes(1, 2)
+        blocks["array"] = pl.BlockSpec((None, inputs, rows), lambda b, i, j, layer: (b, 0, i))
+        scratch["upright"] = pltpu.VMEM((rows, inputs), dtype)
+    if "scale" in arrays:
+        scratch["small"] = pltpu.VMEM((rows, inputs), arrays["weight"].dtype)
+        scratch["own"] = pltpu.VMEM((rows, 1), jnp.float32)
+    names = [name for name in blocks if name in arrays]
+    kernel = partial(product_kernel, names=(*names, "out", *scratch), gelu=gelu, turned=turned)
     out = pl.pallas_call(
-        partial(outline, 3 + len(by_output)) if settings.outline else partial(kernel, gelu=gelu),
+        partial(outline, 1 + len(names)) if settings.outline else kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, pl.cdiv(tokens, rows), pl.cdiv(outputs, columns)),
-            in_specs=[
-                pl.BlockSpec((None, rows, inputs), lambda b, i, j, layer: (b, i, 0)),
-                pl.BlockSpec((None, columns, inputs), lambda b, i, j, layer: (layer[0], j, 0)),
-                *[pl.BlockSpec((1, columns), lambda b, i, j, layer: (0, j)) for _ in by_output],
-            ],
-            out_specs=pl.BlockSpec((None, *out_block), out_place),
-            scratch_shapes=scratch,
+            in_specs=[blocks[name] for name in names],
+            out_specs=out_block,
+            scratch_shapes=list(scratch.values()),
         ),
-        out_shape=jax.ShapeDtypeStruct(out_shape, array.dtype),
+        out_shape=jax.ShapeDtypeStruct(out_shape, dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=settings.vmem_mib * 2**20
         ),
         interpret=settings.interpret,
         name="product_kernel",
-    )(jnp.asarray(layer, jnp.int32).reshape(1), array, weight, *(numbers[None] for numbers in by_output))
+    )(arrays["layer"].reshape(1), *(arrays[name] for name in names))
     return out.swapaxes(1, 2) if turned else out
 
 
-def block_sizes(tokens: int, inputs: int, outputs: int, size: int, settings: Products, turned=False) -> tuple[int, int]:
+def block_sizes(arrays, settings: Products, along_lanes=False) -> tuple[int, int]:
     """Rows and columns of a block: both halves of the rows are whole tiles, weights are of one or two bytes."""
+    (_, tokens, inputs), (_, outputs, _) = arrays["array"].shape, arrays["weight"].shape
+    size = arrays["weight"].dtype.itemsize
     columns = settings.weights_mib * 2**20 // (size * inputs)
-    return evenly(tokens, settings.rows, 2 * (LANES if turned else PACKED[size])), evenly(outputs, columns, COLUMNS)
+    rows = evenly(tokens, settings.rows, 2 * (LANES if along_lanes else PACKED[size]))
+    return rows, evenly(outputs, columns, COLUMNS)
 
 
 def evenly(count: int, most: int, multiple: int) -> int:
@@ -103,65 +135,75 @@ def evenly(count: int, most: int, multiple: int) -> int:
     return pl.cdiv(parts, pl.cdiv(parts, max(most // multiple, 1))) * multiple
 
 
-def product_kernel(layer, array, weight, bias, out, *, gelu):
-    """array (rows, inputs)   weight (columns, inputs)   bias (1, columns)   out (rows, columns)"""
+def product_kernel(layer, *refs, names, gelu, turned):
+    """array (rows, inputs)   weight (columns, inputs)   out (rows, columns)   residual (rows, columns)
+    bias, scale, gate (1, columns)
 
-    @each_part(out.shape, PACKED[2])
-    def part(rows, columns):
-        out[rows, columns] = finished(dot(array[rows, :], weight[columns, :]), bias[:, columns], gelu).astype(out.dtype)
-
-
-def turned_kernel(layer, array, weight, bias, out, *, gelu):
-    """The same with out (columns, rows)."""
-
-    @each_part(out.shape[::-1], LANES)
-    def part(rows, columns):
-        result = finished(dot(weight[columns, :], array[rows, :]), bias[:, columns].T, gelu)
-        out[columns, rows] = result.astype(out.dtype)
-
-
-def int8_kernel(layer, array, weight, bias, scale, out, small, own, *, gelu):
-    """As product_kernel, with weights of int8 and their scale (1, columns). small (rows, inputs) and own (rows, 1) are
-    the tokens rounded and their scales, made when the first weights come by."""
+    With turned, out (columns, rows). With upright (rows, inputs), array (inputs, rows) is turned around into it when
+    the first weights come by; with small (rows, inputs) and own (rows, 1), tokens are rounded into it, own being their
+    scales."""
+    given = dict(zip(names, refs))
+    array, weight, out, upright, small = map(given.get, ("array", "weight", "out", "upright", "small"))
 
     @pl.when(pl.program_id(2) == 0)
-    def round_tokens():
-        @pl.loop(0, array.shape[0] // STRIP)
-        def one_strip(index):
-            rows = pl.ds(pl.multiple_of(index * STRIP, STRIP), STRIP)
-            tokens = array[rows, :].astype(jnp.float32)
-            largest = jnp.max(jnp.abs(tokens), axis=1, keepdims=True)
-            factor = jnp.where(largest == 0, 1, largest / LARGEST["int8"])
-            small[rows, :], own[rows, :] = jnp.round(tokens * (1 / factor)).astype(jnp.int8), factor
+    def prepare():
+        if upright is not None:
+            turn_around(array, upright)
+        if small is not None:
+            round_tokens(array if upright is None else upright, small, given["own"])
 
-    @each_part(out.shape, PACKED[1])
-    def part(rows, columns):
-        result = dot(small[rows, :], weight[columns, :], jnp.int32).astype(jnp.float32)
-        result = finished(result * own[rows, :] * scale[:, columns], bias[:, columns], gelu)
-        out[rows, columns] = result.astype(out.dtype)
+    tokens = next(ref for ref in (small, upright, array) if ref is not None)
+    half = tokens.shape[0] // 2
+
+    # Half the rows at a time: more would be too much code, fewer would leave GELU no product to hide behind.
+    @pl.loop(0, 2)
+    def one_half(number):
+        rows = pl.ds(pl.multiple_of(number * half, LANES if turned else PACKED[weight.dtype.itemsize]), half)
+        for begin in range(0, weight.shape[0], COLUMNS):
+            columns = pl.ds(begin, COLUMNS)
+            place = (columns, rows) if turned else (rows, columns)
+
+            def along(by_output, turned=turned):
+                return by_output.T if turned else by_output
+
+            factors = (weight[columns, :], tokens[rows, :]) if turned else (tokens[rows, :], weight[columns, :])
+            result = dot(*factors)
+            if small is not None:
+                result = result * along(given["own"][rows, :]) * along(given["scale"][:, columns])
+            result += along(given["bias"][:, columns].astype(jnp.float32))
+            if gelu:
+                result = jax.nn.gelu(result, approximate=True)
+            if "gate" in given:
+                result *= given["gate"][:, columns]
+            if "residual" in given:
+                result += given["residual"][place].astype(jnp.float32)
+            out[place] = result.astype(out.dtype)
 
 
-def each_part(shape, multiple):
-    """Half the rows at a time: more would be too much code, fewer would leave GELU no product to hide behind."""
-    half = shape[0] // 2
-
-    def run(part):
-        @pl.loop(0, 2)
-        def one_half(number):
-            rows = pl.ds(pl.multiple_of(number * half, multiple), half)
-            for begin in range(0, shape[1], COLUMNS):
-                part(rows, pl.ds(begin, COLUMNS))
-
-    return run
+def turn_around(array, upright):
+    """(inputs, rows) into (rows, inputs), by tiles of 128 rows."""
+    @pl.loop(0, upright.shape[0] // LANES)
+    def one_tile(index):
+        rows = pl.ds(pl.multiple_of(index * LANES, LANES), LANES)
+        upright[rows, :] = array[:, rows].T
 
 
-def dot(left, right, dtype=jnp.float32):
-    return lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+def round_tokens(array, small, own):
+    @pl.loop(0, array.shape[0] // STRIP)
+    def one_strip(index):
+        rows = pl.ds(pl.multiple_of(index * STRIP, STRIP), STRIP)
+        tokens = array[rows, :].astype(jnp.float32)
+        largest = jnp.max(jnp.abs(tokens), axis=1, keepdims=True)
+        factor = jnp.where(largest == 0, 1, largest / LARGEST[str(small.dtype)])
+        tokens = tokens * (1 / factor)
+        small[rows, :] = (jnp.round(tokens) if small.dtype == jnp.int8 else tokens).astype(small.dtype)
+        own[rows, :] = factor
 
 
-def finished(result, bias, gelu):
-    result += bias.astype(jnp.float32)
-    return jax.nn.gelu(result, approximate=True) if gelu else result
+def dot(left, right):
+    """left · rightᵀ, wide, as float32."""
+    wide = jnp.int32 if left.dtype == jnp.int8 else jnp.float32
+    return lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=wide).astype(jnp.float32)
 
 
 def outline(inputs, *refs):

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from wan_torchax.kernels.parallel import cut
+from wan_torchax.kernels.parallel import cut_heads
 
 LANES = 128
 ROWS = 256  # tokens of a block: a few MiB even for 40 heads
@@ -24,7 +24,7 @@ def rotate(array, cosine, sine, head_dim, kernel, parts=1, norm=None):
     """Turn every head of one device's tokens, in float32, rounded once; gives (parts, batch, tokens, width / parts).
     With `norm`, weights (width,) and epsilon, rows get their RMS norm first."""
     if kernel.kernel != "splash" or array.shape[2] % (LANES * parts):
-        return cut(rotate_plain(array, cosine, sine, norm), parts, 2)
+        return cut_heads(rotate_plain(array, cosine, sine, norm), parts)
     return rotate_lanes(array, cosine, sine, head_dim, kernel, parts, norm)
 
 

@@ -227,6 +227,8 @@ HLO = """HloModule jit_step
   %gather.1 = (bf16[2,4]{1,0}, bf16[8,4]{1,0}) all-gather-start(%x), replica_groups=[2,4]<=[2,4]T(0,1), dimensions={0}
   %fusion.7 = bf16[8,4] fusion(%p), metadata={op_name="jit(step)/body/norm1/mul"}, config={"estimated_cycles":"100"}
   %product_kernel.8 = bf16[1,6,3] custom-call(%i), layout_constraints={s32[1]{0}, bf16[1,6,5]{2,1,0}, s8[4,3,5]{2,1,0}}
+  %norm_kernel.2 = bf16[6,4]{1,0} custom-call(%i), layout_constraints={bf16[6,4]{1,0}, f32[1,4]{1,0}}, metadata={}
+  %fast_kernel.1 = (bf16[1,8,6]) custom-call(%i), layout_constraints={bf16[1,6,8]{2,1,0}, bf16[1,10,8]{2,1,0}}
   %done.1 = bf16[8,4]{1,0} all-gather-done(%gather.1)
   ROOT %tuple.1 = (s32[], bf16[8,4]{1,0}) tuple(%p)
 }
@@ -252,11 +254,17 @@ def test_loop_bodies_count_by_their_trips():
 
 
 def test_collectives_are_counted_by_kind_axis_and_trips():
-    beside = {"bytes": 2560, "cycles": 4000, "products": {"s8": 40 * 2 * 6 * 5 * 3}}
+    beside = {
+        "bytes": 2560, "cycles": 4000, "flops": {"s8": 40 * 2 * 6 * 5 * 3, "attention": 40 * 4 * 6 * 8 * 10},
+    }
     assert compiler.collectives(HLO, {"dp": 2, "tp": 4}) == [
         {"kind": "all-gather", "axis": "tp", "count": 40, "bytes": 2560, "beside": [beside]},
         {"kind": "all-reduce", "axis": "dp", "count": 1, "bytes": 64, "beside": []},
     ]
+
+
+def test_what_kernels_move_is_counted():
+    assert compiler.kernel_bytes(HLO) == {"norms": 40 * (48 + 48 + 16)}
 
 
 def test_what_runs_beside_a_collective_is_not_waited_for():
@@ -264,8 +272,8 @@ def test_what_runs_beside_a_collective_is_not_waited_for():
     row = {"kind": "all-to-all", "axis": "sp", "bytes": 10**9, "count": 1}
     alone = plan.waiting_seconds(row, {"sp": 4}, config)
     assert alone == pytest.approx(10**9 / (2 * 90e9))
-    half, products = alone / 2 * 1.75e9, {"s8": alone / 4 * 918e12 * config.mesh.chip.int8_product_share}
-    pairs = {"cycles": half, "products": {}}, {"cycles": half, "products": products}, {"cycles": 1e12, "products": {}}
+    half, flops = alone / 2 * 1.75e9, {"s8": alone / 4 * 918e12 * config.mesh.chip.int8_product_share}
+    pairs = {"cycles": half, "flops": {}}, {"cycles": half, "flops": flops}, {"cycles": 1e12, "flops": {}}
     waited = [
         plan.waiting_seconds(row | {"beside": [{"bytes": 10**9} | pair]}, {"sp": 4}, config) for pair in pairs
     ]

@@ -166,7 +166,7 @@ REFUSED = {
     ("precision.activations=true",): "precision.activations=true: only with weights of eight bits",
     ("precision=fp8", "precision.first=-1"): "precision.first=-1: a number of blocks; 0 is none",
     ("precision=int8", "model.scan_blocks=false"): "is for blocks in a loop; set model.scan_blocks=true",
-    ("precision=int8_weights", "products=pallas", "mesh=v6e_8", "sharding=sequence"): "pallas has bfloat16 and",
+    ("precision=int8_weights", "products=pallas", "mesh=v6e_8", "sharding=sequence"): "pallas rounds activations too",
     ("precision=fp8", "mesh=v6e_8"): "precision=fp8: TPU v6 lite multiplies no float8; use precision=int8 (TPUs)",
     ("precision=int8", "model=wan21_vace_14b", "pipeline=vace"): "control blocks (VACE) are not in it yet",
 }

@@ -1,4 +1,6 @@
 """The kernel of linear layers equals linear layers, on one device and spread over eight, and lowers for TPU."""
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +42,21 @@ def test_it_is_a_linear_layer_at_odd_sizes(batch, tokens, inputs, outputs, gelu,
     np.testing.assert_allclose(np.asarray(out, float), exact(array, weight[1], bias[1], gelu), rtol=2**-8, atol=2e-3)
 
 
+@pytest.mark.parametrize("lies", ["upright", "turned"])
+@pytest.mark.parametrize("small, gated", [(False, True), (False, False), (True, True)])
+def test_a_residual_is_joined_and_attention_s_outputs_are_taken_as_they_lie(lies, small, gated):
+    array, weight, bias = make_inputs(2, 377, 256, 1100)
+    generator = np.random.default_rng(1)
+    residual = jnp.asarray(generator.normal(0, 1, (2, 377, 1100)), jnp.bfloat16)
+    gate = jnp.asarray(generator.normal(0, 1, (2, 1100)), jnp.float32) if gated else None
+    weight, scale = quantised.quantise(weight, "int8") if small else (weight, [None] * 3)
+    plain = Linear(SMALL)(array, weight[1], bias[1], scale=scale[1]).astype(jnp.float32)
+    out = Linear(SMALL)(array, weight[1], bias[1], scale=scale[1], residual=residual, gate=gate, lies=lies)
+    expected = residual.astype(jnp.float32) + plain * (gate[:, None] if gated else 1)
+    assert np.abs(out - expected).max() < 2**-7 * np.abs(expected).max()  # both are rounded
+    assert np.linalg.norm(out - expected) < 4e-3 * np.linalg.norm(expected)
+
+
 def test_a_layer_of_a_stack_is_that_layer():
     array, weight, bias = make_inputs(1, 50, 128, 256)
     for layer in range(3):
@@ -47,14 +64,15 @@ def test_a_layer_of_a_stack_is_that_layer():
         np.testing.assert_array_equal(of_stack, Linear(SMALL)(array, weight[layer], bias[layer]))
 
 
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("batch, tokens, inputs, outputs", [(1, 100, 96, 300), (2, 77, 256, 1100)])
-def test_in_int8_it_is_the_layer_with_both_factors_rounded(batch, tokens, inputs, outputs):
+def test_in_int8_it_is_the_layer_with_both_factors_rounded(batch, tokens, inputs, outputs, turned):
     array, weight, bias = make_inputs(batch, tokens, inputs, outputs)
     array = array.at[0, 0].set(0)  # a token without a largest number
     small, scale = quantised.quantise(weight, "int8")
     expected = quantised.linear(array, small[1], scale[1], bias[1], activations=True).astype(jnp.float32)
     for chosen in ((small[1], bias[1], None), (small, bias[1], jnp.int32(1))):
-        out = jax.jit(Linear(SMALL))(array, *chosen, scale=scale[1]).astype(jnp.float32)
+        out = jax.jit(partial(Linear(SMALL), turned=turned))(array, *chosen, scale=scale[1]).astype(jnp.float32)
         assert np.linalg.norm(out - expected) < 2e-3 * np.linalg.norm(expected)
         np.testing.assert_array_equal(out[0, 0], bias[1].astype(jnp.float32))
     assert np.abs(expected - exact(array, weight[1], bias[1], False)).max() > 0.01  # it was rounded
@@ -92,7 +110,7 @@ def test_it_lowers_for_tpu():
 
 
 @pytest.mark.parametrize("sharding, stack", [("sequence", False), ("tokens", True)])
-def test_a_step_has_six_of_them_a_block(sharding, stack):
+def test_a_step_has_eight_of_them_a_block(sharding, stack):
     """Read from the stack where every device holds all weights, else from what was gathered. The first block, which the
     prompts share, stands apart from the loop."""
     overrides = f"sharding={sharding}", "products=pallas", "mesh.axes={dp:1,sp:8,tp:1}"
@@ -100,7 +118,7 @@ def test_a_step_has_six_of_them_a_block(sharding, stack):
     with jax.sharding.use_abstract_mesh(resolved.mesh):
         text = build(resolved, "denoise").programs.lower(platforms=("tpu",))["step"].as_text()
     calls = [line for line in text.splitlines() if "tpu_custom_call" in line and "product_kernel" in line]
-    assert len(calls) == 2 * 6
+    assert len(calls) == 2 * 8
     assert all(("tensor<40x" in line) == stack for line in calls)
 
 
@@ -131,15 +149,18 @@ def test_a_video_is_as_close_to_float32_as_with_xla(two_layers, cache, placed):
     (["products=xla"], (0, 0)), (["products=pallas"], (40, 0)), (["products=pallas_int8", "precision=int8"], (5, 35)),
 ])
 def test_plans_count_them(overrides, layers):
-    report = {"compiler": {"denoise": {"cycles_by_group": {}, "collectives": []}}, "chips": 8, "axes": {}}
+    compiled = {"cycles_by_group": {}, "collectives": [], "kernel_bytes": {"norms": 1640e9}}
+    report = {"compiler": {"denoise": compiled}, "chips": 8, "axes": {}}
     resolved = resolve_there(*PLAN, "sharding=sequence", *overrides, "mesh.axes={dp:2,sp:4,tp:1}")
     parts = plan.estimate(resolved, report | {"flops_per_step": plan.Denoise.flops(resolved)})["parts"]
     chip, peak = resolved.config.mesh.chip, 8 * 918e12
-    turned, layer = 2 * 32_760 * 2 * 5120**2 / peak, 2 * 32_760 * (3 * 2 * 5120**2 + 4 * 5120 * 13824) / peak
+    turned, layer = (2 * 32_760 * flops / peak for flops in (3 * 2 * 5120**2, 3 * 2 * 5120**2 + 4 * 5120 * 13824))
     expected = {
         "product kernel": layers[0] * layer / chip.product_share,
-        "product kernel, turned": sum(layers) * turned / chip.turned_product_share,
+        "product kernel, turned": layers[0] * turned / chip.turned_product_share,
         "product kernel, int8": layers[1] * layer / chip.int8_product_share,
+        "product kernel, int8 turned": layers[1] * turned / chip.int8_turned_product_share,
+        "norms": 1,
     }
     assert {name: parts.get(name, 0) for name in expected} == pytest.approx(expected)
 

@@ -52,7 +52,7 @@ PROBLEMS_SHOWN = 30
 # Of the peak in bf16, that a kernel can reach.
 KERNEL_SHARES = {
     "self_attention_share": 1, "cross_attention_share": 1, "product_share": 1, "turned_product_share": 1,
-    "int8_product_share": 2,
+    "int8_product_share": 2, "int8_turned_product_share": 2, "fp8_product_share": 2, "fp8_turned_product_share": 2,
 }
 NO_FLOAT8 = r"TPU v|V100|T4|A100|A10\b|A10G|A16|A2\b|A30|A40|RTX A\d|RTX [23]0|GTX|Quadro|TITAN"
 SERVE_LEAST = {
@@ -501,8 +501,8 @@ def precision_problems(config: Config) -> Iterator[str]:
             yield f"precision.{key}={precision[key]}: a number of blocks; 0 is none"
     if not config.model.scan_blocks:
         yield f"precision={precision.name}: is for blocks in a loop; set model.scan_blocks=true"
-    if config.products.kernel == "pallas" and (precision.weights != "int8" or not precision.activations):
-        yield f"precision={precision.name}: products.kernel=pallas has bfloat16 and precision=int8; use products=xla"
+    if config.products.kernel == "pallas" and not precision.activations:
+        yield f"precision={precision.name}: products.kernel=pallas rounds activations too; use int8, or products=xla"
     if "vace_layers" in config.model.architecture["transformer"]:
         yield f"precision={precision.name}: control blocks (VACE) are not in it yet; use precision=none"
     yield from float8_problems(config, config.mesh.chip.kind)

@@ -17,6 +17,12 @@ from wan_torchax.models.modules import construct
 from wan_torchax.patches import call_module, interop
 
 SMALL_PARTS = (".quantised", ".scale")  # of a linear layer with eight bits
+LAST = ("attn1.to_out.0", "attn2.to_out.0", "ffn.net.2")  # linear layers at the end of a block's branches
+# Linear layers that a kernel can compute, and what is special about them: attention has values and outputs turned.
+PRODUCTS = {
+    "attn1.to_q": {}, "attn1.to_k": {}, "attn1.to_v": {"turned": True}, "attn1.to_out.0": {"lies": "turned"},
+    "attn2.to_q": {}, "attn2.to_out.0": {"lies": "turned"}, "ffn.net.0.proj": {"gelu": True}, "ffn.net.2": {},
+}
 
 
 class Transformer:
@@ -133,6 +139,7 @@ class ScannedBlocks(Stacked):
         self.control_blocks, self.control = [], None  # in a list, so that its parameters keep their own names
         self.keeps, self.reused, self.residual = False, None, None  # what the blocks add: kept, or given instead
         self.at = None  # all layers' weights, the number of the one that is traced, and whether it has eight bits
+        self.joined = {}  # residual and gate for the last linear layer of the branch that is traced
         self.rescued = None  # rows that attention computed again, (layers, devices)
         self.precision, self.small, self.quantised = None, (), {}  # names of linear layers; those of the traced block
 
@@ -268,23 +275,44 @@ class ScannedBlocks(Stacked):
         array, bias = interop.jax_view((array, module.bias))
         return interop.torch_view(quantised.linear(array, weight, scale, bias, self.precision.activations))
 
-    def use_products(self, product) -> None:
+    def use_products(self, product, norm) -> None:
         """Have the large linear layers computed by `product` (kernels/product.py), the first of the feed-forward with
-        its GELU. XLA keeps the outputs of attention, to which it joins what comes behind them."""
-        for name in ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn2.to_q", "ffn.net.2"):
-            module = self.block.get_submodule(name)
-            turned = name == "attn1.to_v"  # as the attention kernel takes it
-            module.forward = functools.partial(self.linear, product, module, name, turned=turned)
-        module = self.block.get_submodule("ffn.net.0")
-        if module.approximate != "tanh":
-            raise NotImplementedError(f"a feed-forward with GELU's approximation {module.approximate!r}")
-        module.forward = functools.partial(self.linear, product, module.proj, "ffn.net.0.proj", gelu=True)
+        its GELU, the last of attention and feed-forward with gate and residual; and norms by `norm` (kernels/norm.py).
+
+        Where modulation differs from token to token, XLA keeps norms, gates and residuals."""
+        block, norms = self.block, [self.block.attn2.norm_q]
+        if block.ffn.net[0].approximate != "tanh":
+            raise NotImplementedError(f"a feed-forward with GELU's approximation {block.ffn.net[0].approximate!r}")
+        if not self.given_tokens:
+            block.forward = self.joining_block
+            norms += [block.norm1, block.norm2, block.norm3]
+        for module in norms:
+            module.forward = functools.partial(normalise, norm, module)
+        for name, options in PRODUCTS.items():
+            layer = block.get_submodule(name)
+            module = block.ffn.net[0] if "gelu" in options else layer
+            module.forward = functools.partial(self.linear, product, layer, name, **options)
+
+    def joining_block(self, hidden, text, modulation, rotary):
+        """diffusers' block; each branch's last linear layer adds to the residual itself."""
+        block = self.block
+        rows = (block.scale_shift_table + modulation.float()).unbind(1)
+        shift, scale, gate, forward_shift, forward_scale, forward_gate = rows
+        normed = block.norm1(hidden, 1 + scale, shift)
+        self.joined = {"residual": hidden, "gate": gate}
+        hidden = block.attn1(normed, None, None, rotary)
+        normed = block.norm2(hidden)
+        self.joined = {"residual": hidden.expand(text.shape[0], -1, -1)}  # see same_video
+        hidden = block.attn2(normed, text, None, None)
+        normed = block.norm3(hidden, 1 + forward_scale, forward_shift)
+        self.joined = {"residual": hidden, "gate": forward_gate}
+        return block.ffn(normed)
 
     def linear(self, product, module, name, array, **options):
         (stacked, layer, small), scale = self.at, self.quantised.get(f"{name}.scale")
-        if scale is not None and options.get("turned"):  # which the kernel has in bfloat16 alone
-            return self.small_linear(module, name, array)
-        array, bias = interop.jax_view((array, module.bias))
+        if name in LAST:
+            options, self.joined = options | self.joined, {}
+        array, bias, options = interop.jax_view((array, module.bias, options))
         part = f"{name}.weight" if scale is None else f"{name}.quantised"
         if self.gathered is None:  # read from the stack, of which a slice would be a copy
             weight, layer = stacked[part], self.place(part, layer, small)
@@ -348,6 +376,13 @@ def interleave_control(module: torch.nn.Module) -> None:
         return diffusers.WanTransformer3DModel.forward(module, *arguments, **named)
 
     module.forward = forward
+
+
+def normalise(norm, module: torch.nn.Module, array, scale=None, shift=None):
+    """A norm of the block by kernels/norm.py, with the module's weights or what is given in their place."""
+    if scale is None:
+        scale, shift = (None if row is None else row[None] for row in (module.weight, getattr(module, "bias", None)))
+    return interop.call_jax(norm, array, scale, shift, module.eps)
 
 
 def rescued_rows(module: torch.nn.Module):

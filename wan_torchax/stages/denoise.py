@@ -1,6 +1,7 @@
 """Noise to latents: one compiled step, guidance and scheduler included, called as often as there are steps."""
 import logging
 import math
+import re
 import time
 from dataclasses import replace
 
@@ -179,6 +180,7 @@ class Denoise(Stage):
     def spread_module(self, prompts: int):
         """The transformer with its attention and its loop over the blocks as the mesh wants them."""
         from wan_torchax.kernels.attention import Attend
+        from wan_torchax.kernels.norm import Norm
         from wan_torchax.kernels.product import Linear
         from wan_torchax.models.transformer import AttentionProcessor, give_times_by_token
 
@@ -206,7 +208,8 @@ class Denoise(Stage):
             blocks.same_video = self.recipe.derived["videos"] == 1 and not spread
             blocks.given_tokens = self.given_tokens()
             if config.products.kernel == "pallas":
-                blocks.use_products(Linear(Products(**config.products), self.token_sharding(parallel)))
+                placed = Products(**config.products), self.token_sharding(parallel)
+                blocks.use_products(Linear(*placed), Norm(*placed))
         if self.given_tokens():
             give_times_by_token(module, self.given_tokens(), self.recipe.derived["tokens"])
         return module
@@ -330,18 +333,22 @@ class Denoise(Stage):
     def product_flops(cls, resolved) -> dict[str, int]:
         """Of a step's forwards, those that conf/products gives to its kernel (ScannedBlocks.use_products), by what the
         chip's file has its share of peak as."""
+        from wan_torchax.models.transformer import PRODUCTS
+
         config, transformer = resolved.config, resolved.config.model.architecture.transformer
         if config.products.kernel != "pallas":
             return {}
-        dim, layers = transformer.num_attention_heads * transformer.attention_head_dim, transformer.num_layers
-        layer = 3 * 2 * dim * dim + 2 * 2 * dim * transformer.ffn_dim  # q, k and q; feed-forward
-        turned = 2 * dim * dim  # v, never in int8
-        small = layers - config.precision.first - config.precision.last if config.precision.weights else 0
-        counts = {
-            "product_share": (layers - small) * layer, "turned_product_share": layers * turned,
-            "int8_product_share": small * layer,
-        }
-        return {name: count * resolved.tokens * prompt_count(config) for name, count in counts.items() if count}
+        dim, precision, counts = transformer.num_attention_heads * transformer.attention_head_dim, config.precision, {}
+        for name, options in PRODUCTS.items():
+            flops = 2 * resolved.tokens * prompt_count(config) * dim * (transformer.ffn_dim if "ffn" in name else dim)
+            kind = "turned_product_share" if {"turned", "lies"} & set(options) else "product_share"
+            patterns = precision.layers.values() if precision.weights else ()
+            matched = any(re.fullmatch(pattern, f"blocks.{precision.first}.{name}") for pattern in patterns)
+            small = transformer.num_layers - precision.first - precision.last if matched else 0
+            format_ = "int8" if precision.weights == "int8" else "fp8"
+            for fact, layers in ((f"{format_}_{kind}", small), (kind, transformer.num_layers - small)):
+                counts[fact] = counts.get(fact, 0) + layers * flops
+        return {name: count for name, count in counts.items() if count}
 
     @classmethod
     def floor_seconds(cls, resolved) -> float | None:

@@ -15,6 +15,8 @@ import sys
 import time
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute", "ragged-all-to-all")
+# Pallas kernels that only pass over memory, and what plans count them to.
+PASSES = {"rotary_kernel": "rope", "norm_kernel": "norms", "copy_kernel": "attention"}
 ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f64": 8, "s64": 8, "u64": 8}
 NAMED_GROUPS = (
     r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
@@ -68,7 +70,7 @@ def trips(line: str, condition) -> int:
 
 def result_bytes(line: str) -> int:
     """Bytes of an instruction's result, tuples summed."""
-    result = line.split(" = ", 1)[1]
+    result = re.sub(r"\{[^{}]*\}", "", line.split(" = ", 1)[1])  # without layouts
     result = result[: result.index(")") + 1] if result.startswith("(") else result.split(" ")[0]
     arrays = re.findall(r"([a-z]+\d*)\[([\d,]*)\]", result)
     counts = [(dtype, math.prod(int(size) for size in sizes.split(",") if size)) for dtype, sizes in arrays]
@@ -78,7 +80,7 @@ def result_bytes(line: str) -> int:
 def collectives(text: str, axes: dict[str, int]) -> list[dict]:
     """What is communicated, by kind and mesh axis: how often, and the bytes one chip receives in all. `beside` holds,
     for those that are started and waited for apart, their bytes, the cycles of XLA's ops between the two and the FLOPs
-    of kernels of linear layers, by the type of their weights."""
+    of the kernels there: linear layers, by the type of their weights, and attention."""
     rows, started = {}, {}  # those under way: axis and cycles since
     for line, times in instructions(text):
         found = re.search(r" (" + "|".join(COLLECTIVES) + r")(-start|-done)?\(%?([\w.\-]*)", line)
@@ -86,12 +88,12 @@ def collectives(text: str, axes: dict[str, int]) -> list[dict]:
             if started:  # links are shared: only the first of them gains
                 first = next(iter(started.values()))
                 first["cycles"] += times * cycles_of(line)
-                for kind, flops in product_flops(line).items():
-                    first["products"][kind] = first["products"].get(kind, 0) + times * flops
+                for kind, flops in kernel_flops(line).items():
+                    first["flops"][kind] = first["flops"].get(kind, 0) + times * flops
             continue
         kind, state, operand = found.groups()
         if state == "-start":
-            started[name_of(line)] = {"axis": axis_of(line, axes), "cycles": 0, "products": {}}
+            started[name_of(line)] = {"axis": axis_of(line, axes), "cycles": 0, "flops": {}}
             continue
         before = started.pop(operand) if state else {"axis": axis_of(line, axes)}
         size = times * result_bytes(line)
@@ -99,8 +101,20 @@ def collectives(text: str, axes: dict[str, int]) -> list[dict]:
         row["count"] += times
         row["bytes"] += size
         if state:
-            row["beside"].append({"bytes": size, "cycles": before["cycles"], "products": before["products"]})
+            row["beside"].append({"bytes": size, "cycles": before["cycles"], "flops": before["flops"]})
     return [{"kind": kind, "axis": axis, **row} for (kind, axis), row in sorted(rows.items())]
+
+
+def kernel_bytes(text: str) -> dict[str, int]:
+    """What the kernels that only pass over memory read and write."""
+    moved = {}
+    for line, times in instructions(text):
+        kernel = re.match(r"%?(\w+?_kernel)\S* = .* custom-call\(.*?layout_constraints=\{(.*?)\}, \w+=", line)
+        if kernel and kernel.group(1) in PASSES:
+            group = PASSES[kernel.group(1)]
+            size = result_bytes(line) + result_bytes(f" = ({kernel.group(2)})")
+            moved[group] = moved.get(group, 0) + times * size
+    return moved
 
 
 def name_of(line: str) -> str:
@@ -113,14 +127,19 @@ def cycles_of(line: str) -> int:
     return int(cycles.group(1)) if cycles else 0
 
 
-def product_flops(line: str) -> dict[str, int]:
-    """Of a call of kernels/product.py, by the type of its weights; of other ops nothing."""
-    sizes = r"\[([\d,]+)\]"
-    found = re.search(rf"custom-call.*layout_constraints=\{{s32{sizes}\S* bf16{sizes}\S* (s8|bf16){sizes}", line)
-    if not found or "product_kernel" not in line:
+def kernel_flops(line: str) -> dict[str, int]:
+    """Of a call of kernels/product.py, by the type of its weights, or of attention's fast kernel; of other ops
+    nothing."""
+    kernel = re.match(r"%?(product_kernel|fast_kernel)\S* = .* custom-call\(.*?layout_constraints=\{(.*)", line)
+    if not kernel:
         return {}
-    tokens, (_, outputs, inputs) = found.group(2).split(",")[:2], map(int, found.group(4).split(","))
-    return {found.group(3): 2 * math.prod(map(int, tokens)) * inputs * outputs}
+    operands = re.findall(r"(\w+)\[([\d,]*)\]", kernel.group(2))
+    operands = [(dtype, [int(size) for size in sizes.split(",") if size]) for dtype, sizes in operands]
+    if kernel.group(1) == "product_kernel":  # layer, array, weights
+        (_, array), (dtype, weight) = operands[1:3]
+        return {dtype: 2 * math.prod(array) * weight[1]}
+    (_, query), (_, key) = operands[:2]
+    return {"attention": 4 * math.prod(query) * key[1]}
 
 
 def axis_of(line: str, axes: dict[str, int]) -> str:
@@ -229,6 +248,7 @@ def compile_for(path: str, topology_name: str, axes: dict[str, int]) -> tuple[di
         "cycles": sum(row["cycles"] for row in rows),
         "ops": rows,
         "collectives": collectives(text, axes),
+        "kernel_bytes": kernel_bytes(text),
     }, text
 
 

@@ -34,7 +34,7 @@ from wan_torchax.runtime.checkpoint import find_all
 from wan_torchax.runtime.weights import gib
 from wan_torchax.session import Session
 from wan_torchax.stages import caching
-from wan_torchax.stages.denoise import Denoise, control_layers
+from wan_torchax.stages.denoise import Denoise
 from wan_torchax.stages.sampling import scheduler_table
 from wan_torchax.stages.stage import Stage, find
 from wan_torchax.tasks import compiler, plan_page
@@ -304,17 +304,19 @@ def estimate(resolved: Resolved, report: dict, program: str = "denoise", share: 
         reached = chip_fact(resolved.config, f"{kind}_attention_share")
         parts[f"{kind}-attention kernel"] = flops[f"{kind}-attention"] * share / all_chips / reached
     for fact, count in Denoise.product_flops(resolved).items():
-        kind = fact.removesuffix("product_share").rstrip("_")
+        kind = fact.removesuffix("product_share").strip("_").replace("_", " ")
         name = f"product kernel, {kind}" if kind else "product kernel"
         parts[name] = count * share / all_chips / chip_fact(resolved.config, fact)
-    parts["rope"] = parts.get("rope", 0) + rotary_seconds(resolved) * share
+    for group, moved in compiled.get("kernel_bytes", {}).items():  # kernels that do nothing else that takes time
+        parts[group] = parts.get(group, 0) + moved / (chip.hbm_gbs * 1e9)
     waits = (waiting_seconds(row, report["axes"], resolved.config) for row in compiled["collectives"])
     parts["communication"] = sum(waits)
     raw, correction = sum(parts.values()), chip_fact(resolved.config, "correction")
     return {
         "seconds_per_step": raw * correction, "uncorrected_seconds": raw, "correction": correction, "parts": parts,
-        "source": "libtpu's cycles at the chip's clock, Pallas kernels at their schedule's share of peak, "
-                  "communication at the links' speed less XLA's ops and linear layers beside it",
+        "source": "libtpu's cycles at the chip's clock, Pallas kernels at their schedule's share of peak or, RoPE and "
+                  "norms, at the memory's speed, "
+                  "communication at the links' speed less what runs beside it",
     }
 
 
@@ -327,23 +329,17 @@ def chip_fact(config, name: str) -> float:
     return value
 
 
-def rotary_seconds(resolved: Resolved) -> float:
-    """RoPE's kernel reads and writes queries and keys once, and does nothing else that takes time."""
-    config, transformer = resolved.config, resolved.config.model.architecture.transformer
-    width = transformer.num_attention_heads * transformer.attention_head_dim
-    # Two arrays, both ways, two bytes.
-    layers = transformer.num_layers + control_layers(transformer)
-    moved = 2 * 2 * 2 * prompt_count(config) * resolved.tokens * width * layers
-    return moved / config.mesh.devices / (config.mesh.chip.hbm_gbs * 1e9)
-
-
 def waiting_seconds(row: dict, axes: dict[str, int], config) -> float:
-    """A collective's time, less that of XLA's ops and kernels of linear layers that run while it is under way."""
-    chip, shares = config.mesh.chip, {"bf16": "product_share", "s8": "int8_product_share"}
+    """A collective's time, less that of XLA's ops and of kernels that run while it is under way."""
+    shares = {
+        "bf16": "product_share", "s8": "int8_product_share", "f8e4m3fn": "fp8_product_share",
+        "attention": "self_attention_share",
+    }
+    chip = config.mesh.chip
     link = chip.link_gbs * 1e9
 
     def beside(pair):
-        flops = (count / chip_fact(config, shares[kind]) for kind, count in pair["products"].items())
+        flops = (count / chip_fact(config, shares[kind]) for kind, count in pair["flops"].items())
         return pair["cycles"] / (chip.clock_ghz * 1e9) + sum(flops) / (chip.peak_tflops * 1e12)
 
     hidden = (
