@@ -2,7 +2,8 @@
 
     python benchmarks/kernel_schedule.py --compiler tpu-python --chip v6e --queries 75600 --keys 75600
     python benchmarks/kernel_schedule.py --compiler … --chip v5e --blocks 2048/16384/2048/512/128 1024/8192/2048/512/128
-    python benchmarks/kernel_schedule.py --compiler … --product 9472x5120x13824+gelu 9472x13824x5120 9472x5120x5120
+    python benchmarks/kernel_schedule.py --compiler … --product 18944x5120x13824+gelu 18944x5120x5120+lies+residual
+    python benchmarks/kernel_schedule.py --compiler … --norm 18944x5120
     python benchmarks/kernel_schedule.py --smoke            # exports the kernels and stops there: needs no compiler
 
 Each kernel is exported here, without a TPU, and compiled by wan_torchax/tasks/compiler.py in the Python that --compiler
@@ -37,7 +38,7 @@ import wan_torchax
 wan_torchax.leave_sys_path()
 from wan_torchax import ROOT  # noqa: E402
 from wan_torchax.config.commandline import compose  # noqa: E402
-from wan_torchax.kernels import product, splash  # noqa: E402
+from wan_torchax.kernels import norm, product, splash  # noqa: E402
 from wan_torchax.kernels.settings import Kernel, Products  # noqa: E402
 from wan_torchax.tasks import compiler  # noqa: E402
 
@@ -80,6 +81,7 @@ def arguments():
     )
     parser.add_argument("--product", nargs="*", help=product)
     parser.add_argument("--products", default="pallas", help="whose blocks: a file of conf/products")
+    parser.add_argument("--norm", nargs="*", help="layer norms instead: TOKENSxCHANNELS; they have no share of peak")
     parser.add_argument("--no-baseline", action="store_true", help="leave out JAX's own splash kernel")
     return parser.parse_args()
 
@@ -88,6 +90,9 @@ def candidates(options):
     """Ours with every block size asked for, its exact fallback, and JAX's own kernel."""
     if options.product:
         yield from (linear(text, options.products) for text in options.product)
+        return
+    if options.norm:
+        yield from map(layer_norm, options.norm)
         return
     file = OmegaConf.load(ROOT / "conf" / "attention" / f"splash_{options.chip}.yaml")
     shipped = Kernel(**file[options.part])
@@ -154,6 +159,18 @@ def linear(text, products):
         steps=1,
         trips=(2,),
         before=tuple(trips / ceil(outputs / columns) for trips in before),
+    )
+
+
+def layer_norm(text):
+    tokens, channels = map(int, text.split("x"))
+    row = jax.ShapeDtypeStruct((1, 1, channels), jnp.float32)
+    rows = min(norm.ROWS, tokens)
+    return Candidate(
+        name=f"norm {text}, blocks of {rows}",
+        function=lambda *arrays: norm.normalise(*arrays, epsilon=1e-6, settings=Products()),
+        shapes=[*bfloat16((1, tokens, channels)), row, row],
+        flops=0, blocks=ceil(tokens / rows), steps=1, trips=(), before=(rows / norm.STRIP,),
     )
 
 
@@ -229,6 +246,8 @@ def count(candidate, bundles, borders, skips):
     if len(computing) != len(candidate.trips):
         expected = len(candidate.trips)
         raise SystemExit(f"{candidate.name}: {len(computing)} stretches of code use the MXU, {expected} were expected")
+    longest = sorted((begin for begin in stretches if begin not in starts), key=lambda begin: -len(stretches[begin]))
+    longest = sorted(longest[:len(candidate.before)])
     running = [stretch for trips, stretch in zip(candidate.trips, computing) if trips]
     idle = set()  # what a branch skips together with the stretches that do not run
     for begin, end in skips:
@@ -237,11 +256,9 @@ def count(candidate, bundles, borders, skips):
             idle.update(range(begin, end))
     other = len(bundles) - len(idle) - sum(map(len, running))
     total = sum(trips * len(stretch) for trips, stretch in zip(candidate.trips, computing)) + candidate.steps * other
-    longest = sorted((begin for begin in stretches if begin not in starts), key=lambda begin: -len(stretches[begin]))
-    longest = sorted(longest[:len(candidate.before)])
     total += sum(trips * len(stretches[begin]) for trips, begin in zip(candidate.before, longest))
     again = [len(stretch) for trips, stretch in zip(candidate.trips, computing) if not trips]
-    return round(total), max(running, key=len), again
+    return round(total), max(running or [stretches[begin] for begin in longest], key=len), again
 
 
 def main():
@@ -250,7 +267,7 @@ def main():
     facts = OmegaConf.load(ROOT / "conf" / "chip" / f"{options.chip}.yaml")
     flops_a_cycle = facts.peak_tflops * 1e12 / (facts.clock_ghz * 1e9) / cores
     shape = {"queries": options.queries, "keys": options.keys, "head_dim": options.head_dim}
-    shape = {} if options.product else shape
+    shape = {} if options.product or options.norm else shape
     print(", ".join([facts.kind, *(f"{value} {name}" for name, value in shape.items())]) + f"; jax {jax.__version__}")
     columns = " ".join(f"{unit:>6}" for unit in ("bundles", *SHOWN))
     print(f"{'kernel':38} {'bundles':>9} {'of peak':>8}   hot tile: {columns}")

@@ -18,6 +18,7 @@ class Kernel:
     min_keys: int = 0  # shorter key sequences go to `xla`
     window: Optional[int] = None  # a query sees keys at most this many tokens away
     smooth_keys: bool = False  # subtract the mean key first: the same result in exact arithmetic
+    eight_bits: bool = False  # hopper only: products of int8 and e4m3, approximate
     interpret: bool = False  # run the Pallas kernel on CPU, for tests
     # Leave the Pallas kernel's body out, for plans: compiling it takes minutes, and the compiler gives it no cycles.
     outline: bool = False

@@ -418,6 +418,28 @@ def test_vace_is_diffusers(run, controlled, clips, pictures, case):
     assert_same(values, latents, made)
 
 
+@pytest.mark.parametrize("kind", ["five", "i2v_clip", "controlled"])
+def test_it_is_as_close_to_float32_by_the_kernels_of_linear_layers(run, request, pictures, clips, kind):
+    """With modulation that differs from token to token, with a picture's tokens beside the text's, and with hints."""
+    first, folder = f"image={pictures / 'first.png'}", request.getfixturevalue("seen" if kind in SEEN else kind)
+    settings, given = {
+        "five": (FIVE, ["pipeline=ti2v", first]),
+        "i2v_clip": (SEEN["i2v_clip"], ["model.text_tokens=512", "pipeline=i2v_clip", first]),
+        "controlled": (CONTROLLED, ["pipeline=vace", f"video={clips / 'video.mkv'}"]),
+    }[kind]
+    model = [*tiny.overrides(folder[kind] if kind in SEEN else folder, **settings), *given]
+    small = "resolution.height=64", "resolution.width=64", "resolution.frames=5", "steps=2", "fit=stretch"
+    half = "model.dtype.transformer=bfloat16"
+    runs = {"exact": [], "xla": [half], "pallas": [half, "products=pallas", "products.interpret=true"]}
+    latents = {}
+    for name, overrides in runs.items():
+        session.clear()
+        latents[name] = run(*model, *small, *overrides, folder=name)[1]["latents"]
+    errors = {name: numpy.linalg.norm(found - latents["exact"]) for name, found in latents.items()}
+    assert 0 < errors["pallas"] < 1.2 * errors["xla"]
+    assert numpy.abs(latents["xla"] - latents["pallas"]).max() > 0
+
+
 def test_the_5b_has_wans_settings_and_refuses_a_last_picture(pictures):
     config = make_config("model=wan22_ti2v_5b", "resolution=704p")
     validate(config)

@@ -287,7 +287,8 @@ class ScannedBlocks(Stacked):
             block.forward = self.joining_block
             norms += [block.norm1, block.norm2, block.norm3]
         for module in norms:
-            module.forward = functools.partial(normalise, norm, module)
+            if not isinstance(module, torch.nn.Identity):
+                module.forward = functools.partial(normalise, norm, module)
         for name, options in PRODUCTS.items():
             layer = block.get_submodule(name)
             module = block.ffn.net[0] if "gelu" in options else layer

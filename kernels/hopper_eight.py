@@ -1,0 +1,322 @@
+"""The Hopper kernel's fast pass with products of eight bits, at twice the tensor cores' speed: approximate.
+
+    out, log_sum = fast(query, key, value, keys, head_dim)      # as in hopper.py; a lost row has NaN as its log_sum
+
+Scores are products of int8, with a scale for each query and one for each block of keys: four times as exact as e4m3.
+Weights and values are e4m3, values with a scale for each channel. Quantising is left to XLA.
+
+Order: a thread has other columns of the scores than a product of e4m3 wants of it. To the softmax keys have no order, so
+that weights stay where they are, and values lie as if their keys had that order.
+
+Range: the reference is such that weights are 2**-5 on average, by a sample of the keys. Those above 448 would be cut off:
+a row is lost where a block's weights sum up to that. Those below 2**-10 are lost: a row is, where its average is no more
+than 2**-9. Lost rows are computed again in bf16 (hopper.py).
+
+Sums: products of e4m3 add with 14 bits or so, and cut off what is small beside the sum: of 75,600 values around 1, half
+are gone. So sums are taken out every few blocks and added up in float32.
+"""
+import math
+from collections.abc import Callable
+from functools import partial, reduce
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import llvm, vector
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mosaic
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from wan_torchax.kernels.hopper import GROUPS, LOG2_E, ROWS, STAGES, Ring, along, masked
+
+BLOCK = 192  # keys at a time
+SAMPLES = 2  # blocks of keys that the reference is taken from: a whole round of the ring
+STRETCH = 16  # blocks between two times that sums are taken out
+E4M3, LARGEST = jnp.float8_e4m3fn, 448.0
+AVERAGE, HIGHEST = 2.0**-5, 4.0  # of the weights of the sample; the highest at most that
+LEAST_AVERAGE = 2.0**-9  # of a row's weights
+# As a float this is ZERO, and an integer added to its bits is added to that: scores come out as floats for nothing.
+ZERO_BITS, ZERO = 0x4B400000, 1.5 * 2.0**23
+
+
+def fast(query, key, value, keys, head_dim):
+    """(out, log_sum); in the grid query tiles are fastest, as in hopper.fast."""
+    batch, queries, width = query.shape
+    heads, tiles = width // head_dim, pl.cdiv(queries, GROUPS * ROWS)
+    rows = jax.ShapeDtypeStruct((batch, heads, tiles * GROUPS * ROWS), jnp.float32)
+    small_query, query_scale = quantise_queries(query, head_dim)
+    query_scale = jnp.pad(query_scale, ((0, 0), (0, 0), (0, rows.shape[2] - queries)))
+    return plgpu.kernel(
+        partial(walk, keys),
+        out_type=[jax.ShapeDtypeStruct(query.shape, query.dtype), rows],
+        scratch_types=memory(head_dim, query.dtype),
+        grid=(batch, heads, tiles),
+        grid_names=("batch", "head", "tile"),
+        num_threads=GROUPS + 1,
+        thread_name="group",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="hopper_eight",
+    )(small_query, query_scale, *quantise_keys(key, head_dim), *quantise_values(value))
+
+
+def quantise_queries(query, head_dim):
+    """int8, and (batch, heads, queries) what scores have to be multiplied with, in units of the exponent."""
+    query = query.reshape(*query.shape[:2], -1, head_dim).astype(jnp.float32)
+    scale = scale_to(127, jnp.max(jnp.abs(query), axis=3))
+    small = jnp.round(query / scale[..., None]).astype(jnp.int8)
+    return small.reshape(*small.shape[:2], -1), scale.swapaxes(1, 2) * (head_dim**-0.5 * LOG2_E)
+
+
+def quantise_keys(key, head_dim):
+    """int8, and a scale for each block of keys: (batch, heads, blocks)."""
+    batch, tokens, width = key.shape
+    blocks = jnp.pad(key, ((0, 0), (0, -tokens % BLOCK), (0, 0))).astype(jnp.float32)
+    blocks = blocks.reshape(batch, -1, BLOCK, width // head_dim, head_dim)
+    scale = scale_to(127, jnp.max(jnp.abs(blocks), axis=(2, 4)))
+    small = jnp.round(blocks / scale[:, :, None, :, None]).astype(jnp.int8)
+    return small.reshape(batch, -1, width)[:, :tokens], scale.swapaxes(1, 2)
+
+
+def quantise_values(value):
+    """e4m3 (batch, width, tokens), keys in the order of `to_e4m3`, and a scale for each channel."""
+    scale = scale_to(LARGEST, jnp.max(jnp.abs(value), axis=1).astype(jnp.float32))
+    small = (value.astype(jnp.float32) / scale[:, None]).astype(E4M3)
+    small = jnp.pad(small, ((0, 0), (0, -small.shape[1] % 128), (0, 0)))
+    # Words of four keys first: XLA is slow at turning single bytes.
+    parts = lax.bitcast_convert_type(small, jnp.uint8).astype(jnp.uint32)
+    parts = parts.reshape(parts.shape[0], -1, 2, 4, 2, parts.shape[2])
+    words = sum(parts[:, :, i, :, j] << 8 * (2 * i + j) for i in (0, 1) for j in (0, 1))
+    words = words.reshape(words.shape[0], -1, words.shape[3]).swapaxes(1, 2)
+    return lax.bitcast_convert_type(words, E4M3).reshape(*words.shape[:2], -1), scale
+
+
+def scale_to(largest, of):
+    return jnp.where(of == 0, 1, of / largest)
+
+
+def memory(head_dim, dtype):
+    """What a block of threads has in shared memory, and its barriers."""
+
+    def tiles(shape, dtype, depth):
+        size = jnp.dtype(dtype).itemsize
+        swizzle = next(swizzle for swizzle in (128, 64, 32) if depth * size % swizzle == 0)
+        transforms = plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
+        return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+    return dict(
+        query_tile=tiles((GROUPS, ROWS, head_dim), jnp.int8, head_dim),
+        out_tile=tiles((GROUPS, ROWS, head_dim), dtype, head_dim),
+        sum_tile=tiles((GROUPS, ROWS, head_dim), jnp.float32, head_dim),
+        key_ring=tiles((STAGES, BLOCK, head_dim), jnp.int8, head_dim),
+        value_ring=tiles((STAGES, head_dim, BLOCK), E4M3, BLOCK),
+        row_tile=plgpu.SMEM((GROUPS, ROWS), jnp.float32),
+        channel_tile=plgpu.SMEM((GROUPS, head_dim), jnp.float32),
+        query_ready=plgpu.Barrier(num_barriers=GROUPS),
+        key_ready=plgpu.Barrier(num_barriers=STAGES),
+        value_ready=plgpu.Barrier(num_barriers=STAGES),
+        key_free=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+        value_free=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+    )
+
+
+def walk(keys, query, query_scale, key, key_scale, value, channel_scale, out, log_sum, *, query_tile, out_tile, sum_tile,
+         key_ring, value_ring, row_tile, channel_tile, query_ready, key_ready, value_ready, key_free, value_free):
+    """A block of threads, as in hopper.walk; the sample comes through the ring of keys first."""
+    head_dim, group = key_ring.shape[2], lax.axis_index("group")
+    batch, head, tile = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("tile")
+    steps, lanes = pl.cdiv(keys, BLOCK), pl.ds(head * head_dim, head_dim)
+    key_blocks, value_blocks = Ring(key_ring, key_ready, key_free), Ring(value_ring, value_ready, value_free)
+
+    def sampled(number):
+        return number * (steps - 1) // SAMPLES  # never the last block, which may not be full
+
+    def fetch(source, number, ring):
+        slot = lax.rem(number, STAGES)
+        pl.when(number >= STAGES)(lambda: plgpu.barrier_wait(ring.free.at[slot]))
+        plgpu.copy_gmem_to_smem(source, ring.buffer.at[slot], ring.ready.at[slot])
+
+    @pl.when(group == GROUPS)
+    def fetcher():
+        plgpu.set_max_registers(24, action="decrease")
+
+        @pl.loop(0, SAMPLES)
+        def fetch_sample(number):
+            fetch(key.at[batch, pl.ds(sampled(number) * BLOCK, BLOCK), lanes], number, key_blocks)
+
+        @pl.loop(0, steps)
+        def fetch_blocks(step):
+            tokens = pl.ds(step * BLOCK, BLOCK)
+            fetch(key.at[batch, tokens, lanes], SAMPLES + step, key_blocks)
+            fetch(value.at[batch, lanes, tokens], step, value_blocks)
+
+        @pl.loop(0, STAGES)
+        def wait(slot):
+            plgpu.barrier_wait(key_free.at[slot])
+            plgpu.barrier_wait(value_free.at[slot])
+
+    @pl.when(group < GROUPS)
+    def computer():
+        plgpu.set_max_registers(240, action="increase")
+        place = tile * GROUPS + group
+        rows = pl.ds(place * ROWS, ROWS)
+        own_query, own_out, own_row, own_channel = (x.at[group] for x in (query_tile, out_tile, row_tile, channel_tile))
+
+        def take(source, target):
+            plgpu.copy_gmem_to_smem(source, target, query_ready.at[group])
+            plgpu.barrier_wait(query_ready.at[group])
+
+        take(query.at[batch, rows, lanes], own_query)
+        take(query_scale.at[batch, head, rows], own_row)
+        take(channel_scale.at[batch, lanes], own_channel)
+        scale = plgpu.load(own_row, (), layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        scales = [lambda block: scale * key_scale[batch, head, block]]
+        own = Walk(own_query, key_blocks, value_blocks, sum_tile.at[group], keys, *scales)
+        reference = own.reference([sampled(number) for number in range(SAMPLES)])
+        work = partial(own.attend, reference, lax.rem(place, STRETCH))
+        sums, total, largest = pl.run_scoped(work, plgpu.ACC((ROWS, head_dim), jnp.float32))
+        channels = plgpu.load(own_channel, (), layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        result = sums / along(total, sums.shape) * lax.broadcast_in_dim(channels, sums.shape, [1])
+        sound = (largest < LARGEST) & (total > keys * LEAST_AVERAGE) & (jnp.sum(jnp.abs(result), axis=1) < jnp.inf)
+        own_out[...] = result.astype(out.dtype)
+        own_row[...] = jnp.where(sound, reference / LOG2_E + jnp.log(total), jnp.nan)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(own_out, out.at[batch, rows, lanes])
+        plgpu.copy_smem_to_gmem(own_row, log_sum.at[batch, head, rows])
+        plgpu.wait_smem_to_gmem(0)
+
+
+class Walk(NamedTuple):
+    """What one warpgroup walks with, as in hopper.py: its queries, the rings, where sums are added up, how many keys count,
+    and what a block's scores have to be multiplied with."""
+
+    query: object
+    key_blocks: Ring
+    value_blocks: Ring
+    sums: object
+    keys: int
+    scale: Callable
+
+    def multiply_keys(self, scores, slot):
+        """Scores, ZERO added to each."""
+        scores[...] = plgpu.layout_cast(jnp.full(scores.shape, ZERO_BITS, jnp.int32), plgpu.Layout.WGMMA)
+        plgpu.wgmma(scores, self.query, self.key_blocks.buffer.at[slot].transpose((1, 0)))
+
+    def multiply_values(self, sums, weights, slot):
+        plgpu.barrier_wait(self.value_blocks.ready.at[slot])
+        plgpu.wgmma(sums, weights, self.value_blocks.buffer.at[slot].transpose((1, 0)))
+
+    def weigh(self, scores, scale, reference):
+        return jnp.exp2(scores * along(scale, scores.shape) - along(reference + scale * ZERO, scores.shape))
+
+    def reference(self, blocks):
+        """What a row's weights are relative to, by a sample of blocks."""
+
+        def look(number, block):
+            slot, scale = number % STAGES, self.scale(block)
+
+            def product(scores):
+                plgpu.barrier_wait(self.key_blocks.ready.at[slot])
+                self.multiply_keys(scores, slot)
+                values = as_float(scores[...])
+                maximum = (jnp.max(values, axis=1) - ZERO) * scale
+                return maximum, jnp.sum(self.weigh(values, scale, maximum), axis=1)
+
+            found = pl.run_scoped(product, plgpu.ACC((ROWS, BLOCK), jnp.int32))
+            plgpu.barrier_arrive(self.key_blocks.free.at[slot])
+            return found
+
+        found = [look(*block) for block in enumerate(blocks)]
+        highest = reduce(jnp.maximum, (maximum for maximum, _ in found))
+        total = sum(total * jnp.exp2(maximum - highest) for maximum, total in found)
+        average = highest + jnp.log(total / (len(blocks) * BLOCK)) * LOG2_E
+        return jnp.maximum(average - math.log2(AVERAGE), highest - math.log2(HIGHEST))
+
+    def attend(self, reference, offset, sums):
+        """Weighted values over all blocks, the weights' sum, and the largest sum of a block."""
+        steps, tail = pl.cdiv(self.keys, BLOCK), self.keys % BLOCK
+
+        def first(scores):
+            scale = self.scale(0)
+            plgpu.barrier_wait(self.key_blocks.ready.at[0])
+            self.multiply_keys(scores, 0)
+            weights = self.weigh(as_float(scores[...]), scale, reference)
+            weights, total = lax.optimization_barrier((weights, jnp.sum(weights, axis=1)))
+            plgpu.barrier_wait(self.key_blocks.ready.at[1])
+            return weights, total
+
+        def step(index, state, last=False):
+            """In the order of hopper.Walk.step, for the same reasons."""
+            weights, total, largest = state
+            slot, previous, scale = lax.rem(index, STAGES), lax.rem(index - 1, STAGES), self.scale(index)
+
+            def overlapped(scores):
+                self.multiply_keys(scores, slot)
+                self.multiply_values(sums, weights, previous)
+                values = as_float(plgpu.wgmma_accumulator_load(scores, wait_n=1))
+                values = masked(values, tail) if last and tail else values
+                weights_now = self.weigh(values, scale, reference)
+                block = jnp.sum(weights_now, axis=1)
+                results = lax.optimization_barrier((weights_now, total + block, jnp.maximum(largest, block)))
+                if not last:
+                    plgpu.barrier_wait(self.key_blocks.ready.at[lax.rem(index + 1, STAGES)])
+                return results
+
+            weights_now, *rest = pl.run_scoped(overlapped, plgpu.ACC((ROWS, BLOCK), jnp.int32))
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(self.value_blocks.free.at[previous])
+            plgpu.barrier_arrive(self.key_blocks.free.at[slot])
+            return to_e4m3(weights_now), *rest
+
+        def stretch(number, state):
+            # Warpgroups do not all take out their sums at a time; nor can the compiler unroll what it cannot count.
+            begin, end = (1 + (number + i) * STRETCH - offset for i in (0, 1))
+            state = lax.fori_loop(jnp.maximum(begin, 1), jnp.minimum(end, steps - 1), step, state)
+            self.sums[...] = self.sums[...] + sums[...]
+            sums[...] = zeros(sums.shape)
+            return state
+
+        self.sums[...] = zeros(sums.shape)
+        weights, total = pl.run_scoped(first, plgpu.ACC((ROWS, BLOCK), jnp.int32))
+        plgpu.barrier_arrive(self.key_blocks.free.at[0])
+        state = to_e4m3(weights), total, total
+        state = lax.fori_loop(0, pl.cdiv(steps - 2, STRETCH) + 1, stretch, state)
+        weights, *rest = step(jnp.int32(steps - 1), state, last=True)
+        last = (steps - 1) % STAGES
+        self.multiply_values(sums, weights, last)
+        result = self.sums[...] + sums[...]
+        plgpu.barrier_arrive(self.value_blocks.free.at[last])
+        return result, *rest
+
+
+def as_float(scores):
+    return lax.bitcast_convert_type(scores, jnp.float32)
+
+
+def zeros(shape):
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+
+
+def to_e4m3(weights):
+    """Weights as a product takes them, each thread's own: of 16 keys, the thread q of four has 2q, 2q + 1, 2q + 8 and
+    2q + 9, and they become the keys 4q to 4q + 3."""
+    result = plgpu.ShapeDtypeStruct(weights.shape, E4M3, layout=plgpu.Layout.WGMMA_8BIT)
+    return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=result)(pack)(weights)
+
+
+def pack(_, weights):
+    number, layout = ir.IntegerType.get_signless(32), mosaic.WGMMA_LAYOUT_8BIT
+    four = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
+    registers = np.empty(layout.registers_shape(weights.shape), dtype=object)
+    for place in np.ndindex(registers.shape):
+        pairs = (weights.registers[place[0], 2 * place[1] + half, *place[2:]] for half in (0, 1))
+        word = llvm.inline_asm(
+            number, [vector.extract(pair, [], [i]) for pair in pairs for i in (0, 1)],
+            "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
+            "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
+            "=r,f,f,f,f",
+        )
+        registers[place] = vector.bitcast(four, vector.broadcast(ir.VectorType.get((1,), number), word))
+    return mosaic.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
