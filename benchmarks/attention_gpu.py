@@ -2,10 +2,12 @@
 FlashAttention-3 is one more peer where it is installed (its module flash_attn_interface).
 
     XLA_PYTHON_CLIENT_PREALLOCATE=false python benchmarks/attention_gpu.py
+    python benchmarks/attention_gpu.py --only hopper eight
     python benchmarks/attention_gpu.py --smoke          # small and on any machine: the plain-JAX kernel, PyTorch's own
 
 Checks the kernels against float32 first. Interleaved, each call synchronised, medians; prints a table and a JSON line.
-The Hopper kernel also with scores that its fast pass cannot take: of one row, and of all rows, by a key in the middle.
+The Hopper kernel also with scores that its fast pass cannot take: of one row, and of all rows, by a key in the middle;
+and with products of eight bits, whose error stands beside its speed, as a multiple of the bf16 kernel's.
 """
 import argparse
 import importlib.util
@@ -14,6 +16,7 @@ import os
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs its share of the memory
@@ -32,6 +35,7 @@ from wan_torchax.kernels.settings import Kernel  # noqa: E402
 
 HEAD_DIM, REPEATS = 128, 7
 EXACT = Kernel(kernel="xla")
+EIGHT = Kernel(kernel="hopper", block_q=128, block_kv=128, eight_bits=True, smooth_keys=True)  # approximate
 SIZES = ((32_760, 12), (32_760, 40), (75_600, 12), (75_600, 40))  # tokens, heads
 SMOKE_SIZES = ((300, 2),)
 # kernel, tokens that are padding, which rows the fast pass loses
@@ -112,6 +116,28 @@ def check(smoke: bool):
         assert error < 1e-2, error
 
 
+def errors_of_eight_bits():
+    """Relative errors of bf16 and of eight bits against float32, of 512 queries: by how far scores spread (the standard
+    deviation, in natural units) and whether values have a mean; and which share of the rows was computed again."""
+    found = []
+    for tokens, deviation, mean in ((3000, 1, 0), *((75_600, *case) for case in ((1, 0), (1, 1), (2, 0), (3, 0)))):
+        # Drawn in float32: bf16's have a mean, which all errors look small beside.
+        shape, seeds = (1, tokens, 2 * HEAD_DIM), jax.random.split(jax.random.key(0), 3)
+        query, key, value = (jax.random.normal(seed, shape) for seed in seeds)
+        arrays = [x.astype(jnp.bfloat16) for x in (query[:, :512] * deviation, key, value + mean)]
+        with jax.default_matmul_precision("highest"):
+            exact = jax.jit(Attend(HEAD_DIM, EXACT))(*(x.astype(jnp.float32) for x in arrays))
+        case = {"keys": tokens, "deviation": deviation, "mean": mean}
+        for name, kernel in (("hopper", kernels(False)["hopper"]), ("eight", EIGHT)):
+            out, rescued = jax.jit(Attend(HEAD_DIM, kernel).counted)(*arrays)
+            case[name] = float(jnp.linalg.norm(out.astype(jnp.float32) - exact) / jnp.linalg.norm(exact))
+        case["rescued"] = int(rescued.sum()) / (512 * 2)
+        found.append(case)
+        print(f"eight bits, {case}: {case['eight'] / case['hopper']:.1f} times bf16's error", flush=True)
+        assert case["eight"] < 0.06, case
+    return found
+
+
 def medians(calls):
     """Medians and spreads of each call's milliseconds, taken in turns so that clocks and heat are the same for all."""
     for call in calls * 3:
@@ -125,33 +151,39 @@ def medians(calls):
     return [statistics.median(taken) for taken in times], [[min(taken), max(taken)] for taken in times]
 
 
+def columns(smoke: bool) -> dict:
+    """What is timed, by name: a function of tokens and heads that gives a call."""
+    made = {"torch": torch_call} | ({"flash3": flash_call} if importlib.util.find_spec("flash_attn_interface") else {})
+    made |= {name: partial(our_call, kernel=kernel) for name, kernel in kernels(smoke).items()}
+    guarded = [kernel for name, kernel in kernels(smoke).items() if name in GUARDED]
+    made |= {f"{lost} lost": partial(our_call, kernel=one, lost=lost) for one in guarded for lost in ("one", "all")}
+    return made if smoke else made | {"eight": partial(our_call, kernel=EIGHT)}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="small sizes, the plain-JAX kernel, any machine")
-    smoke = parser.parse_args().smoke
+    parser.add_argument("--only", nargs="+", help="columns to time, e.g. hopper eight: nothing else heats the card")
+    options = parser.parse_args()
+    smoke = options.smoke
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{device}; torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, jax {jax.__version__}")
     check(smoke)
-    peers = {"torch": torch_call} | ({"flash3": flash_call} if importlib.util.find_spec("flash_attn_interface") else {})
-    guarded = [name for name in kernels(smoke) if name in GUARDED]
-    names = (*peers, *kernels(smoke), *(f"{lost} lost" for _ in guarded for lost in ("one", "all")))
-    columns = " ".join(f"{name:>8}" for name in names)
-    print(f"{'tokens':>8} {'heads':>6} {columns} ms {columns} TFLOP/s   {list(kernels(smoke))[-1]}/torch")
+    errors = [] if smoke else errors_of_eight_bits()
+    timed = {name: make for name, make in columns(smoke).items() if name in (options.only or columns(smoke))}
+    listed = " ".join(f"{name:>8}" for name in timed)
+    print(f"{'tokens':>8} {'heads':>6} {listed} ms {listed} TFLOP/s")
     rows = []
     for tokens, heads in SMOKE_SIZES if smoke else SIZES:
-        calls = [peer(tokens, heads) for peer in peers.values()]
-        calls += [our_call(tokens, heads, kernel) for kernel in kernels(smoke).values()]
-        calls += [our_call(tokens, heads, kernels(smoke)[name], lost) for name in guarded for lost in ("one", "all")]
-        times, spreads = medians(calls)
+        times, spreads = medians([make(tokens, heads) for make in timed.values()])
         work = 4 * tokens**2 * heads * HEAD_DIM / 1e9  # GFLOP, so that over milliseconds it is TFLOP/s
-        ratio = times[0] / times[names.index(list(kernels(smoke))[-1])]
-        row = {"tokens": tokens, "heads": heads, "milliseconds": dict(zip(names, times)), "speed_ratio": ratio}
-        rows.append(row | {"n": REPEATS, "spread": dict(zip(names, spreads))})
+        row = {"tokens": tokens, "heads": heads, "milliseconds": dict(zip(timed, times)), "n": REPEATS}
+        rows.append(row | {"spread": dict(zip(timed, spreads))})
         listed = " ".join(f"{t:8.2f}" for t in times), " ".join(f"{work / t:8.0f}" for t in times)
-        print(f"{tokens:8} {heads:6} {listed[0]}    {listed[1]} {ratio:21.3f}", flush=True)
+        print(f"{tokens:8} {heads:6} {listed[0]}    {listed[1]}", flush=True)
     versions = {"torch": torch.__version__, "PyTorch's cuDNN": str(torch.backends.cudnn.version())}
     made = {"command": ["python benchmarks/attention_gpu.py"], "device": device}
-    print(json.dumps(made | {"versions": versions | {"jax": jax.__version__}, "rows": rows}))
+    print(json.dumps(made | {"versions": versions | {"jax": jax.__version__}, "rows": rows, "errors": errors}))
 
 
 if __name__ == "__main__":

@@ -2,15 +2,16 @@
 
     python benchmarks/kernel_schedule.py --compiler tpu-python --chip v6e --queries 75600 --keys 75600
     python benchmarks/kernel_schedule.py --compiler … --chip v5e --blocks 2048/16384/2048/512/128 1024/8192/2048/512/128
-    python benchmarks/kernel_schedule.py --compiler … --product 18944x5120x13824+gelu 18944x5120x5120+lies+residual
+    python benchmarks/kernel_schedule.py --compiler … --product 18944x5120x13824+gelu 18944x13824x5120+residual
     python benchmarks/kernel_schedule.py --compiler … --norm 18944x5120
     python benchmarks/kernel_schedule.py --smoke            # exports the kernels and stops there: needs no compiler
 
 Each kernel is exported here, without a TPU, and compiled by wan_torchax/tasks/compiler.py in the Python that --compiler
 names, which must have JAX and libtpu. Counted are the VLIW bundles (one cycle each when nothing stalls) of everything
 that runs for one block of queries (of linear layers: of tokens by outputs): start, tiles, tail, end, and for every grid
-step all of the pipeline's code, though part of it is skipped. Not counted: stalls on memory, and what runs only where a
-row leaves the fast path's range; the lengths of these stretches are "again" in the last line.
+step all of the pipeline's code, though part of it is skipped. Products count at least what they take at the peak: a
+TPU7x has instructions that keep its MXU busy for longer than a bundle. Not counted: stalls on memory, and what runs
+only where a row leaves the fast path's range; the lengths of these stretches are "again" in the last line.
 """
 import argparse
 import glob
@@ -60,6 +61,7 @@ class Candidate:
     blocks: int
     steps: int  # of the grid, for one block
     trips: tuple  # of each stretch of code that uses the MXU, in program order; 0 for what only lost rows need
+    rate: int = 1  # of its products at best, times the peak in bf16
     before: tuple = ()  # trips of the longest stretches that do not: tokens turned around, rounded
 
 
@@ -76,8 +78,8 @@ def arguments():
     blocks = "block_q/block_kv/tile_kv/sub_q/chunk_kv …; default: the shipped ones"
     parser.add_argument("--blocks", nargs="*", help=blocks)
     product = (
-        "linear layers instead: TOKENSxINPUTSxOUTPUTS, +gelu, +int8 or +fp8, +residual (with a gate), +turned (the "
-        "result has tokens last), +lies (what it is of has)"
+        "linear layers instead: TOKENSxINPUTSxOUTPUTS, +gelu, +int8 or +fp8, +residual (with a gate), "
+        "+gives_turned (the result has tokens last), +takes_turned (what it is of has)"
     )
     parser.add_argument("--product", nargs="*", help=product)
     parser.add_argument("--products", default="pallas", help="whose blocks: a file of conf/products")
@@ -135,20 +137,18 @@ def linear(text, products):
     tokens, inputs, outputs = map(int, sizes.split("x"))
     settings = Products(**compose([f"products={products}"]).products)
     small = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}.get(next((name for name in features if "8" in name), None))
-    turned, lies = "turned" in features, "turned" if "lies" in features else "upright"
+    how = {name: name in features for name in ("gelu", "takes_turned", "gives_turned")}
     shapes = {"array": (1, tokens, inputs), "weight": (1, outputs, inputs), "layer": (), "bias": (outputs,)}
     shapes |= {"scale": (outputs,)} if small else {}
     shapes |= {"residual": (1, tokens, outputs), "gate": (1, outputs)} if "residual" in features else {}
     dtypes = {"scale": jnp.float32, "gate": jnp.float32, "layer": jnp.int32} | ({"weight": small} if small else {})
     shapes = {name: jax.ShapeDtypeStruct(shape, dtypes.get(name, jnp.bfloat16)) for name, shape in shapes.items()}
-    rows, columns = product.block_sizes(shapes, settings, turned or lies == "turned")
+    rows, columns = product.block_sizes(shapes, settings, how["takes_turned"] or how["gives_turned"])
 
     def function(*arrays):
-        return product.product(
-            dict(zip(shapes, arrays)), settings=settings, gelu="gelu" in features, turned=turned, lies=lies
-        )
+        return product.product(dict(zip(shapes, arrays)), settings=settings, **how)
 
-    before = [rows / product.LANES] if lies == "turned" else []
+    before = [rows / product.LANES] if how["takes_turned"] else []
     before += [rows / product.STRIP] if small else []
     return Candidate(
         name=f"linear {text}, blocks {rows} x {columns}",
@@ -158,6 +158,7 @@ def linear(text, products):
         blocks=ceil(tokens / rows) * ceil(outputs / columns),
         steps=1,
         trips=(2,),
+        rate=2 if small else 1,
         before=tuple(trips / ceil(outputs / columns) for trips in before),
     )
 
@@ -236,7 +237,7 @@ def parse(utilization):
     return bundles, sorted(borders), skips
 
 
-def count(candidate, bundles, borders, skips):
+def count(candidate, at_peak, bundles, borders, skips):
     """Bundles for one block, the busiest stretch's own bundles, and the lengths of the stretches that do not run."""
     stretches = {begin: bundles[begin:end] for begin, end in zip(borders, [*borders[1:], len(bundles)])}
     starts = [begin for begin, stretch in stretches.items() if sum(bundle[0] for bundle in stretch) > 100]
@@ -255,7 +256,8 @@ def count(candidate, bundles, borders, skips):
         if inside and not any(inside):
             idle.update(range(begin, end))
     other = len(bundles) - len(idle) - sum(map(len, running))
-    total = sum(trips * len(stretch) for trips, stretch in zip(candidate.trips, computing)) + candidate.steps * other
+    total = sum(trips * len(stretch) for trips, stretch in zip(candidate.trips, computing))
+    total = max(total, at_peak) + candidate.steps * other
     total += sum(trips * len(stretches[begin]) for trips, begin in zip(candidate.before, longest))
     again = [len(stretch) for trips, stretch in zip(candidate.trips, computing) if not trips]
     return round(total), max(running or [stretches[begin] for begin in longest], key=len), again
@@ -276,7 +278,8 @@ def main():
         if options.smoke:
             print(f"{candidate.name:38} exported, {len(artifact)} bytes")
             continue
-        total, hot, again = count(candidate, *compile_schedule(options.compiler, artifact, topology))
+        at_peak = candidate.flops / candidate.blocks / flops_a_cycle / candidate.rate
+        total, hot, again = count(candidate, at_peak, *compile_schedule(options.compiler, artifact, topology))
         total *= candidate.blocks
         share = candidate.flops / flops_a_cycle / total
         slots = dict(zip(UNITS, map(sum, zip(*hot))))

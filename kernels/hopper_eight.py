@@ -3,17 +3,17 @@
     out, log_sum = fast(query, key, value, keys, head_dim)      # as in hopper.py; a lost row has NaN as its log_sum
 
 Scores are products of int8, with a scale for each query and one for each block of keys: four times as exact as e4m3.
-Weights and values are e4m3, values with a scale for each channel. Quantising is left to XLA.
+Weights and values are e4m3, values with a scale and a mean for each channel. Quantising is left to XLA.
 
-Order: a thread has other columns of the scores than a product of e4m3 wants of it. To the softmax keys have no order, so
-that weights stay where they are, and values lie as if their keys had that order.
+Order: a thread has other columns of the scores than a product of e4m3 wants of it. To the softmax keys have no order:
+weights stay where they are, and values lie as if their keys had that order.
 
-Range: the reference is such that weights are 2**-5 on average, by a sample of the keys. Those above 448 would be cut off:
-a row is lost where a block's weights sum up to that. Those below 2**-10 are lost: a row is, where its average is no more
-than 2**-9. Lost rows are computed again in bf16 (hopper.py).
+Range: the reference is such that weights are 2**-5 on average, by a sample of the keys. Those above 448 would be cut
+off: a row is lost where a block's weights sum up to that. Those below 2**-10 become zero: a row is lost where its
+average is no more than 2**-9. Lost rows are computed again in bf16 (hopper.py).
 
 Sums: products of e4m3 add with 14 bits or so, and cut off what is small beside the sum: of 75,600 values around 1, half
-are gone. So sums are taken out every few blocks and added up in float32.
+are gone. So values have their mean subtracted, and sums are taken out every few blocks and added up in float32.
 """
 import math
 from collections.abc import Callable
@@ -81,16 +81,21 @@ def quantise_keys(key, head_dim):
 
 
 def quantise_values(value):
-    """e4m3 (batch, width, tokens), keys in the order of `to_e4m3`, and a scale for each channel."""
-    scale = scale_to(LARGEST, jnp.max(jnp.abs(value), axis=1).astype(jnp.float32))
-    small = (value.astype(jnp.float32) / scale[:, None]).astype(E4M3)
-    small = jnp.pad(small, ((0, 0), (0, -small.shape[1] % 128), (0, 0)))
+    """e4m3 (batch, width, tokens), keys in the order of `to_e4m3`; (batch, 2, width) what has to be multiplied with the
+    result and added to it."""
+    tokens, value = value.shape[1], value.astype(jnp.float32)
+    mean, high, low = jnp.mean(value, axis=1), jnp.max(value, axis=1), jnp.min(value, axis=1)
+    scale = scale_to(LARGEST, jnp.maximum(high - mean, mean - low))
+    small = ((value - mean[:, None]) / scale[:, None]).astype(E4M3)
     # Words of four keys first: XLA is slow at turning single bytes.
     parts = lax.bitcast_convert_type(small, jnp.uint8).astype(jnp.uint32)
+    parts = jnp.pad(parts, ((0, 0), (0, -tokens % 128), (0, 0)))
     parts = parts.reshape(parts.shape[0], -1, 2, 4, 2, parts.shape[2])
     words = sum(parts[:, :, i, :, j] << 8 * (2 * i + j) for i in (0, 1) for j in (0, 1))
     words = words.reshape(words.shape[0], -1, words.shape[3]).swapaxes(1, 2)
-    return lax.bitcast_convert_type(words, E4M3).reshape(*words.shape[:2], -1), scale
+    small = lax.bitcast_convert_type(words, E4M3).reshape(*words.shape[:2], -1)
+    rest = jnp.sum(small.astype(jnp.float32), axis=2) / tokens * scale  # rounding does not keep the mean
+    return small, jnp.stack([scale, mean - rest], axis=1)
 
 
 def scale_to(largest, of):
@@ -113,7 +118,7 @@ def memory(head_dim, dtype):
         key_ring=tiles((STAGES, BLOCK, head_dim), jnp.int8, head_dim),
         value_ring=tiles((STAGES, head_dim, BLOCK), E4M3, BLOCK),
         row_tile=plgpu.SMEM((GROUPS, ROWS), jnp.float32),
-        channel_tile=plgpu.SMEM((GROUPS, head_dim), jnp.float32),
+        channel_tile=plgpu.SMEM((GROUPS, 2, head_dim), jnp.float32),
         query_ready=plgpu.Barrier(num_barriers=GROUPS),
         key_ready=plgpu.Barrier(num_barriers=STAGES),
         value_ready=plgpu.Barrier(num_barriers=STAGES),
@@ -122,7 +127,7 @@ def memory(head_dim, dtype):
     )
 
 
-def walk(keys, query, query_scale, key, key_scale, value, channel_scale, out, log_sum, *, query_tile, out_tile, sum_tile,
+def walk(keys, query, query_scale, key, key_scale, value, channel, out, log_sum, *, query_tile, out_tile, sum_tile,
          key_ring, value_ring, row_tile, channel_tile, query_ready, key_ready, value_ready, key_free, value_free):
     """A block of threads, as in hopper.walk; the sample comes through the ring of keys first."""
     head_dim, group = key_ring.shape[2], lax.axis_index("group")
@@ -170,15 +175,24 @@ def walk(keys, query, query_scale, key, key_scale, value, channel_scale, out, lo
 
         take(query.at[batch, rows, lanes], own_query)
         take(query_scale.at[batch, head, rows], own_row)
-        take(channel_scale.at[batch, lanes], own_channel)
+        for number in (0, 1):
+            take(channel.at[batch, number, lanes], own_channel.at[number])
         scale = plgpu.load(own_row, (), layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-        scales = [lambda block: scale * key_scale[batch, head, block]]
-        own = Walk(own_query, key_blocks, value_blocks, sum_tile.at[group], keys, *scales)
+
+        def scale_of(block):
+            return scale * key_scale[batch, head, block]
+
+        own = Walk(own_query, key_blocks, value_blocks, sum_tile.at[group], keys, scale_of)
         reference = own.reference([sampled(number) for number in range(SAMPLES)])
         work = partial(own.attend, reference, lax.rem(place, STRETCH))
         sums, total, largest = pl.run_scoped(work, plgpu.ACC((ROWS, head_dim), jnp.float32))
-        channels = plgpu.load(own_channel, (), layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-        result = sums / along(total, sums.shape) * lax.broadcast_in_dim(channels, sums.shape, [1])
+
+        def channels(number):
+            layout = plgpu.Layout.WGMMA.reduce(0)
+            values = plgpu.load(own_channel, (number,), layout=layout, optimized=False)
+            return lax.broadcast_in_dim(values, sums.shape, [1])
+
+        result = sums / along(total, sums.shape) * channels(0) + channels(1)
         sound = (largest < LARGEST) & (total > keys * LEAST_AVERAGE) & (jnp.sum(jnp.abs(result), axis=1) < jnp.inf)
         own_out[...] = result.astype(out.dtype)
         own_row[...] = jnp.where(sound, reference / LOG2_E + jnp.log(total), jnp.nan)
@@ -189,8 +203,8 @@ def walk(keys, query, query_scale, key, key_scale, value, channel_scale, out, lo
 
 
 class Walk(NamedTuple):
-    """What one warpgroup walks with, as in hopper.py: its queries, the rings, where sums are added up, how many keys count,
-    and what a block's scores have to be multiplied with."""
+    """What one warpgroup walks with, as in hopper.py: its queries, the rings, where sums are added up, how many keys
+    count, and what a block's scores have to be multiplied with."""
 
     query: object
     key_blocks: Ring

@@ -40,16 +40,15 @@ class Linear:
 
     scale       one for each output: weight is of eight bits, and tokens are rounded to it too
     residual    what the result, times gate (batch, outputs) if there is one, is added to
-    turned      the result lies with its tokens last in memory
-    lies        "turned" if array does
+    takes_turned, gives_turned      array, the result lies with its tokens last in memory
     """
 
     settings: Products
     sharding: jax.sharding.NamedSharding | None = None  # None: one device
 
     def __call__(
-        self, array, weight, bias, layer=None, scale=None, residual=None, gate=None, gelu=False, turned=False,
-        lies="upright",
+        self, array, weight, bias, layer=None, scale=None, residual=None, gate=None, gelu=False, takes_turned=False,
+        gives_turned=False,
     ):
         if layer is None:
             weight, layer = weight[None], 0
@@ -61,7 +60,8 @@ class Linear:
         }
         given = {name: pair for name, pair in given.items() if pair[0] is not None}
         arrays, specs = ({name: pair[place] for name, pair in given.items()} for place in range(2))
-        compute = partial(product, settings=self.settings, gelu=gelu, turned=turned, lies=lies)
+        how = {"gelu": gelu, "takes_turned": takes_turned, "gives_turned": gives_turned}
+        compute = partial(product, settings=self.settings, **how)
         if spread is None:
             return compute(arrays)
         return jax.shard_map(
@@ -70,11 +70,10 @@ class Linear:
         )(arrays)
 
 
-def product(arrays, settings, gelu=False, turned=False, lies="upright"):
+def product(arrays, settings, gelu=False, takes_turned=False, gives_turned=False):
     """One device's share, by Linear's names; weight (layers, outputs, inputs)."""
     (batch, tokens, inputs), (_, outputs, _) = arrays["array"].shape, arrays["weight"].shape
-    dtype, lies_turned = arrays["array"].dtype, lies == "turned"
-    rows, columns = block_sizes(arrays, settings, turned or lies_turned)
+    dtype, (rows, columns) = arrays["array"].dtype, block_sizes(arrays, settings, takes_turned or gives_turned)
     blocks = {
         "array": pl.BlockSpec((None, rows, inputs), lambda b, i, j, layer: (b, i, 0)),
         "weight": pl.BlockSpec((None, columns, inputs), lambda b, i, j, layer: (layer[0], j, 0)),
@@ -84,14 +83,14 @@ def product(arrays, settings, gelu=False, turned=False, lies="upright"):
         "gate": pl.BlockSpec((None, 1, columns), lambda b, i, j, layer: (b, 0, j)),
     }
     out_shape, out_block = (batch, tokens, outputs), blocks["residual"]
-    if turned:
+    if gives_turned:
         out_shape = batch, outputs, tokens
         out_block = pl.BlockSpec((None, columns, rows), lambda b, i, j, layer: (b, j, i))
     arrays = arrays | {name: arrays[name][None] for name in ("bias", "scale") if name in arrays}
     if "gate" in arrays:
         arrays["gate"] = arrays["gate"][:, None]
     scratch = {}
-    if lies_turned:
+    if takes_turned:
         arrays["array"] = arrays["array"].swapaxes(1, 2)
         blocks["array"] = pl.BlockSpec((None, inputs, rows), lambda b, i, j, layer: (b, 0, i))
         scratch["upright"] = pltpu.VMEM((rows, inputs), dtype)
@@ -99,7 +98,7 @@ def product(arrays, settings, gelu=False, turned=False, lies="upright"):
         scratch["small"] = pltpu.VMEM((rows, inputs), arrays["weight"].dtype)
         scratch["own"] = pltpu.VMEM((rows, 1), jnp.float32)
     names = [name for name in blocks if name in arrays]
-    kernel = partial(product_kernel, names=(*names, "out", *scratch), gelu=gelu, turned=turned)
+    kernel = partial(product_kernel, names=(*names, "out", *scratch), gelu=gelu, turned=gives_turned)
     out = pl.pallas_call(
         partial(outline, 1 + len(names)) if settings.outline else kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -116,7 +115,7 @@ def product(arrays, settings, gelu=False, turned=False, lies="upright"):
         interpret=settings.interpret,
         name="product_kernel",
     )(arrays["layer"].reshape(1), *(arrays[name] for name in names))
-    return out.swapaxes(1, 2) if turned else out
+    return out.swapaxes(1, 2) if gives_turned else out
 
 
 def block_sizes(arrays, settings: Products, along_lanes=False) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 
 benchmarks/attention_gpu.py checks its numbers on one.
 """
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,16 +12,17 @@ import pytest
 from tests.conftest import make_config
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
-from wan_torchax.kernels import hopper
+from wan_torchax.kernels import hopper, hopper_eight
 from wan_torchax.kernels.attention import Attend
 from wan_torchax.kernels.settings import Kernel
 
 HOPPER = Kernel(kernel="hopper", block_q=128, block_kv=128)
+EIGHT = replace(HOPPER, eight_bits=True, smooth_keys=True)
 
 
-def lowered(tokens, heads, head_dim=128, keys=None):
+def lowered(tokens, heads, head_dim=128, keys=None, kernel=HOPPER):
     array = jax.ShapeDtypeStruct((2, tokens, heads * head_dim), jnp.bfloat16)
-    attend = jax.jit(Attend(head_dim, HOPPER, keys=keys))
+    attend = jax.jit(Attend(head_dim, kernel, keys=keys))
     return attend.trace(array, array, array).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -48,12 +51,69 @@ def test_only_tiles_with_lost_rows_are_computed_again_and_from_where_it_counts()
     assert begins.tolist() == [2, hopper.NOTHING, hopper.NOTHING, hopper.NOTHING, 3, 6]  # two blocks at least
 
 
+@pytest.mark.parametrize("tokens, head_dim, keys, eight_bits", [
+    (32_760, 128, None, True),
+    (3000, 64, 2777, True),  # padding behind the keys, the last block not full
+    (1024, 128, None, False),  # too few for a sample
+])
+def test_eight_bits_lower_to_a_kernel_of_their_own_with_the_same_rescue(tokens, head_dim, keys, eight_bits):
+    program = lowered(tokens, 2, head_dim, keys, EIGHT)
+    assert program.count("custom_call @mosaic_gpu") == 2
+    assert ("f8E4M3FN" in program) == eight_bits and "stablehlo.while" not in program
+
+
+def test_without_eight_bits_nothing_is_quantised():
+    assert "f8E4M3FN" not in lowered(4096, 2)
+
+
+def test_values_lie_in_the_order_of_a_threads_weights():
+    """Of 16 scores the thread q of four has the keys 2q, 2q + 1, 2q + 8, 2q + 9 and multiplies values 4q to 4q + 3."""
+    values = jnp.broadcast_to(jnp.arange(16.0)[None, :, None], (1, 16, 8)).astype(jnp.bfloat16)
+    small, channel = hopper_eight.quantise_values(values)
+    assert small.shape == (1, 8, 128)  # whole tiles, zeros behind
+    found = small.astype(jnp.float32) * channel[:, 0, :, None] + channel[:, 1, :, None]
+    order = [2 * q + key for q in range(4) for key in (0, 1, 8, 9)]
+    np.testing.assert_allclose(found[0, 0, :16], order, atol=0.3)  # e4m3 has steps of 1/16
+
+
+def emulated(query, key, value):
+    """What the kernel computes for one head, in plain JAX: (out, smallest average weight, largest sum of a block)."""
+    tokens, block = key.shape[1], hopper_eight.BLOCK
+    small_query, row = hopper_eight.quantise_queries(query, 128)
+    small_key, scale = hopper_eight.quantise_keys(key, 128)
+    small_value, channel = hopper_eight.quantise_values(value)
+    scores = small_query[0].astype(jnp.float32) @ small_key[0].astype(jnp.float32).T
+    scores = scores * row[0, 0][:, None] * jnp.repeat(scale[0, 0], block)[:tokens]
+    sample = jnp.concatenate([scores[:, i * block :][:, :block] for i in (0, (-(-tokens // block) - 1) // 2)], axis=1)
+    average, highest = jnp.log2(jnp.mean(jnp.exp2(sample), axis=1)), jnp.max(sample, axis=1)
+    reference = jnp.maximum(average - np.log2(hopper_eight.AVERAGE), highest - np.log2(hopper_eight.HIGHEST))
+    weights = jnp.exp2(scores - reference[:, None])
+    ordered = small_value[0].astype(jnp.float32).reshape(128, -1, 4, 2, 2).swapaxes(2, 3).reshape(128, -1)[:, :tokens]
+    out = weights.astype(jnp.float8_e4m3fn).astype(jnp.float32) @ ordered.T / jnp.sum(weights, axis=1, keepdims=True)
+    sums = jnp.pad(weights, ((0, 0), (0, -tokens % block))).reshape(len(weights), -1, block).sum(axis=2)
+    return out * channel[0, 0] + channel[0, 1], jnp.min(jnp.mean(weights, axis=1)), jnp.max(sums)
+
+
+@pytest.mark.parametrize("deviation", [0.03, 1, 2])
+def test_the_error_and_the_range_of_eight_bits(deviation):
+    """Scores with that standard deviation, in natural units: none is lost, and errors are those of e4m3's roundings."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    query, key, value = (jax.random.normal(key, (1, n, 128), jnp.bfloat16) for key, n in zip(keys, (128, 5000, 5000)))
+    query = query * deviation
+    out, average, largest = emulated(query, key, value + 1)
+    with jax.default_matmul_precision("highest"):
+        exact = Attend(128, Kernel(kernel="xla"))(*(x.astype(jnp.float32) for x in (query, key, value + 1)))[0]
+    error = jnp.linalg.norm(out - exact) / jnp.linalg.norm(exact - 1)
+    assert 0.01 < error < 0.06 and average > hopper_eight.LEAST_AVERAGE and largest < hopper_eight.LARGEST
+
+
 SELF = "attention.self"
 REFUSED = {
     "model.dtype.transformer=float16": f"{SELF}.kernel=hopper: takes bfloat16, and model.dtype.transformer=float16",
     f"{SELF}.block_kv=256": f"{SELF}.block_kv=256: more does not fit the registers; use 64, 96, 128, 160",
     f"{SELF}.block_q=256": f"{SELF}.block_q=256: the Hopper kernel's tile is 128 queries; set 128",
     f"{SELF}.window=100": f"{SELF}.window=100: the Hopper kernel has no windows",
+    "attention.cross.eight_bits=true": "attention.cross.eight_bits=true: only kernel=hopper has products of eight bits",
 }
 
 

@@ -38,20 +38,20 @@ def exact(array, weight, bias, gelu):
 @pytest.mark.parametrize("batch, tokens, inputs, outputs", [(1, 1, 128, 1), (1, 100, 96, 300), (2, 377, 256, 1100)])
 def test_it_is_a_linear_layer_at_odd_sizes(batch, tokens, inputs, outputs, gelu, turned):
     array, weight, bias = make_inputs(batch, tokens, inputs, outputs)
-    out = Linear(SMALL)(array, weight[1], bias[1], gelu=gelu, turned=turned)
+    out = Linear(SMALL)(array, weight[1], bias[1], gelu=gelu, gives_turned=turned)
     np.testing.assert_allclose(np.asarray(out, float), exact(array, weight[1], bias[1], gelu), rtol=2**-8, atol=2e-3)
 
 
-@pytest.mark.parametrize("lies", ["upright", "turned"])
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("small, gated", [(False, True), (False, False), (True, True)])
-def test_a_residual_is_joined_and_attention_s_outputs_are_taken_as_they_lie(lies, small, gated):
+def test_a_residual_is_joined_and_attention_s_outputs_are_taken_as_they_lie(turned, small, gated):
     array, weight, bias = make_inputs(2, 377, 256, 1100)
     generator = np.random.default_rng(1)
     residual = jnp.asarray(generator.normal(0, 1, (2, 377, 1100)), jnp.bfloat16)
     gate = jnp.asarray(generator.normal(0, 1, (2, 1100)), jnp.float32) if gated else None
     weight, scale = quantised.quantise(weight, "int8") if small else (weight, [None] * 3)
     plain = Linear(SMALL)(array, weight[1], bias[1], scale=scale[1]).astype(jnp.float32)
-    out = Linear(SMALL)(array, weight[1], bias[1], scale=scale[1], residual=residual, gate=gate, lies=lies)
+    out = Linear(SMALL)(array, weight[1], bias[1], scale=scale[1], residual=residual, gate=gate, takes_turned=turned)
     expected = residual.astype(jnp.float32) + plain * (gate[:, None] if gated else 1)
     assert np.abs(out - expected).max() < 2**-7 * np.abs(expected).max()  # both are rounded
     assert np.linalg.norm(out - expected) < 4e-3 * np.linalg.norm(expected)
@@ -72,7 +72,7 @@ def test_in_int8_it_is_the_layer_with_both_factors_rounded(batch, tokens, inputs
     small, scale = quantised.quantise(weight, "int8")
     expected = quantised.linear(array, small[1], scale[1], bias[1], activations=True).astype(jnp.float32)
     for chosen in ((small[1], bias[1], None), (small, bias[1], jnp.int32(1))):
-        out = jax.jit(partial(Linear(SMALL), turned=turned))(array, *chosen, scale=scale[1]).astype(jnp.float32)
+        out = jax.jit(partial(Linear(SMALL), gives_turned=turned))(array, *chosen, scale=scale[1]).astype(jnp.float32)
         assert np.linalg.norm(out - expected) < 2e-3 * np.linalg.norm(expected)
         np.testing.assert_array_equal(out[0, 0], bias[1].astype(jnp.float32))
     assert np.abs(expected - exact(array, weight[1], bias[1], False)).max() > 0.01  # it was rounded

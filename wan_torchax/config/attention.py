@@ -91,6 +91,8 @@ def kernel_problems(kernel: Kernel, head_dim: int) -> Iterator[str]:
             yield f"{name}={getattr(kernel, name)}: must be positive"
             return
     yield from unserved(kernel, head_dim)
+    if kernel.eight_bits and kernel.kernel != "hopper":
+        yield f"eight_bits=true: only kernel=hopper has products of eight bits, not {kernel.kernel}; set false"
     if kernel.kernel == "splash":
         yield from splash_problems(kernel, head_dim)
     if kernel.kernel == "hopper":

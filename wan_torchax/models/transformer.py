@@ -20,8 +20,8 @@ SMALL_PARTS = (".quantised", ".scale")  # of a linear layer with eight bits
 LAST = ("attn1.to_out.0", "attn2.to_out.0", "ffn.net.2")  # linear layers at the end of a block's branches
 # Linear layers that a kernel can compute, and what is special about them: attention has values and outputs turned.
 PRODUCTS = {
-    "attn1.to_q": {}, "attn1.to_k": {}, "attn1.to_v": {"turned": True}, "attn1.to_out.0": {"lies": "turned"},
-    "attn2.to_q": {}, "attn2.to_out.0": {"lies": "turned"}, "ffn.net.0.proj": {"gelu": True}, "ffn.net.2": {},
+    "attn1.to_q": {}, "attn1.to_k": {}, "attn1.to_v": {"gives_turned": True}, "attn1.to_out.0": {"takes_turned": True},
+    "attn2.to_q": {}, "attn2.to_out.0": {"takes_turned": True}, "ffn.net.0.proj": {"gelu": True}, "ffn.net.2": {},
 }
 
 

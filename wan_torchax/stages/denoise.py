@@ -341,7 +341,7 @@ class Denoise(Stage):
         dim, precision, counts = transformer.num_attention_heads * transformer.attention_head_dim, config.precision, {}
         for name, options in PRODUCTS.items():
             flops = 2 * resolved.tokens * prompt_count(config) * dim * (transformer.ffn_dim if "ffn" in name else dim)
-            kind = "turned_product_share" if {"turned", "lies"} & set(options) else "product_share"
+            kind = "turned_product_share" if {"takes_turned", "gives_turned"} & set(options) else "product_share"
             patterns = precision.layers.values() if precision.weights else ()
             matched = any(re.fullmatch(pattern, f"blocks.{precision.first}.{name}") for pattern in patterns)
             small = transformer.num_layers - precision.first - precision.last if matched else 0
