@@ -23,7 +23,7 @@ def render(config, report: dict) -> str:
         step = report["estimate"]
         uncorrected = f"uncorrected {step['uncorrected_seconds']:.2f} s times {step['correction']}"
         lines.append(f"**Estimated step: {step['seconds_per_step']:.2f} s** ({uncorrected}; {step['source']}).")
-    elif config.mesh.platform == "tpu":
+    elif config.mesh.platform == "tpu" and not report["compiler"]:
         remedy = "install jax[tpu] (x86_64 Linux), or name a Python that has it in plan.compiler"
         lines.append(f"No libtpu here, so no estimated step time: {remedy}.")
     whole = report["denoising"]
