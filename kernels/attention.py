@@ -164,11 +164,12 @@ def tpu_splash(query, key, value, keys, head_dim, kernel):
     return out.swapaxes(1, 2), log_sum, rescued
 
 
-def gpu_hopper(*arguments):
-    """The Pallas kernel for NVIDIA Hopper."""
-    from wan_torchax.kernels import hopper  # its compiler's modules take a second to import
+def gpu_hopper(query, key, value, keys, head_dim, kernel):
+    """The Pallas kernel for NVIDIA Hopper, with products of eight bits where asked and worth it."""
+    from wan_torchax.kernels import hopper, hopper_eight  # their compiler's modules take a second to import
 
-    return hopper.attention(*arguments)
+    eight = kernel.eight_bits and keys >= hopper_eight.FEWEST_KEYS
+    return hopper.attention(query, key, value, keys, head_dim, kernel, hopper_eight.fast if eight else None)
 
 
 KERNELS = {"xla": xla, "cudnn": cudnn, "splash": tpu_splash, "hopper": gpu_hopper}

@@ -35,20 +35,14 @@ TRUSTED_SUM = 2.0**100  # the fast kernel's largest row sum: well below overflow
 # Where a row's sum first passes this on its way to more than is trusted, all keys before count less than 2**-60.
 STEEP_SUM = 2.0**40
 NOTHING = 2**30  # no block of keys is that far
-FEWEST_KEYS = 2048  # for products of eight bits: of fewer, their sample would be a large part
 
 
-def attention(query, key, value, keys, head_dim, kernel):
+def attention(query, key, value, keys, head_dim, kernel, first_pass=None):
+    """`first_pass` takes the place of `fast`."""
     queries = query.shape[1]
     # Copies move tiles of 8 tokens, so only their number may overhang. Wan's token counts need no padding.
     query, key, value = inputs = [jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0))) for x in (query, key, value)]
-    if kernel.eight_bits and keys >= FEWEST_KEYS:
-        from wan_torchax.kernels import hopper_eight  # which needs this module
-
-        out, log_sum = hopper_eight.fast(*inputs, keys, head_dim)
-        steep = jnp.zeros(log_sum.shape)  # of a lost row all keys count
-    else:
-        out, log_sum, steep = fast(*inputs, keys, head_dim, kernel.block_kv)
+    out, log_sum, steep = (first_pass or fast)(*inputs, keys, head_dim, kernel.block_kv)
     lost = jnp.isnan(log_sum[..., :queries])
     if keys > kernel.block_kv:  # else the reference is the maximum itself
         begins = first_blocks(lost, steep, pl.cdiv(keys, kernel.block_kv))

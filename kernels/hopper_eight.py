@@ -1,6 +1,6 @@
 """The Hopper kernel's fast pass with products of eight bits, at twice the tensor cores' speed: approximate.
 
-    out, log_sum = fast(query, key, value, keys, head_dim)      # as in hopper.py; a lost row has NaN as its log_sum
+    out, log_sum, steep = fast(query, key, value, keys, head_dim, block_kv)     # as hopper.fast
 
 Scores are products of int8, with a scale for each query and one for each block of keys: four times as exact as e4m3.
 Weights and values are e4m3, values with a scale and a mean for each channel. Quantising is left to XLA.
@@ -32,6 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from wan_torchax.kernels.hopper import GROUPS, LOG2_E, ROWS, STAGES, Ring, along, masked
 
+FEWEST_KEYS = 2048  # of fewer, the sample would be a large part
 BLOCK = 192  # keys at a time
 SAMPLES = 2  # blocks of keys that the reference is taken from: a whole round of the ring
 STRETCH = 16  # blocks between two times that sums are taken out
@@ -42,14 +43,14 @@ LEAST_AVERAGE = 2.0**-9  # of a row's weights
 ZERO_BITS, ZERO = 0x4B400000, 1.5 * 2.0**23
 
 
-def fast(query, key, value, keys, head_dim):
-    """(out, log_sum); in the grid query tiles are fastest, as in hopper.fast."""
+def fast(query, key, value, keys, head_dim, _):
+    """(out, log_sum, steep); in the grid query tiles are fastest, as in hopper.fast. Of a lost row all keys count."""
     batch, queries, width = query.shape
     heads, tiles = width // head_dim, pl.cdiv(queries, GROUPS * ROWS)
     rows = jax.ShapeDtypeStruct((batch, heads, tiles * GROUPS * ROWS), jnp.float32)
     small_query, query_scale = quantise_queries(query, head_dim)
     query_scale = jnp.pad(query_scale, ((0, 0), (0, 0), (0, rows.shape[2] - queries)))
-    return plgpu.kernel(
+    out, log_sum = plgpu.kernel(
         partial(walk, keys),
         out_type=[jax.ShapeDtypeStruct(query.shape, query.dtype), rows],
         scratch_types=memory(head_dim, query.dtype),
@@ -60,6 +61,7 @@ def fast(query, key, value, keys, head_dim):
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="hopper_eight",
     )(small_query, query_scale, *quantise_keys(key, head_dim), *quantise_values(value))
+    return out, log_sum, jnp.zeros(log_sum.shape)
 
 
 def quantise_queries(query, head_dim):
