@@ -1,7 +1,7 @@
 """Norms of tokens for TPU in Pallas: layer norm or RMS norm, times a scale, plus a shift, in one pass over memory.
 
 XLA takes mean and variance in one pass and applies them in the next, each at less than half the memory's speed by the
-compiler's estimate: 2.5 M cycles for 18,944 tokens of 5,120 channels on v6e, where reading and writing them takes 0.4.
+compiler's estimate: 1.9 M cycles for 18,944 tokens of 5,120 channels on v6e, where reading and writing them takes 0.4.
 """
 from dataclasses import dataclass
 from functools import partial

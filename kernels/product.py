@@ -143,16 +143,16 @@ def product_kernel(layer, *refs, names, gelu, turned):
     scales."""
     given = dict(zip(names, refs))
     array, weight, out, upright, small = map(given.get, ("array", "weight", "out", "upright", "small"))
-
-    @pl.when(pl.program_id(2) == 0)
-    def prepare():
-        if upright is not None:
-            turn_around(array, upright)
-        if small is not None:
-            round_tokens(array if upright is None else upright, small, given["own"])
-
+    if upright is not None:
+        pl.when(pl.program_id(2) == 0)(lambda: turn_around(array, upright))
+    if small is not None:
+        source = array if upright is None else upright
+        pl.when(pl.program_id(2) == 0)(lambda: round_tokens(source, small, given["own"]))
     tokens = next(ref for ref in (small, upright, array) if ref is not None)
     half = tokens.shape[0] // 2
+
+    def along(row):
+        return row.T if turned else row
 
     # Half the rows at a time: more would be too much code, fewer would leave GELU no product to hide behind.
     @pl.loop(0, 2)
@@ -161,10 +161,6 @@ def product_kernel(layer, *refs, names, gelu, turned):
         for begin in range(0, weight.shape[0], COLUMNS):
             columns = pl.ds(begin, COLUMNS)
             place = (columns, rows) if turned else (rows, columns)
-
-            def along(by_output, turned=turned):
-                return by_output.T if turned else by_output
-
             factors = (weight[columns, :], tokens[rows, :]) if turned else (tokens[rows, :], weight[columns, :])
             result = dot(*factors)
             if small is not None:
