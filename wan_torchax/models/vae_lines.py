@@ -2,8 +2,9 @@
 
 A video is (frames, columns, lines, channels). Lines of the picture are the batch of every convolution: XLA's TPU
 backend cuts the picture up to make a batch where there is none, and puts it together again. Channels are whole
-multiples of 128, those added are zeros. Columns are over the chips of `axes`, inside `jax.shard_map`: a chip asks its
-neighbours for a column at each edge. The lines of an upright picture are its columns, and so the other way round.
+multiples of 128, those added are zeros. Where a line has no more than that, two lines lie side by side as one of 256
+channels, which is as wide as what multiplies. Columns are over the chips of `axes`, inside `jax.shard_map`: a chip asks
+its neighbours for a column at each edge. The lines of an upright picture are its columns, and so the other way round.
 """
 import jax
 import jax.numpy as jnp
@@ -50,11 +51,13 @@ def decode_chunk(arrays, latent, caches, axes, upright=False):
 
     def norm(name, video):
         gamma = arrays[f"{name}.gamma"].reshape(-1)
+        factor = wide(gamma, 0)
+        beside = video.shape[-1] // factor.size
         # The sum of squares as a product with ones: it comes out at every channel and need not be moved there.
-        ones = jnp.ones((video.shape[-1],) * 2, video.dtype)
+        ones = jnp.kron(jnp.eye(beside, dtype=video.dtype), jnp.ones((factor.size,) * 2, video.dtype))
         squares = jnp.matmul(jnp.square(video), ones, preferred_element_type=jnp.float32)
         length = jax.lax.rsqrt(jnp.maximum(squares, EPSILON**2)) * gamma.size**0.5
-        return (video.astype(jnp.float32) * length).astype(video.dtype) * wide(gamma, 0)
+        return (video.astype(jnp.float32) * length).astype(video.dtype) * jnp.tile(factor, beside)
 
     def residual(name, video):
         shortcut = convolve(f"{name}.conv_shortcut", video) if f"{name}.conv_shortcut.weight" in arrays else video
@@ -72,20 +75,21 @@ def decode_chunk(arrays, latent, caches, axes, upright=False):
         return video + convolve(f"{name}.proj", out.reshape(video.shape))
 
     def upsample(name, video):
+        weight, bias = weights(f"{name}.resample.1")
+        video = one_by_one(video, weight.shape[3])
         if f"{name}.time_conv.weight" in arrays:  # two frames for one, except for the first
             if first:
                 kept[f"{name}.time_conv"] = jnp.zeros((2, *video.shape[1:]), video.dtype)
             else:
                 pairs = outputs(f"{name}.time_conv", causal(f"{name}.time_conv", video, edges=False), 2)
                 video = wide(jnp.stack(pairs, axis=1), 4).reshape(-1, *video.shape[1:])
-        weight, bias = weights(f"{name}.resample.1")
         above, middle, below = jnp.split(weight, 3, axis=2)
         none = jnp.zeros_like(middle)  # a line seen twice has the sum of two weights: even lines, then odd ones
         even = jnp.concatenate([above, middle + below, none], axis=2)
         odd = jnp.concatenate([none, above + middle, below], axis=2)
         columns = with_edges(video.repeat(2, axis=1), axes)
         pairs = convolution(columns, jnp.concatenate([even, odd], axis=-1), jnp.concatenate([bias, bias]))
-        return pairs.reshape(*pairs.shape[:2], -1, len(bias))
+        return pairs if len(bias) <= LANES else one_by_one(pairs, len(bias))
 
     def present(part):
         return any(name.startswith(f"{part}.") for name in arrays)
@@ -105,22 +109,29 @@ def decode_chunk(arrays, latent, caches, axes, upright=False):
             video = upsample(f"{block}.upsamplers.0", video)
         level += 1
     video = causal("decoder.conv_out", jax.nn.silu(norm("decoder.norm_out", video)))
-    pixels = video.transpose(3, 0, *((1, 2) if upright else (2, 1)))[None]
+    pixels = one_by_one(video, 3).transpose(3, 0, *((1, 2) if upright else (2, 1)))[None]
     return pixels.clip(-1, 1), kept
 
 
 def convolution(video, weight, bias):
     """`video` has the frames before it and the columns beside it that the convolution sees, not the lines."""
+    inputs, is_paired = weight.shape[3], video.shape[-1] > weight.shape[3]
     if weight.shape[2] == 3:
-        video = jnp.concatenate([moved(video, 1), video, moved(video, -1)], axis=-1)
+        above, below = video[:, :, :-1, -inputs:], video[:, :, 1:, :inputs]
+        sides = [jnp.pad(lines, ((0, 0), (0, 0), zeros, (0, 0))) for lines, zeros in ((above, (1, 0)), (below, (0, 1)))]
+        video = jnp.concatenate([sides[0], video, sides[1]], axis=-1)
+    if is_paired:
+        none = jnp.zeros_like(weight[:, :, :1])
+        even, odd = jnp.concatenate([weight, none], axis=2), jnp.concatenate([none, weight], axis=2)
+        weight, bias = jnp.concatenate([even, odd], axis=-1), jnp.tile(bias, 2)
     weight = weight.reshape(*weight.shape[:2], -1, weight.shape[-1])
     order = ("HWNC", "HWIO", "HWNC")  # what it calls height and width are frames and columns
     return jax.lax.conv_general_dilated(video, weight, (1, 1), "VALID", dimension_numbers=order) + bias
 
 
-def moved(video, lines):
-    """Down by so many lines, up if negative; zeros come in."""
-    return jax.lax.pad(video, jnp.zeros((), video.dtype), [(0, 0, 0), (0, 0, 0), (lines, -lines, 0), (0, 0, 0)])
+def one_by_one(video, channels):
+    """Lines of so many channels, also where two lay side by side."""
+    return video.reshape(*video.shape[:2], -1, channels)
 
 
 def with_edges(video, axes):
