@@ -355,7 +355,7 @@ def attend_guarded(walk, sums):
         walk.release_keys(index - 1)
         weights, maximum, old_total = state
         weights, total = walk.step(sums, index, weights, maximum, old_total, last)
-        return (weights.astype(walk.query.dtype), maximum, total), old_total, any_steep(total)
+        return (weights.astype(walk.query.dtype), maximum, total), old_total, any_above(total, STEEP_SUM)
 
     def until_steep(progress):
         index, state, *_ = progress
@@ -377,20 +377,23 @@ def attend_guarded(walk, sums):
     return walk.finish(sums, weights), *rest
 
 
-@plgpu.inline_mgpu(
-    arg_types=(plgpu.Layout.WGMMA.reduce(1),),
-    return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
-)
-def count_steep(_, total):
-    """1 in all threads of a warpgroup if any of its rows' sums is not below STEEP_SUM: a barrier that tells.
+def any_above(sums, limit):
+    """Whether any row of a warpgroup has a sum that is not below the limit."""
+    types = plgpu.Layout.WGMMA.reduce(1),
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
+    return plgpu.inline_mgpu(arg_types=types, return_type=result)(partial(tell, limit))(sums) != 0
+
+
+def tell(limit, _, sums):
+    """1 in all threads of a warpgroup if one has such a sum: a barrier that tells.
 
     The shuffle is for the compiler, which takes a branch for a divergent one else, and products behind it one by one.
     """
     number, single = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    limit = arith.constant(single, ir.FloatAttr.get(single, STEEP_SUM))
+    limit = arith.constant(single, ir.FloatAttr.get(single, limit))
     flags = [
         arith.extui(number, arith.cmpf(arith.CmpFPredicate.UGE, vector.extract(register, [], [0]), limit))
-        for register in total.registers.flat
+        for register in sums.registers.flat
     ]
     barrier = arith.addi(utils.warpgroup_idx(sync=False), arith.constant(number, 1))  # as Mosaic numbers them
     told = llvm.inline_asm(
@@ -400,7 +403,3 @@ def count_steep(_, total):
         "=r,r,r", has_side_effects=True,
     )
     return FragmentedArray.splat(told, (), is_signed=True)
-
-
-def any_steep(total):
-    return count_steep(total) != 0

@@ -8,9 +8,9 @@ Weights and values are e4m3, values with a scale and a mean for each channel. Qu
 Order: a thread has other columns of the scores than a product of e4m3 wants of it. To the softmax keys have no order:
 weights stay where they are, and values lie as if their keys had that order.
 
-Range: the reference is such that weights are 2**-5 on average, by a sample of the keys. Those above 448 would be cut
-off: a row is lost where a block's weights sum up to that. Those below 2**-10 become zero: a row is lost where its
-average is no more than 2**-9. Lost rows are computed again in bf16 (hopper.py).
+Range: weights above 448 would be cut off. The reference is such that a block's sum up to 32 by a sample of the keys; it
+is raised, and what is summed up so far lowered, before a block counts whose weights sum up to more than 448. Weights
+below 2**-10 become zero: a row whose average is no more than 2**-9 is lost, and computed again in bf16 (hopper.py).
 
 Sums: products of e4m3 add with 14 bits or so, and cut off what is small beside the sum: of 75,600 values around 1, half
 are gone. So values have their mean subtracted, and sums are taken out every few blocks and added up in float32.
@@ -30,14 +30,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from wan_torchax.kernels.hopper import GROUPS, LOG2_E, ROWS, STAGES, Ring, along, masked
+from wan_torchax.kernels.hopper import GROUPS, LOG2_E, ROWS, STAGES, Ring, along, any_above, masked, row
 
 FEWEST_KEYS = 2048  # of fewer, the sample would be a large part
 BLOCK = 192  # keys at a time
 SAMPLES = 2  # blocks of keys that the reference is taken from: a whole round of the ring
-STRETCH = 16  # blocks between two times that sums are taken out
+STRETCH = 32  # blocks between two times that sums are taken out
 E4M3, LARGEST = jnp.float8_e4m3fn, 448.0
-AVERAGE, HIGHEST = 2.0**-5, 4.0  # of the weights of the sample; the highest at most that
+# Of a block's weights: in the sample, and where the reference was raised. One weight alone is that sum, and exact.
+SAMPLE_SUM, RAISED_SUM = 2.0**5, 2.0**8
 LEAST_AVERAGE = 2.0**-9  # of a row's weights
 # As a float this is ZERO, and an integer added to its bits is added to that: scores come out as floats for nothing.
 ZERO_BITS, ZERO = 0x4B400000, 1.5 * 2.0**23
@@ -187,7 +188,7 @@ def walk(keys, query, query_scale, key, key_scale, value, channel, out, log_sum,
         own = Walk(own_query, key_blocks, value_blocks, sum_tile.at[group], keys, scale_of)
         reference = own.reference([sampled(number) for number in range(SAMPLES)])
         work = partial(own.attend, reference, lax.rem(place, STRETCH))
-        sums, total, largest = pl.run_scoped(work, plgpu.ACC((ROWS, head_dim), jnp.float32))
+        sums, total, reference = pl.run_scoped(work, plgpu.ACC((ROWS, head_dim), jnp.float32))
 
         def channels(number):
             layout = plgpu.Layout.WGMMA.reduce(0)
@@ -195,7 +196,7 @@ def walk(keys, query, query_scale, key, key_scale, value, channel, out, log_sum,
             return lax.broadcast_in_dim(values, sums.shape, [1])
 
         result = sums / along(total, sums.shape) * channels(0) + channels(1)
-        sound = (largest < LARGEST) & (total > keys * LEAST_AVERAGE) & (jnp.sum(jnp.abs(result), axis=1) < jnp.inf)
+        sound = (total > keys * LEAST_AVERAGE) & (jnp.sum(jnp.abs(result), axis=1) < jnp.inf)
         own_out[...] = result.astype(out.dtype)
         own_row[...] = jnp.where(sound, reference / LOG2_E + jnp.log(total), jnp.nan)
         plgpu.commit_smem()
@@ -238,20 +239,17 @@ class Walk(NamedTuple):
                 self.multiply_keys(scores, slot)
                 values = as_float(scores[...])
                 maximum = (jnp.max(values, axis=1) - ZERO) * scale
-                return maximum, jnp.sum(self.weigh(values, scale, maximum), axis=1)
+                return maximum + log2(jnp.sum(self.weigh(values, scale, maximum), axis=1))
 
             found = pl.run_scoped(product, plgpu.ACC((ROWS, BLOCK), jnp.int32))
             plgpu.barrier_arrive(self.key_blocks.free.at[slot])
             return found
 
-        found = [look(*block) for block in enumerate(blocks)]
-        highest = reduce(jnp.maximum, (maximum for maximum, _ in found))
-        total = sum(total * jnp.exp2(maximum - highest) for maximum, total in found)
-        average = highest + jnp.log(total / (len(blocks) * BLOCK)) * LOG2_E
-        return jnp.maximum(average - math.log2(AVERAGE), highest - math.log2(HIGHEST))
+        sums = [look(*block) for block in enumerate(blocks)]
+        return reduce(jnp.maximum, sums) - math.log2(SAMPLE_SUM)
 
     def attend(self, reference, offset, sums):
-        """Weighted values over all blocks, the weights' sum, and the largest sum of a block."""
+        """Weighted values over all blocks, the weights' sum, and the reference that they have in the end."""
         steps, tail = pl.cdiv(self.keys, BLOCK), self.keys % BLOCK
 
         def first(scores):
@@ -259,52 +257,75 @@ class Walk(NamedTuple):
             plgpu.barrier_wait(self.key_blocks.ready.at[0])
             self.multiply_keys(scores, 0)
             weights = self.weigh(as_float(scores[...]), scale, reference)
-            weights, total = lax.optimization_barrier((weights, jnp.sum(weights, axis=1)))
+            results = lax.optimization_barrier((weights, jnp.sum(weights, axis=1)))
             plgpu.barrier_wait(self.key_blocks.ready.at[1])
-            return weights, total
+            return results
 
-        def step(index, state, last=False):
-            """In the order of hopper.Walk.step, for the same reasons."""
-            weights, total, largest = state
+        def step(index, weights, block, total, reference, last=False):
+            """The next block's weights, not rounded, and their sum; the last block's are in the sums then. In the order
+            of hopper.Walk.step, for the same reasons."""
             slot, previous, scale = lax.rem(index, STAGES), lax.rem(index - 1, STAGES), self.scale(index)
+            small = to_e4m3(weights)
 
             def overlapped(scores):
                 self.multiply_keys(scores, slot)
-                self.multiply_values(sums, weights, previous)
+                self.multiply_values(sums, small, previous)
                 values = as_float(plgpu.wgmma_accumulator_load(scores, wait_n=1))
                 values = masked(values, tail) if last and tail else values
                 weights_now = self.weigh(values, scale, reference)
-                block = jnp.sum(weights_now, axis=1)
-                results = lax.optimization_barrier((weights_now, total + block, jnp.maximum(largest, block)))
+                results = lax.optimization_barrier((weights_now, jnp.sum(weights_now, axis=1), total + block))
+                is_large = any_above(results[1], LARGEST)  # while the value product still runs
                 if not last:
                     plgpu.barrier_wait(self.key_blocks.ready.at[lax.rem(index + 1, STAGES)])
-                return results
+                return *results, is_large
 
-            weights_now, *rest = pl.run_scoped(overlapped, plgpu.ACC((ROWS, BLOCK), jnp.int32))
+            results = pl.run_scoped(overlapped, plgpu.ACC((ROWS, BLOCK), jnp.int32))
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(self.value_blocks.free.at[previous])
             plgpu.barrier_arrive(self.key_blocks.free.at[slot])
-            return to_e4m3(weights_now), *rest
+            return results
 
-        def stretch(number, state):
-            # Warpgroups do not all take out their sums at a time; nor can the compiler unroll what it cannot count.
-            begin, end = (1 + (number + i) * STRETCH - offset for i in (0, 1))
-            state = lax.fori_loop(jnp.maximum(begin, 1), jnp.minimum(end, steps - 1), step, state)
-            self.sums[...] = self.sums[...] + sums[...]
+        def take_out(weights, block, total, reference):
+            """Have the sums added up, with the reference raised where a block's weights are too large."""
+            raised = reference + jnp.where(block < LARGEST, 0.0, log2(block) - math.log2(RAISED_SUM))
+            factor = jnp.exp2(reference - raised)
+            self.sums[...] = (self.sums[...] + sums[...]) * along(factor, sums.shape)
             sums[...] = zeros(sums.shape)
-            return state
+            return weights * along(factor, weights.shape), block * factor, total * factor, raised
+
+        def stretch(progress):
+            """Blocks until one is too large, or so many that sums have to be taken out."""
+            index, state, reference, is_large = progress
+            # Warpgroups do not all take out their sums at a time.
+            end = jnp.minimum(index + jnp.where(index == 1, STRETCH - offset, STRETCH), steps - 1)
+
+            def following(progress):
+                index, state, _ = progress
+                *state, is_large = step(index, *state, reference)
+                return index + 1, tuple(state), is_large
+
+            index, state, _ = lax.while_loop(
+                lambda progress: (progress[0] < end) & ~progress[2], following, (index, state, is_large)
+            )
+            *state, reference = take_out(*state, reference)
+            return index, tuple(state), reference, False
 
         self.sums[...] = zeros(sums.shape)
-        weights, total = pl.run_scoped(first, plgpu.ACC((ROWS, BLOCK), jnp.int32))
+        weights, block = pl.run_scoped(first, plgpu.ACC((ROWS, BLOCK), jnp.int32))
         plgpu.barrier_arrive(self.key_blocks.free.at[0])
-        state = to_e4m3(weights), total, total
-        state = lax.fori_loop(0, pl.cdiv(steps - 2, STRETCH) + 1, stretch, state)
-        weights, *rest = step(jnp.int32(steps - 1), state, last=True)
+        progress = jnp.int32(1), (weights, block, row(0)), reference, any_above(block, LARGEST)
+        _, state, reference, _ = lax.while_loop(lambda progress: progress[0] < steps - 1, stretch, progress)
+        *state, _ = step(jnp.int32(steps - 1), *state, reference, last=True)
+        weights, block, total, reference = take_out(*state, reference)
         last = (steps - 1) % STAGES
-        self.multiply_values(sums, weights, last)
+        self.multiply_values(sums, to_e4m3(weights), last)
         result = self.sums[...] + sums[...]
         plgpu.barrier_arrive(self.value_blocks.free.at[last])
-        return result, *rest
+        return result, total + block, reference
+
+
+def log2(values):
+    return jnp.log(values) * LOG2_E
 
 
 def as_float(scores):

@@ -16,7 +16,8 @@ from wan_torchax.session import Session
 @pytest.mark.parametrize("chips", [1, 2])
 @pytest.mark.parametrize("upright", [False, True])
 def test_decoding_by_lines_is_diffusers_decode(upright, chips, monkeypatch):
-    """With channels of 5, 10 and 20, which are widened to 8 in pairs of lines, 16 and 24, and the longer side over the chips."""
+    """With channels of 5, 10 and 20, which are widened to 8 (two lines side by side), 16 and 24, and the longer side
+    over the chips."""
     monkeypatch.setattr(vae_lines, "LANES", 8)
     torch.manual_seed(0)
     vae, size = AutoencoderKLWan(base_dim=5, num_res_blocks=1).eval(), (6, 4) if upright else (4, 6)
