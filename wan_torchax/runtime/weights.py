@@ -29,6 +29,7 @@ from wan_torchax.runtime.checkpoint import Stored, index
 from wan_torchax.runtime.reading import AHEAD_BYTES, STORED_DTYPES, Load, read_ahead
 
 REPLICATED = "(replicated)"
+MERGED_ROWS = 512  # at a time
 STACK_BYTES = 2**26  # of layers that become one array: up to here they are put together in host memory
 PROBLEMS_SHOWN = 20
 
@@ -187,7 +188,7 @@ def load(
     `took` of the seconds that reading and sending made this wait. `changes`, by checkpoint name, are added on the
     way."""
     files, arrays, spent = without_prefix(index(folder), prefix), {}, Counter()
-    ahead = AHEAD_BYTES // 4 if changes else AHEAD_BYTES  # merging holds a tensor as it is stored, and its product
+    ahead = AHEAD_BYTES // 4 if changes else AHEAD_BYTES  # merging holds a tensor as it is stored, and the next one
     reading = read_ahead((load for tensor in tensors.values() for load in loads(tensor, files, changes)), ahead)
     parts = timed(functools.partial(next, reading), spent, "reading")
     began = time.perf_counter()
@@ -293,7 +294,7 @@ def placed(change: Change, sharding) -> list[tuple[Stored, jax.sharding.NamedSha
     that their product needs no communication."""
     if len(change.factors) == 1:
         return [(change.factors[0], sharding)]
-    rows, *rest = [*sharding.spec, None]
+    rows, rest = (*sharding.spec, None)[0], tuple(sharding.spec)[1:]
     specs = jax.sharding.PartitionSpec(rows), jax.sharding.PartitionSpec(None, *rest)
     return [(one, jax.sharding.NamedSharding(sharding.mesh, spec)) for one, spec in zip(change.factors, specs)]
 
@@ -308,7 +309,6 @@ def by_layer(tensor: Tensor, changes: Mapping[str, list[Change]], parts: Callabl
     array = zeros(tensor.struct)
     for layer in range(len(tensor.sources)):
         array = merge(tensor, changes.get(tensor.sources[layer], ()), parts, array, layer)
-        jax.block_until_ready(array)  # or the layers queue up in host memory faster than they are written
     return array
 
 
@@ -340,27 +340,54 @@ def merge(tensor: Tensor, changes: Iterable[Change], parts: Callable[[], dict], 
     sharding, held = layer_sharding(tensor), parts()
     array = send(tensor.shape[1:] if tensor.stacked else tensor.shape, sharding, held)
     if not changes:
-        return array if stack is None else write_layer(stack, array, layer)
+        return array if stack is None else write_layer(jax.block_until_ready(stack), array, layer)
     held.clear()  # the host need not hold it any more
     scales = [numpy.float32(change.scale) for change in changes]
     factors = [[send(one.shape, spread, parts()) for one, spread in placed(change, sharding)] for change in changes]
-    return merge_program(tensor.sharding, tensor.dtype)(stack, layer, array, scales, factors)
+    specs = tuple(tuple(factor.sharding.spec for factor in change) for change in factors)
+    if stack is None:
+        return merge_program(sharding, tensor.dtype)(array, scales, factors)
+    jax.block_until_ready(stack)  # no sooner, so that this layer was sent while the one before was merged
+    return merge_into_program(tensor.sharding, sharding.spec, specs)(stack, layer, array, scales, factors)
+
+
+def merged(base, scales, added, dtype):
+    """base + Σ scale · product of factors, in float32 and cast once. A TPU would multiply in bfloat16 unasked."""
+    total = base.astype(jax.numpy.float32)
+    for scale, factors in zip(scales, added):
+        first, *second = (factor.astype(jax.numpy.float32) for factor in factors)
+        product = jax.numpy.tensordot(scale * first, second[0], 1, precision="highest") if second else scale * first
+        total = total + product
+    return total.astype(dtype)
 
 
 @functools.cache
 def merge_program(sharding, dtype: str):
-    """base + Σ scale · product of factors, in float32 and cast once. A TPU would multiply in bfloat16 unasked."""
+    return jax.jit(functools.partial(merged, dtype=dtype), out_shardings=sharding)
+
+
+@functools.cache
+def merge_into_program(sharding, spec, factor_specs):
+    """Into a layer of a stack, some rows at a time: a product of all rows would be written to memory and read again."""
 
     def program(stack, layer, base, scales, added):
-        total = base.astype(jax.numpy.float32)
-        for scale, factors in zip(scales, added):
-            first, *second = (factor.astype(jax.numpy.float32) for factor in factors)
-            product = jax.numpy.tensordot(scale * first, second[0], 1, precision="highest") if second else scale * first
-            total = total + product
-        total = total.astype(dtype)
-        return total if stack is None else into_place(stack, total, layer)
+        rows = min(len(base), MERGED_ROWS)
 
-    return jax.jit(program, out_shardings=sharding, donate_argnums=0)
+        def some_rows(number, stack):
+            begin = jax.numpy.minimum(number * rows, len(base) - rows)
+
+            def cut(array):
+                return jax.lax.dynamic_slice_in_dim(array, begin, rows)
+
+            value = merged(cut(base), scales, [[cut(first), *rest] for first, *rest in added], stack.dtype)
+            return into_place(stack, value, layer, begin)
+
+        return jax.lax.fori_loop(0, -(-len(base) // rows), some_rows, stack)
+
+    everywhere = jax.sharding.PartitionSpec()
+    specs = sharding.spec, everywhere, spec, everywhere, [list(change) for change in factor_specs]
+    local = jax.shard_map(program, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, check_vma=False)
+    return jax.jit(local, donate_argnums=0)
 
 
 def put(value: numpy.ndarray, sharding) -> jax.Array:
@@ -379,16 +406,18 @@ def zeros_program(struct):
     return jax.jit(lambda: jax.numpy.zeros(struct.shape, struct.dtype), out_shardings=struct.sharding)
 
 
-def into_place(stack, value, layer):
-    """A layer of a stack. A CPU moves numbers of half precision one by one, integers many at a time; a TPU would make a
-    second stack of integers."""
-    update = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
+def into_place(stack, value, layer, row=0):
+    """A layer of a stack, or its rows from one on. A CPU moves numbers of half precision one by one, integers many at a
+    time; a TPU would make a second stack of integers."""
 
-    def as_integers(stack, value, layer):
+    def update(stack, value, *place):
+        return jax.lax.dynamic_update_slice(stack, value[None], place + (0,) * (stack.ndim - len(place)))
+
+    def as_integers(stack, value, *place):
         bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=f"uint{8 * stack.dtype.itemsize}")
-        return jax.lax.bitcast_convert_type(update(bits(stack), bits(value), layer), stack.dtype)
+        return jax.lax.bitcast_convert_type(update(bits(stack), bits(value), *place), stack.dtype)
 
-    return jax.lax.platform_dependent(stack, value, layer, cpu=as_integers, default=update)
+    return jax.lax.platform_dependent(stack, value, layer, row, cpu=as_integers, default=update)
 
 
 write_layer = jax.jit(into_place, donate_argnums=0)
