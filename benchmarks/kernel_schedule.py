@@ -75,6 +75,8 @@ def arguments():
     parser.add_argument("--head-dim", type=int, default=128)
     part = "whose values of conf/attention/splash_<chip>.yaml to start from"
     parser.add_argument("--part", choices=("self", "cross"), default="self", help=part)
+    going_on = "as in a ring's later steps: from the output of other keys on, and in float32"
+    parser.add_argument("--going-on", action="store_true", help=going_on)
     blocks = "block_q/block_kv/tile_kv/sub_q/chunk_kv …; default: the shipped ones"
     parser.add_argument("--blocks", nargs="*", help=blocks)
     product = (
@@ -113,18 +115,21 @@ def ours(kernel, options):
 
     def again(keys):  # as fast_kernel has it: a loop over groups of chunks, and the rest
         groups, rest = divmod(keys, splash.CAREFUL_CHUNKS * kernel.chunk_kv)
-        return (0,) * ((groups > 0) + (rest > 0))
+        return (0,) * ((groups > 1) + (groups == 1 or rest > 0))  # a loop that runs once is none
 
-    trips = (1, tiles, *again(kernel.tile_kv)) + ((1, *again(tail)) if tail else ())
+    trips = (tiles, *again(kernel.tile_kv)) + ((1, *again(tail)) if tail else ())
+    trips = trips if options.going_on else (1, *trips)
     if options.keys <= kernel.tile_kv:  # start and the only tile in one stretch
         trips = (1, *again(options.keys))
+    before = [(1, options.head_dim, options.queries), (1, 1, 1, options.queries)] if options.going_on else []
+    dtype = jnp.float32 if options.going_on else None
     return Candidate(
         name=f"ours {kernel.block_q}/{kernel.block_kv}/{kernel.tile_kv}/{kernel.sub_q}/{kernel.chunk_kv}",
-        function=lambda *arrays: splash.call(splash.fast_kernel, arrays, options.keys, options.head_dim, kernel),
+        function=lambda *arrays: splash.call(splash.fast_kernel, arrays, options.keys, options.head_dim, kernel, dtype),
         shapes=bfloat16(
             (1, options.queries, options.head_dim), (1, options.keys, options.head_dim),
             (1, options.head_dim, options.keys),
-        ),
+        ) + [jax.ShapeDtypeStruct(shape, dtype) for shape in before],
         flops=flops_of(options),
         blocks=ceil(options.queries / splash.fitting(kernel.block_q, kernel.sub_q, options.queries)),
         steps=ceil(options.keys / block_kv),

@@ -74,8 +74,19 @@ class Attend:
 
     def local(self, query, key, value, keys):
         """(out, log_sum, rescued) of one device's queries and the first `keys` keys it is given."""
-        name = self.kernel.kernel if keys >= self.kernel.min_keys else "xla"
-        return KERNELS[name](query, key, value, keys, self.head_dim, self.kernel)
+        return KERNELS[self.name(keys)](query, key, value, keys, self.head_dim, self.kernel)
+
+    def go_on(self, before, query, key, value, keys, dtype):
+        """As local, of these keys and those of `before`: (out, log_sum), float32, or nothing. The output in `dtype`."""
+        if self.name(keys) == "splash":
+            return tpu_splash(query, key, value, keys, self.head_dim, self.kernel, before, dtype)
+        out, log_sum, rescued = self.local(query, key, value, keys)
+        if before:
+            out, log_sum = schemes.merge(before, (out.astype(jnp.float32), log_sum), self.head_dim)
+        return out.astype(dtype), log_sum, rescued
+
+    def name(self, keys):
+        return self.kernel.kernel if keys >= self.kernel.min_keys else "xla"
 
 
 def xla(query, key, value, keys, head_dim, kernel):
@@ -158,9 +169,11 @@ def cudnn_call(query, key, value, head_dim):
     return out.reshape(query.shape), log_sum
 
 
-def tpu_splash(query, key, value, keys, head_dim, kernel):
-    """The Pallas kernel, which takes values and gives outputs with tokens along the lanes."""
-    out, log_sum, rescued = splash.attention(query, key, value.swapaxes(1, 2), keys, head_dim, kernel)
+def tpu_splash(query, key, value, keys, head_dim, kernel, before=(), dtype=None):
+    """The Pallas kernel, which takes values and takes and gives outputs with tokens along the lanes."""
+    if before:
+        before = before[0].swapaxes(1, 2), before[1]
+    out, log_sum, rescued = splash.attention(query, key, value.swapaxes(1, 2), keys, head_dim, kernel, before, dtype)
     return out.swapaxes(1, 2), log_sum, rescued
 
 

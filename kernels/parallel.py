@@ -6,10 +6,11 @@ A scheme is which mesh axes `settings.Parallel` names. Before and after attentio
     heads   over heads
 
 Inside, Ulysses trades tokens for heads (all-to-all) and back; the ring then passes keys and values from
-neighbour to neighbour while each device merges what it sees, so no device ever holds all of them.
+neighbour to neighbour while each device attends to those it has, so no device ever holds all of them.
 Arrays are (batch, tokens, heads * head_dim); a head is a contiguous run of the last dimension.
 """
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import jax
@@ -18,8 +19,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from wan_torchax.kernels import lanes
-
-EMPTY = -1e30  # log-sum-exp of no keys at all, finite so that two empty parts merge without NaN
 
 
 @dataclass(frozen=True)
@@ -124,32 +123,31 @@ def ring(attend, query, key, value, keys):
     lengths = sorted(set(real))
     neighbours = [(index, (index + 1) % size) for index in range(size)]
 
-    def attend_to(length):
-        return lambda key, value: attend_real(attend, query, key, value, length)
-
-    def part(step, key, value):
-        source = (lax.axis_index(axis) - step) % size
-        which = jnp.array([lengths.index(length) for length in real])[source]
-        out, log_sum, rescued = lax.switch(which, [attend_to(length) for length in lengths], key, value)
-        return (out.astype(jnp.float32), log_sum), rescued
-
-    def step(carry, number):
-        result, rescued, key, value = carry
-        key, value = (lax.ppermute(array, axis, neighbours) for array in (key, value))
-        further, more = part(number, key, value)
-        return (merge(result, further, attend.head_dim), rescued + more, key, value), None
-
-    start = (*part(0, key, value), key, value)
-    ((out, _), rescued, _, _), _ = lax.scan(step, start, jnp.arange(1, size))
-    return out.astype(query.dtype), rescued
+    so_far, rescued, held = (), 0, [key, value.swapaxes(1, 2)]
+    for step in range(size):  # not a scan, which would copy all that it carries
+        here, last = held, step == size - 1
+        if not last:  # those of the next step travel while this one's are attended to, no sooner
+            here, so_far = lax.optimization_barrier((here, so_far))
+            held = [lax.ppermute(array, axis, neighbours) for array in here]
+        which = jnp.array([lengths.index(length) for length in real])[(lax.axis_index(axis) - step) % size]
+        dtype = query.dtype if last else jnp.float32
+        choices = [partial(attend_real, attend, length, dtype, query) for length in lengths]
+        so_far, more = lax.switch(which, choices, so_far, *here)
+        rescued += more
+    return so_far[0].swapaxes(1, 2), rescued
 
 
-def attend_real(attend, query, key, value, length):
-    """Attention to the first `length` keys; a shard that is all padding contributes nothing."""
+def attend_real(attend, length, dtype, query, before, key, value_t):
+    """(out_t, log_sum) of `before`, which may be nothing, and of the first `length` keys; and the rows rescued."""
     if length:
-        return attend.local(query, key, value, length)
-    batch, queries, width = query.shape
-    return jnp.zeros_like(query), jnp.full((batch, width // attend.head_dim, queries), EMPTY), jnp.int32(0)
+        before = before and (before[0].swapaxes(1, 2), before[1])
+        out, log_sum, rescued = attend.go_on(before, query, key, value_t.swapaxes(1, 2), length, dtype)
+        return (out.swapaxes(1, 2), log_sum), rescued
+    if before:
+        return (before[0].astype(dtype), before[1]), jnp.int32(0)
+    batch, queries, width = query.shape  # a device whose own keys are all padding; so are its queries, then
+    log_sum = jnp.zeros((batch, width // attend.head_dim, queries))
+    return (jnp.zeros((batch, width, queries), dtype), log_sum), jnp.int32(0)
 
 
 def merge(first, second, head_dim):

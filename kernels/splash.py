@@ -1,10 +1,12 @@
 """Full attention for TPU in Pallas: forward, bf16 in and out, float32 in between. kernels/README.md explains it.
 
-    out_t, log_sum, rescued = attention(query, key, value_t, keys, head_dim, kernel)
+    out_t, log_sum, rescued = attention(query, key, value_t, keys, head_dim, kernel, before, dtype)
 
     query    (batch, queries, heads * head_dim)     value_t  (batch, heads * head_dim, keys)
     key      (batch, keys, heads * head_dim)        out_t    (batch, heads * head_dim, queries)
     log_sum  (batch, heads, queries) float32: log of the sum of exp(score), for merging with other keys
+    before   out_t in float32 and log_sum of other keys, to go on from; nothing: these are the only ones
+    dtype    of out_t, by default the query's
     rescued  int32: how many rows of heads left the fast path's range and were computed the careful way
     keys     how many of the keys count; the rest is padding
 
@@ -40,7 +42,7 @@ def reference(query, key, value, head_dim, window=None):
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), split[2]).reshape(query.shape)
 
 
-def attention(query, key, value_t, keys, head_dim, kernel):
+def attention(query, key, value_t, keys, head_dim, kernel, before=(), dtype=None):
     """The fast kernel, and behind it the exact one for inputs on which the fast one's result is not finite."""
     batch, queries, width = query.shape
     heads = width // head_dim
@@ -50,12 +52,16 @@ def attention(query, key, value_t, keys, head_dim, kernel):
             for array in (query, key)
         )
         value_t = value_t.reshape(batch * heads, head_dim, -1)
-    exact = partial(call, exact_kernel, (query, key, value_t), keys, head_dim, kernel)
+    if before:
+        out_t, log_sum = before
+        before = out_t.reshape(len(query), -1, queries), log_sum.reshape(len(query), -1, 1, queries)
+    arrays = query, key, value_t, *before
+    exact = partial(call, exact_kernel, arrays, keys, head_dim, kernel, dtype)
     if kernel.window is not None:
         out_t, rows = exact()
         rescued = jnp.int32(0)
     else:
-        out_t, rows = call(fast_kernel, (query, key, value_t), keys, head_dim, kernel)
+        out_t, rows = call(fast_kernel, arrays, keys, head_dim, kernel, dtype)
         lost = ~jnp.isfinite(rows[:, :, 0])
         rescued = jnp.sum(lost | (rows[:, :, 1] > 0), dtype=jnp.int32)
         # A loop that runs at most once, not lax.cond: its result takes over the buffers it starts from, without a copy.
@@ -64,28 +70,46 @@ def attention(query, key, value_t, keys, head_dim, kernel):
     return out_t.reshape(batch, width, queries), rows[:, :, 0].reshape(batch, heads, queries), rescued
 
 
-def call(body, arrays, keys, head_dim, kernel):
-    """One Pallas call, its grid over batch, heads, query blocks and, innermost, key blocks; edge blocks overhang."""
-    query = arrays[0]
+def call(body, arrays, keys, head_dim, kernel, dtype=None):
+    """A kernel for all queries: block by block and, where the last block would be mostly empty, in a smaller one."""
+    queries = arrays[0].shape[1]
+    block_q = fitting(kernel.block_q, kernel.sub_q, queries)
+    blocks, rest = divmod(queries, block_q)
+    small = fitting(block_q, kernel.sub_q, rest)
+    call = partial(call_blocks, body, arrays, keys, head_dim, kernel, dtype or arrays[0].dtype)
+    if small in (0, block_q) or blocks * block_q % small:
+        return call(block_q, range(pl.cdiv(queries, block_q)))
+    first = blocks * block_q // small
+    return call(small, range(first, first + 1), call(block_q, range(blocks)))
+
+
+def call_blocks(body, arrays, keys, head_dim, kernel, dtype, block_q, blocks, into=()):
+    """One Pallas call, its grid over batch, heads, query blocks and, innermost, key blocks; edge blocks overhang. The
+    results of other blocks are `into`, which these are written to."""
+    query, given = arrays[0], len(arrays)
     batch, queries, width = query.shape
     heads = width // head_dim
-    block_q, block_kv = fitting(kernel.block_q, kernel.sub_q, queries), fitting(kernel.block_kv, kernel.chunk_kv, keys)
+    block_kv = fitting(kernel.block_kv, kernel.chunk_kv, keys)
+    first, name = blocks.start, ("last_" if into else "") + body.__name__
+    body = outline if kernel.outline else partial(body, first_block=first, queries=queries, keys=keys, kernel=kernel)
+    block_out_t = pl.BlockSpec((None, head_dim, block_q), lambda b, h, i, j: (b, h, i + first))
+    block_log_sum = pl.BlockSpec((None, None, 1, block_q), lambda b, h, i, j: (b, h, 0, i + first))
     return pl.pallas_call(
-        outline if kernel.outline else partial(body, queries=queries, keys=keys, kernel=kernel),
-        grid=(batch, heads, pl.cdiv(queries, block_q), pl.cdiv(keys, block_kv)),
+        lambda *refs: body(*refs[:3], refs[3:given], *refs[given + len(into) :]),
+        grid=(batch, heads, len(blocks), pl.cdiv(keys, block_kv)),
         in_specs=[
-            pl.BlockSpec((None, block_q, head_dim), lambda b, h, i, j: (b, i, h)),
+            pl.BlockSpec((None, block_q, head_dim), lambda b, h, i, j: (b, i + first, h)),
             pl.BlockSpec((None, block_kv, head_dim), lambda b, h, i, j: (b, j, h)),
             pl.BlockSpec((None, head_dim, block_kv), lambda b, h, i, j: (b, h, j)),
+            *[block_out_t, block_log_sum][: given - 3],
+            *[pl.BlockSpec(memory_space=pl.ANY) for _ in into],
         ],
-        out_specs=[
-            pl.BlockSpec((None, head_dim, block_q), lambda b, h, i, j: (b, h, i)),
-            pl.BlockSpec((None, None, 2, block_q), lambda b, h, i, j: (b, h, 0, i)),
-        ],
+        out_specs=[block_out_t, pl.BlockSpec((None, None, 2, block_q), lambda b, h, i, j: (b, h, 0, i + first))],
         out_shape=[
-            jax.ShapeDtypeStruct((batch, width, queries), query.dtype),
+            jax.ShapeDtypeStruct((batch, width, queries), dtype),
             jax.ShapeDtypeStruct((batch, heads, 2, queries), jnp.float32),
         ],
+        input_output_aliases={given + index: index for index in range(len(into))},
         scratch_shapes=[
             pltpu.VMEM((head_dim * (2 if kernel.fold_scale else 1), block_q), query.dtype),
             pltpu.VMEM((head_dim, block_q), jnp.float32),
@@ -98,11 +122,11 @@ def call(body, arrays, keys, head_dim, kernel):
             vmem_limit_bytes=kernel.vmem_mib * 2**20,
         ),
         interpret=kernel.interpret,
-        name=body.__name__,
-    )(*arrays)
+        name=name,
+    )(*arrays, *into)
 
 
-def outline(query, key, value_t, out_t, rows, *scratch):
+def outline(query, key, value_t, before, out_t, rows, *scratch):
     """A kernel's operands without its work: what the program around it compiles to is the same."""
     out_t[...] = jnp.zeros_like(out_t)
     rows[...] = jnp.zeros_like(rows)
@@ -113,10 +137,15 @@ def fitting(block, part, tokens):
     return min(block, pl.cdiv(tokens, part) * part)
 
 
-def fast_kernel(query, key, value_t, out_t, rows, query_t, sums, reference, total, wary, *, queries, keys, kernel):
+def fast_kernel(
+    query, key, value_t, before, out_t, rows, query_t, sums, reference, total, wary,
+    *, first_block, queries, keys, kernel,
+):
     """One block of keys, tile by tile, the softmax taken against a reference that is corrected only between tiles.
 
+    first_block: the number of the grid's first block of queries
     query (block_q, head_dim)   key (block_kv, head_dim)   value_t (head_dim, block_kv)   out_t (head_dim, block_q)
+    before: nothing, or out_t in float32 and log_sum (1, block_q) of earlier keys
     rows (2, block_q): each row's log_sum, and 1 where it has been out of range
     Kept from tile to tile: query_t (head_dim or twice that, block_q), and in float32 sums (head_dim, block_q),
     reference and total (1, block_q). So far, the output is sums / total and the log2 of the softmax's denominator
@@ -127,16 +156,19 @@ def fast_kernel(query, key, value_t, out_t, rows, query_t, sums, reference, tota
     last, block_tiles = pl.cdiv(keys, block_kv) - 1, block_kv // kernel.tile_kv
     all_tiles = keys // kernel.tile_kv if keys > kernel.tile_kv else 0
     tail = keys - all_tiles * kernel.tile_kv
-    real_rows = queries - pl.program_id(2) * block_q
+    real_rows = queries - (first_block + pl.program_id(2)) * block_q
     add = partial(add_keys, key, value_t, State(query_t, sums, reference, total), kernel)
 
     @pl.when(number == 0)
     def start():
         keep_query(query, query_t, kernel)
         rows[...] = jnp.zeros_like(rows)
+        wary[0] = 0
+        if before:
+            go_on(before, sums, reference, total)
+            return
         sums[...] = jnp.zeros_like(sums)
         total[...] = jnp.zeros_like(total)
-        wary[0] = 0
         for columns in parts_of(block_q, kernel.sub_q):
             scores = scores_of(key[:kernel.chunk_kv, :], query_t[:, columns], kernel)
             reference[:, columns] = jnp.max(hide_tail(scores, keys), axis=0, keepdims=True)
@@ -151,7 +183,7 @@ def fast_kernel(query, key, value_t, out_t, rows, query_t, sums, reference, tota
         """Add keys with a running maximum: to the rows that the attempt lost or, if none was made, to all."""
         wary[0] = 1
         lost, base = total[...] >= TRUSTED_SUM, reference[...]
-        before = base + jnp.where(attempted, 0, jnp.log2(total[...]))  # an attempt leaves it in the reference
+        known = base + jnp.where(attempted, 0, jnp.log2(total[...]))  # an attempt leaves it in the reference
 
         @pl.when(attempted)
         def clear():  # what a lost row had before is less than 2**-100 of what it has now: nothing
@@ -166,7 +198,7 @@ def fast_kernel(query, key, value_t, out_t, rows, query_t, sums, reference, tota
         if rest:
             add(first + groups * group, rest, careful=True)
         reference[...] = jnp.where(attempted & ~lost, base, reference[...])
-        rise = reference[...] + jnp.log2(total[...]) - before
+        rise = reference[...] + jnp.log2(total[...]) - known
         rows[1:] = jnp.where(rise < np.log2(TRUSTED_SUM), rows[1:], 1)
 
     def stretch(index, tiles):
@@ -210,6 +242,14 @@ def fast_kernel(query, key, value_t, out_t, rows, query_t, sums, reference, tota
         pl.when(number == last)(lambda: end(all_tiles * kernel.tile_kv - last * block_kv, tail))
     else:
         pl.when(number == last)(finish)
+
+
+def go_on(before, sums, reference, total):
+    """Start from the output and log_sum of earlier keys, as from those of a tile."""
+    out_t, log_sum = before
+    sums[...] = out_t[...]
+    reference[...] = log_sum[...] * LOG2_E
+    total[...] = jnp.ones_like(total)
 
 
 class State(NamedTuple):
@@ -310,18 +350,25 @@ def dot(left, right):
     return jnp.dot(left, right, preferred_element_type=jnp.float32)
 
 
-def exact_kernel(query, key, value_t, out_t, rows, query_t, means, maximum, total, wary, *, queries, keys, kernel):
+def exact_kernel(
+    query, key, value_t, before, out_t, rows, query_t, means, maximum, total, wary,
+    *, first_block, queries, keys, kernel,
+):
     """One block of keys with a running maximum, always normalised: right for any finite scores and values, and slower.
 
     Shapes as in fast_kernel, whose `wary` is not used. `means` is the output so far, not a sum, so that no value is
     too large for it.
     """
     block_kv, block_q = key.shape[0], query.shape[0]
-    first_query, first_key, last = pl.program_id(2) * block_q, pl.program_id(3) * block_kv, pl.num_programs(3) - 1
+    first_query, first_key = (first_block + pl.program_id(2)) * block_q, pl.program_id(3) * block_kv
+    last = pl.num_programs(3) - 1
 
     @pl.when(pl.program_id(3) == 0)
     def start():
         keep_query(query, query_t, kernel)
+        if before:
+            go_on(before, means, maximum, total)
+            return
         means[...] = jnp.zeros_like(means)
         maximum[...] = jnp.full_like(maximum, LOWEST)
         total[...] = jnp.zeros_like(total)

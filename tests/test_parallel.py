@@ -24,7 +24,7 @@ SCHEMES = {  # mesh axes, which of them do what, the collectives that must appea
         {"d": 2, "u": 2, "r": 2}, {"batch": "d", "ulysses": "u", "ring": "r"}, {"all-to-all", "collective-permute"},
     ),
     "heads_ulysses": ({"h": 2, "u": 4}, {"heads": "h", "ulysses": "u"}, {"all-to-all"}),
-    "heads_ring": ({"h": 4, "r": 2}, {"heads": "h", "ring": "r"}, {"collective-permute"}),
+    "heads_ring": ({"h": 2, "r": 4}, {"heads": "h", "ring": "r"}, {"collective-permute"}),
 }
 
 

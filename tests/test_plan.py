@@ -165,8 +165,8 @@ def test_collectives_take_the_time_of_a_ring(kind, seconds):
 
 def estimate(report, *overrides):
     """Made-up compiler figures: 1.75e9 cycles are a second on v6e, 180 GB two at its links' speed."""
-    collectives = [{"kind": "all-to-all", "axis": "sp", "bytes": 180e9}]
-    compiled = {"cycles_by_group": {"norms": 1_750_000_000}, "collectives": collectives}
+    timeline = [{"start": "it", "kind": "all-to-all", "axis": "sp", "bytes": 180e9}, {"done": "it"}]
+    compiled = {"cycles_by_group": {"norms": 1_750_000_000}, "timeline": timeline}
     made = report | {"compiler": {"denoise": compiled}, "axes": {"dp": 2, "sp": 4, "tp": 1}}
     return plan.estimate(resolve_there("task=plan", *overrides), made)
 
@@ -254,12 +254,17 @@ def test_loop_bodies_count_by_their_trips():
 
 
 def test_collectives_are_counted_by_kind_axis_and_trips():
-    beside = {
-        "bytes": 2560, "cycles": 4000, "flops": {"s8": 40 * 2 * 6 * 5 * 3, "attention": 40 * 4 * 6 * 8 * 10},
-    }
-    assert compiler.collectives(HLO, {"dp": 2, "tp": 4}) == [
-        {"kind": "all-gather", "axis": "tp", "count": 40, "bytes": 2560, "beside": [beside]},
-        {"kind": "all-reduce", "axis": "dp", "count": 1, "bytes": 64, "beside": []},
+    gather = {"kind": "all-gather", "axis": "tp", "count": 40, "bytes": 2560}
+    reduce = {"kind": "all-reduce", "axis": "dp", "count": 1, "bytes": 64}
+    assert compiler.collectives(HLO, {"dp": 2, "tp": 4}) == [gather, reduce]
+    assert compiler.timeline(HLO, {"dp": 2, "tp": 4}) == [
+        {"start": "gather.1"} | gather,
+        {"cycles": 4000, "flops": {}},
+        {"cycles": 0, "flops": {"s8": 40 * 2 * 6 * 5 * 3}},
+        {"cycles": 0, "flops": {"attention": 40 * 4 * 6 * 8 * 10}},
+        {"done": "gather.1"},
+        {"start": "sum.1"} | reduce,
+        {"done": "sum.1"},
     ]
 
 
@@ -269,15 +274,24 @@ def test_what_kernels_move_is_counted():
 
 def test_what_runs_beside_a_collective_is_not_waited_for():
     config = make_config("mesh=v6e_8")
-    row = {"kind": "all-to-all", "axis": "sp", "bytes": 10**9, "count": 1}
-    alone = plan.waiting_seconds(row, {"sp": 4}, config)
+
+    def start(name):
+        return {"start": name, "kind": "all-to-all", "axis": "sp", "bytes": 10**9, "count": 1}
+
+    def waited(*events):
+        return plan.waiting_seconds(events, {"sp": 4}, config)
+
+    alone = waited(start("a"), {"done": "a"})
     assert alone == pytest.approx(10**9 / (2 * 90e9))
-    half, flops = alone / 2 * 1.75e9, {"s8": alone / 4 * 918e12 * config.mesh.chip.int8_product_share}
-    pairs = {"cycles": half, "flops": {}}, {"cycles": half, "flops": flops}, {"cycles": 1e12, "flops": {}}
-    waited = [
-        plan.waiting_seconds(row | {"beside": [{"bytes": 10**9} | pair]}, {"sp": 4}, config) for pair in pairs
-    ]
-    assert waited == [pytest.approx(alone / 2), pytest.approx(alone / 4), pytest.approx(0)]
+    half = {"cycles": alone / 2 * 1.75e9, "flops": {}}
+    quarter = {"cycles": 0, "flops": {"s8": alone / 4 * 918e12 * config.mesh.chip.int8_product_share}}
+    long, both = {"cycles": 1e12, "flops": {}}, [start("a"), start("b")]
+    assert waited(start("a"), half, {"done": "a"}) == pytest.approx(alone / 2)
+    assert waited(start("a"), half, quarter, {"done": "a"}) == pytest.approx(alone / 4)
+    assert waited(start("a"), long, {"done": "a"}) == 0
+    assert waited(*both, half, half, half, {"done": "a"}, {"done": "b"}) == pytest.approx(alone / 2), "one by one"
+    assert waited(*both, {"done": "b"}, long, {"done": "a"}) == pytest.approx(2 * alone), "and in order"
+    assert waited(start("a"), long, start("b"), {"done": "a"}, {"done": "b"}) == pytest.approx(alone), "not before"
 
 
 @pytest.mark.parametrize(

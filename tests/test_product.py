@@ -150,7 +150,7 @@ def test_a_video_is_as_close_to_float32_as_with_xla(two_layers, cache, placed):
     (["products=xla"], (0, 0)), (["products=pallas"], (40, 0)), (["products=pallas_int8", "precision=int8"], (5, 35)),
 ])
 def test_plans_count_them(overrides, layers):
-    compiled = {"cycles_by_group": {}, "collectives": [], "kernel_bytes": {"norms": 1640e9}}
+    compiled = {"cycles_by_group": {}, "timeline": [], "kernel_bytes": {"norms": 1640e9}}
     report = {"compiler": {"denoise": compiled}, "chips": 8, "axes": {}}
     resolved = resolve_there(*PLAN, "sharding=sequence", *overrides, "mesh.axes={dp:2,sp:4,tp:1}")
     parts = plan.estimate(resolved, report | {"flops_per_step": plan.Denoise.flops(resolved)})["parts"]

@@ -1,5 +1,6 @@
 """The attention kernels on one device: exact, guarded, lowerable for TPU, and configured from conf/attention."""
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -147,6 +148,12 @@ def giants_for_all():
     return query, key, value
 
 
+def too_large():
+    """Values of which no two can be added in float32."""
+    query, key, value = random_inputs(200, 700, 128, mean=0)
+    return query, key, jnp.where(value > 0, 3e38, 1e38).astype(jnp.bfloat16)
+
+
 RESCUED = [(rising_keys, 1), (late_giant, 2), (giants_for_all, 1), (giants_for_all, 2)]
 
 
@@ -174,10 +181,32 @@ def test_one_row_out_of_range_leaves_all_others_as_they_were():
     np.testing.assert_array_equal(np.delete(out, 7, axis=1), np.delete(before, 7, axis=1))
 
 
+@pytest.mark.parametrize("inputs, head_dim", [
+    (lambda: random_inputs(300, 1000, 64, heads=2), 64),
+    (lambda: random_inputs(300, 1000, 128), 128),
+    (giants_for_all, 128),
+    (too_large, 128),
+], ids=["head dim 64", "head dim 128", "out of range", "too large"])
+def test_it_goes_on_from_the_output_of_other_keys(inputs, head_dim):
+    """As a ring does, in three steps: as exact as all keys at once, also where rows leave the range or all is lost."""
+    query, key, value = inputs()
+
+    @partial(jax.jit, compiler_options=QUICK)
+    def in_steps(query, key, value_t):
+        before, rescued = (), 0
+        for begin, end, dtype in (0, 300, jnp.float32), (300, 600, jnp.float32), (600, key.shape[1], jnp.bfloat16):
+            arrays = query, key[:, begin:end], value_t[..., begin:end], end - begin
+            *before, more = splash.attention(*arrays, head_dim, SPLASH, before, dtype)
+            rescued += more
+        return before[0].swapaxes(1, 2), rescued
+
+    out, rescued = in_steps(query, key, value.swapaxes(1, 2))
+    assert out.dtype == jnp.bfloat16 and bool(rescued) == (inputs in (giants_for_all, too_large))
+    assert relative_error(out, float64(query, key, value, head_dim)) < 4e-3
+
+
 def test_values_too_large_for_sums_go_to_the_exact_kernel():
-    """Values of which no two can be added in float32."""
-    query, key, value = random_inputs(200, 700, 128, mean=0)
-    value = jnp.where(value > 0, 3e38, 1e38).astype(jnp.bfloat16)
+    query, key, value = too_large()
     assert not np.isfinite(fast_alone(query, key, value)[1]).all(), "these values were to overflow the fast path"
     out, rescued = jax.jit(Attend(128, SPLASH).counted, compiler_options=QUICK)(query, key, value)
     assert np.isfinite(np.asarray(out, np.float32)).all() and 0 < int(rescued.sum()) <= 200

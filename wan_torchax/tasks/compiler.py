@@ -78,31 +78,38 @@ def result_bytes(line: str) -> int:
 
 
 def collectives(text: str, axes: dict[str, int]) -> list[dict]:
-    """What is communicated, by kind and mesh axis: how often, and the bytes one chip receives in all. `beside` holds,
-    for those that are started and waited for apart, their bytes, the cycles of XLA's ops between the two and the FLOPs
-    of the kernels there: linear layers, by the type of their weights, and attention."""
-    rows, started = {}, {}  # those under way: axis and cycles since
+    """What is communicated, by kind and mesh axis: how often, and the bytes one chip receives in all."""
+    rows = {}
+    for event in timeline(text, axes):
+        if "start" in event:
+            row = rows.setdefault((event["kind"], event["axis"]), {"count": 0, "bytes": 0})
+            row["count"] += event["count"]
+            row["bytes"] += event["bytes"]
+    return [{"kind": kind, "axis": axis, **row} for (kind, axis), row in sorted(rows.items())]
+
+
+def timeline(text: str, axes: dict[str, int]) -> list[dict]:
+    """In the program's order, loop bodies times their trips: where a collective is started, where it is waited for, and
+    what runs between while some are under way: cycles of XLA's ops, and FLOPs of the kernels of linear layers, by the
+    type of their weights, and of attention."""
+    events, under_way = [], {}
     for line, times in instructions(text):
         found = re.search(r" (" + "|".join(COLLECTIVES) + r")(-start|-done)?\(%?([\w.\-]*)", line)
         if not found:
-            if started:  # links are shared: only the first of them gains
-                first = next(iter(started.values()))
-                first["cycles"] += times * cycles_of(line)
-                for kind, flops in kernel_flops(line).items():
-                    first["flops"][kind] = first["flops"].get(kind, 0) + times * flops
+            work = {"cycles": times * cycles_of(line)}
+            work["flops"] = {kind: times * flops for kind, flops in kernel_flops(line).items()}
+            if under_way and (work["cycles"] or work["flops"]):
+                events.append(work)
             continue
         kind, state, operand = found.groups()
-        if state == "-start":
-            started[name_of(line)] = {"axis": axis_of(line, axes), "cycles": 0, "flops": {}}
-            continue
-        before = started.pop(operand) if state else {"axis": axis_of(line, axes)}
-        size = times * result_bytes(line)
-        row = rows.setdefault((kind, before["axis"]), {"count": 0, "bytes": 0, "beside": []})
-        row["count"] += times
-        row["bytes"] += size
-        if state:
-            row["beside"].append({"bytes": size, "cycles": before["cycles"], "flops": before["flops"]})
-    return [{"kind": kind, "axis": axis, **row} for (kind, axis), row in sorted(rows.items())]
+        if state != "-done":
+            name = operand = name_of(line)
+            under_way[name] = {"start": name, "kind": kind, "axis": axis_of(line, axes), "count": times}
+            events.append(under_way[name])
+        if state != "-start":
+            under_way.pop(operand)["bytes"] = times * result_bytes(line)
+            events.append({"done": operand})
+    return events
 
 
 def kernel_bytes(text: str) -> dict[str, int]:
@@ -248,6 +255,7 @@ def compile_for(path: str, topology_name: str, axes: dict[str, int]) -> tuple[di
         "cycles": sum(row["cycles"] for row in rows),
         "ops": rows,
         "collectives": collectives(text, axes),
+        "timeline": timeline(text, axes),
         "kernel_bytes": kernel_bytes(text),
     }, text
 

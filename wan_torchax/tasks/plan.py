@@ -309,8 +309,7 @@ def estimate(resolved: Resolved, report: dict, program: str = "denoise", share: 
         parts[name] = count * share / all_chips / chip_fact(resolved.config, fact)
     for group, moved in compiled.get("kernel_bytes", {}).items():  # kernels that do nothing else that takes time
         parts[group] = parts.get(group, 0) + moved / (chip.hbm_gbs * 1e9)
-    waits = (waiting_seconds(row, report["axes"], resolved.config) for row in compiled["collectives"])
-    parts["communication"] = sum(waits)
+    parts["communication"] = waiting_seconds(compiled["timeline"], report["axes"], resolved.config)
     raw, correction = sum(parts.values()), chip_fact(resolved.config, "correction")
     return {
         "seconds_per_step": raw * correction, "uncorrected_seconds": raw, "correction": correction, "parts": parts,
@@ -329,23 +328,28 @@ def chip_fact(config, name: str) -> float:
     return value
 
 
-def waiting_seconds(row: dict, axes: dict[str, int], config) -> float:
-    """A collective's time, less that of XLA's ops and of kernels that run while it is under way."""
+def waiting_seconds(events: list[dict], axes: dict[str, int], config) -> float:
+    """Of compiler.timeline: how long collectives are waited for. One follows the other on the links, while XLA's ops
+    and the kernels run; where one is needed, the program waits for it and those before it."""
     shares = {
         "bf16": "product_share", "s8": "int8_product_share", "f8e4m3fn": "fp8_product_share",
         "attention": "self_attention_share",
     }
     chip = config.mesh.chip
-    link = chip.link_gbs * 1e9
-
-    def beside(pair):
-        flops = (count / chip_fact(config, shares[kind]) for kind, count in pair["flops"].items())
-        return pair["cycles"] / (chip.clock_ghz * 1e9) + sum(flops) / (chip.peak_tflops * 1e12)
-
-    hidden = (
-        min(travel_seconds(row | {"bytes": pair["bytes"]}, axes, link), beside(pair)) for pair in row.get("beside", ())
-    )
-    return travel_seconds(row, axes, link) - sum(hidden)
+    left, waited = {}, 0.0  # of those under way
+    for event in events:
+        if "start" in event:
+            left[event["start"]] = travel_seconds(event, axes, chip.link_gbs * 1e9)
+        elif "done" in event:
+            while event["done"] in left:
+                waited += left.pop(next(iter(left)))
+        else:
+            flops = (count / chip_fact(config, shares[kind]) for kind, count in event["flops"].items())
+            seconds = event["cycles"] / (chip.clock_ghz * 1e9) + sum(flops) / (chip.peak_tflops * 1e12)
+            for name, rest in left.items():
+                left[name] = max(rest - seconds, 0)
+                seconds = max(seconds - rest, 0)
+    return waited
 
 
 def travel_seconds(row: dict, axes: dict[str, int], link: float) -> float:
