@@ -69,7 +69,8 @@ FULL_ONLY = re.compile("|".join(map(re.escape, (
     "guard_rescues_is_counted_and_told[sequential]",
     "a_smoke_test_runs_through[serve_batch.py]", "as_with_xla[tokens]",
     "by_the_kernels_of_linear_layers", "lowers_for_its_tpu[t2v_14b_720p_int8_v6e8_v1",
-    "lowers_for_its_tpu[t2v_14b_720p_v7x8_v1", "lowers_for_its_tpu[t2v_14b_720p_4step",
+    "lowers_for_its_tpu[t2v_14b_720p_v7x8_v1", "lowers_for_its_tpu[t2v_14b_720p_v7x8_v2",
+    "lowers_for_its_tpu[t2v_14b_720p_4step",
     "lowers_for_its_tpu[t2v_14b_720p_v6e8_v2", "has_eight_of_them_a_block[sequence",
     "lowers_for_its_tpu[ti2v_5b_704p_v6e1", "lowers_for_its_tpu[vace_1_3b_480p_v6e1",
 ))))
