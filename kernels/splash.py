@@ -76,11 +76,11 @@ def call(body, arrays, keys, head_dim, kernel, dtype=None):
     block_q = fitting(kernel.block_q, kernel.sub_q, queries)
     blocks, rest = divmod(queries, block_q)
     small = fitting(block_q, kernel.sub_q, rest)
-    call = partial(call_blocks, body, arrays, keys, head_dim, kernel, dtype or arrays[0].dtype)
+    run = partial(call_blocks, body, arrays, keys, head_dim, kernel, dtype or arrays[0].dtype)
     if small in (0, block_q) or blocks * block_q % small:
-        return call(block_q, range(pl.cdiv(queries, block_q)))
+        return run(block_q, range(pl.cdiv(queries, block_q)))
     first = blocks * block_q // small
-    return call(small, range(first, first + 1), call(block_q, range(blocks)))
+    return run(small, range(first, first + 1), run(block_q, range(blocks)))
 
 
 def call_blocks(body, arrays, keys, head_dim, kernel, dtype, block_q, blocks, into=()):

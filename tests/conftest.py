@@ -73,6 +73,10 @@ FULL_ONLY = re.compile("|".join(map(re.escape, (
     "lowers_for_its_tpu[t2v_14b_720p_4step",
     "lowers_for_its_tpu[t2v_14b_720p_v6e8_v2", "has_eight_of_them_a_block[sequence",
     "lowers_for_its_tpu[ti2v_5b_704p_v6e1", "lowers_for_its_tpu[vace_1_3b_480p_v6e1",
+    "image_to_video_is_diffusers[eight devices]",
+    *(f"fast_path_alone_is_as_exact_as_jax[{lengths}-128-options" for lengths in (
+        "2-3", "127-129", "128-128", "256-256", "257-257", "100-512", "64-769", "511-513", "512-769",
+    )),
 ))))
 
 
