@@ -11,7 +11,8 @@ names, which must have JAX and libtpu. Counted are the VLIW bundles (one cycle e
 that runs for one block of queries (of linear layers: of tokens by outputs): start, tiles, tail, end, and for every grid
 step all of the pipeline's code, though part of it is skipped. Products count at least what they take at the peak: a
 TPU7x has instructions that keep its MXU busy for longer than a bundle. Not counted: stalls on memory, and what runs
-only where a row leaves the fast path's range; the lengths of these stretches are "again" in the last line.
+only where a row leaves the fast path's range; the lengths of these stretches are "again" in the last line. Queries that
+splash.call gives a smaller last block are two kernels: count each with a --queries of its own.
 """
 import argparse
 import glob

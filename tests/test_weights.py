@@ -208,6 +208,23 @@ def test_a_checkpoints_folder_may_move(component, tmp_path):
     assert checkpoint.fingerprint([component.parent.rename(tmp_path / "elsewhere") / "transformer"]) == before
 
 
+@pytest.mark.parametrize("spec", [("x",), (None, "x")])
+def test_a_change_is_merged_some_rows_at_a_time(spec, monkeypatch):
+    """Blocks of four of a device's rows, the last of which overlaps the one before, and other layers as they were."""
+    monkeypatch.setattr(weights, "MERGED_ROWS", 4)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = jax.sharding.PartitionSpec(*spec), jax.sharding.PartitionSpec(None, *spec)
+    layer, stacked = (jax.sharding.NamedSharding(mesh, one) for one in specs)
+    draw = numpy.random.default_rng(0).standard_normal
+    stack, base, up, down = (draw(shape).astype("float32") for shape in ((3, 22, 6), (22, 6), (22, 2), (2, 6)))
+    change = weights.Change(0.5, (up, down))
+    factors = [jax.device_put(array, place) for array, place in weights.placed(change, layer)]
+    program = weights.merge_into_program(stacked, layer.spec, (tuple(one.sharding.spec for one in factors),))
+    arrays = jax.device_put(stack, stacked), 1, jax.device_put(base, layer), [numpy.float32(0.5)], [factors]
+    expected = numpy.stack([stack[0], base + 0.5 * up @ down, stack[2]])
+    numpy.testing.assert_allclose(program(*arrays), expected, rtol=1e-5, atol=1e-6)
+
+
 STREAM = """
 import sys, jax, torch
 from pathlib import Path

@@ -344,9 +344,9 @@ def merge(tensor: Tensor, changes: Iterable[Change], parts: Callable[[], dict], 
     held.clear()  # the host need not hold it any more
     scales = [numpy.float32(change.scale) for change in changes]
     factors = [[send(one.shape, spread, parts()) for one, spread in placed(change, sharding)] for change in changes]
-    specs = tuple(tuple(factor.sharding.spec for factor in change) for change in factors)
     if stack is None:
         return merge_program(sharding, tensor.dtype)(array, scales, factors)
+    specs = tuple(tuple(factor.sharding.spec for factor in change) for change in factors)
     jax.block_until_ready(stack)  # no sooner, so that this layer was sent while the one before was merged
     return merge_into_program(tensor.sharding, sharding.spec, specs)(stack, layer, array, scales, factors)
 

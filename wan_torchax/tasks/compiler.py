@@ -77,10 +77,10 @@ def result_bytes(line: str) -> int:
     return sum(count * ITEM_BYTES.get(dtype, 4) for dtype, count in counts)
 
 
-def collectives(text: str, axes: dict[str, int]) -> list[dict]:
-    """What is communicated, by kind and mesh axis: how often, and the bytes one chip receives in all."""
+def collectives(events: list[dict]) -> list[dict]:
+    """Of a timeline: what is communicated, by kind and mesh axis: how often, and the bytes one chip receives in all."""
     rows = {}
-    for event in timeline(text, axes):
+    for event in events:
         if "start" in event:
             row = rows.setdefault((event["kind"], event["axis"]), {"count": 0, "bytes": 0})
             row["count"] += event["count"]
@@ -244,7 +244,7 @@ def compile_for(path: str, topology_name: str, axes: dict[str, int]) -> tuple[di
     with jax.set_mesh(mesh):
         compiled = jax.jit(exported.call).lower(*arguments, **keywords).compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()
-    rows = cycle_rows(text)
+    rows, events = cycle_rows(text), timeline(text, axes)
     return {
         "device": topology.devices[0].device_kind,
         "compile_seconds": time.time() - began,
@@ -254,8 +254,8 @@ def compile_for(path: str, topology_name: str, axes: dict[str, int]) -> tuple[di
         "code_bytes": memory.generated_code_size_in_bytes,
         "cycles": sum(row["cycles"] for row in rows),
         "ops": rows,
-        "collectives": collectives(text, axes),
-        "timeline": timeline(text, axes),
+        "collectives": collectives(events),
+        "timeline": events,
         "kernel_bytes": kernel_bytes(text),
     }, text
 

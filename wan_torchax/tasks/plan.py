@@ -146,7 +146,8 @@ def communication(config, chips: int) -> dict:
     resolved = resolve(local, checkpoints, Here(devices[:chips]))
     step = Session().build(resolved, ["denoise"])["denoise"].programs.lower()["step"].compile()
     axes = resolved.placement["axes"]
-    rows = [row for row in compiler.collectives(step.as_text(), axes) if row["axis"] != "none"]
+    sent = compiler.collectives(compiler.timeline(step.as_text(), axes))
+    rows = [row for row in sent if row["axis"] != "none"]
     rows = [row | {"bytes": row["bytes"] * width} for row in rows]
     rows = [row | {"host_bytes": from_other_hosts(row, axes, config.mesh.hosts or 1)} for row in rows]
     return {"source": "XLA's partitioner, CPU backend", "rows": rows}
