@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from safetensors.torch import save_file as save_torch
 from tests import tiny
 from tests.conftest import ROOT, make_config
 from wan_torchax.config.schema import ConfigError, Rule, Table
-from wan_torchax.runtime import checkpoint, weights
+from wan_torchax.runtime import checkpoint, reading, weights
 
 
 @pytest.fixture
@@ -273,3 +274,40 @@ def test_streaming_never_holds_a_second_copy(tmp_path):
     imported, on_device, peak = map(int, answer.stdout.split())
     assert on_device == 3 * 2**29
     assert peak < on_device + max(2**30, imported + 2**29)  # torch's CUDA build alone takes 1 GiB
+
+
+def test_an_interruption_at_any_moment_of_reading_ends_it(tmp_path):
+    """Ctrl-C and SIGTERM raise at any call; a lock that stays taken would have everybody wait for ever."""
+    save_file({"a": numpy.arange(8.0), "b": numpy.arange(4.0)}, tmp_path / "model.safetensors")
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    stored = checkpoint.index(tmp_path).values()
+    ends = []
+
+    def read(moment):
+        """Interrupted at the moment-th time that Python begins or leaves a function."""
+        left = moment
+
+        def trace(frame, *_):
+            nonlocal left
+            left, frame.f_trace_lines = left - 1, False
+            if left == 0:
+                raise KeyboardInterrupt
+            return trace
+
+        loads = [reading.Load([tensor], "float32", tensor.shape, one) for tensor in stored]
+        sys.settrace(trace)
+        try:
+            ends.append(len(list(reading.read_ahead(loads))))
+        except KeyboardInterrupt:
+            ends.append(None)
+        finally:
+            sys.settrace(None)
+
+    moment = 0
+    while not ends or ends[-1] is None:
+        moment += 1
+        thread = threading.Thread(target=read, args=[moment], daemon=True)
+        thread.start()
+        thread.join(20)
+        assert len(ends) == moment, f"it did not end after {moment} moments"
+    assert moment > 100 and ends[-1] == 2

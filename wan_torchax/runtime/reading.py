@@ -6,15 +6,16 @@
 The next arrays are read while one is sent, as many as fit into AHEAD_BYTES; host memory never holds more than those and
 the one in hand. Plain reads at the offsets that a file's header names: a mapped file would stay in memory once read.
 """
+import _thread
 import contextlib
 import functools
 import math
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import jax
 import numpy
@@ -49,12 +50,43 @@ class Reading:
 
     parts: dict[str, numpy.ndarray]  # by where they lie in it
     bytes: int
-    futures: list[Future]
+    pieces: int  # it is read in
+    answers: SimpleQueue  # of those that have been: None, or what went wrong
 
     def result(self) -> dict[str, numpy.ndarray]:
-        for future in self.futures:
-            future.result()
+        for _ in range(self.pieces):
+            if error := self.answers.get():
+                raise error
         return self.parts
+
+
+class Readers:
+    """Threads that work off a queue. Not those of threading and concurrent.futures: who starts them or gives them work
+    shares conditions with them that are written in Python, and Ctrl-C or SIGTERM can leave one locked for ever."""
+
+    def __init__(self):
+        self.work, self.ended = SimpleQueue(), SimpleQueue()
+        for _ in range(READERS):
+            _thread.start_new_thread(self.read, ())
+
+    def read(self) -> None:
+        while given := self.work.get():
+            function, answers = given
+            try:
+                answers.put(function())
+            except BaseException as error:
+                answers.put(error)
+        self.ended.put(None)
+
+    def close(self) -> None:
+        """Wait for the pieces in hand, and for no others."""
+        with contextlib.suppress(Empty):
+            while True:
+                self.work.get_nowait()
+        for _ in range(READERS):
+            self.work.put(None)
+        for _ in range(READERS):
+            self.ended.get()
 
 
 def read_ahead(loads: Iterable[Load], ahead: int = AHEAD_BYTES) -> Iterator[dict[str, numpy.ndarray]]:
@@ -62,9 +94,9 @@ def read_ahead(loads: Iterable[Load], ahead: int = AHEAD_BYTES) -> Iterator[dict
     they fit into `ahead` bytes."""
     with contextlib.ExitStack() as stack:
         files: dict[Path, int] = {}
-        pool = ThreadPoolExecutor(READERS, thread_name_prefix="read")
+        readers = Readers()
         stack.callback(lambda: [os.close(file) for file in files.values()])
-        stack.callback(pool.shutdown, cancel_futures=True)
+        stack.callback(readers.close)
         waiting: deque[Reading] = deque()
         for load in loads:
             while waiting and sum(reading.bytes for reading in waiting) + load_bytes(load) > ahead:
@@ -72,7 +104,7 @@ def read_ahead(loads: Iterable[Load], ahead: int = AHEAD_BYTES) -> Iterator[dict
             for stored in load.sources:
                 if stored.file not in files:
                     files[stored.file] = os.open(stored.file, os.O_RDONLY)
-            waiting.append(begin(load, files, pool))
+            waiting.append(begin(load, files, readers.work))
         while waiting:
             yield waiting.popleft().result()
 
@@ -81,20 +113,21 @@ def load_bytes(load: Load) -> int:
     return math.prod(load.shape) * numpy.dtype(load.dtype).itemsize
 
 
-def begin(load: Load, files: dict[Path, int], pool: ThreadPoolExecutor) -> Reading:
+def begin(load: Load, files: dict[Path, int], work: SimpleQueue) -> Reading:
     """Have the rows read that this process's devices hold, each once, also where several parts share them."""
-    buffers, parts, futures = {}, {}, []
+    buffers, parts, count, answers = {}, {}, 0, SimpleQueue()
     lead = int(load.stacked)
     for part in load.sharding.addressable_devices_indices_map(load.shape).values():
         first, last, _ = part[lead].indices(load.shape[lead])
         if (first, last) not in buffers:
             buffer = aligned((len(load.sources), last - first, *load.shape[lead + 1 :]), numpy.dtype(load.dtype))
             for place, stored in zip(buffer, load.sources):
-                read = functools.partial(pool.submit, read_rows, files[stored.file], stored)
-                futures += [read(*rows) for rows in pieces(place, stored, first)]
+                for rows in pieces(place, stored, first):
+                    work.put((functools.partial(read_rows, files[stored.file], stored, *rows), answers))
+                    count += 1
             buffers[first, last] = buffer if load.stacked else buffer[0]
         parts[str(part)] = buffers[first, last][(*part[:lead], slice(None), *part[lead + 1 :])]
-    return Reading(parts, sum(buffer.nbytes for buffer in buffers.values()), futures)
+    return Reading(parts, sum(buffer.nbytes for buffer in buffers.values()), count, answers)
 
 
 def aligned(shape: tuple, dtype: numpy.dtype) -> numpy.ndarray:

@@ -4,6 +4,7 @@ import logging
 import traceback
 from pathlib import Path
 
+from wan_torchax import events
 from wan_torchax.config import commandline, jobs, registry, validation
 from wan_torchax.config.commandline import compose, sweep_folders
 from wan_torchax.config.schema import ConfigError, FolderError
@@ -30,6 +31,7 @@ def attempt(config, folder: Path, overrides: list[str]) -> float | None:
             return before
         return registry.load(registry.TASKS, config.task)(config, folder, overrides)
     except Exception as error:
+        events.raise_interruption()  # what it came to on its way through a library
         fail(folder, overrides, explain(error), record=not isinstance(error, FolderError))
         if config.traceback:
             log.error(traceback.format_exc())
