@@ -94,6 +94,9 @@ def call_blocks(body, arrays, keys, head_dim, kernel, dtype, block_q, blocks, in
     body = outline if kernel.outline else partial(body, first_block=first, queries=queries, keys=keys, kernel=kernel)
     block_out_t = pl.BlockSpec((None, head_dim, block_q), lambda b, h, i, j: (b, h, i + first))
     block_log_sum = pl.BlockSpec((None, None, 1, block_q), lambda b, h, i, j: (b, h, 0, i + first))
+    out_specs = [block_out_t, pl.BlockSpec((None, None, 2, block_q), lambda b, h, i, j: (b, h, 0, i + first))]
+    # What is only written to need not be brought; interpreted, it has to have the blocks of the result it becomes.
+    into_specs = out_specs if kernel.interpret else [pl.BlockSpec(memory_space=pl.ANY)] * 2
     return pl.pallas_call(
         lambda *refs: body(*refs[:3], refs[3:given], *refs[given + len(into) :]),
         grid=(batch, heads, len(blocks), pl.cdiv(keys, block_kv)),
@@ -102,9 +105,9 @@ def call_blocks(body, arrays, keys, head_dim, kernel, dtype, block_q, blocks, in
             pl.BlockSpec((None, block_kv, head_dim), lambda b, h, i, j: (b, j, h)),
             pl.BlockSpec((None, head_dim, block_kv), lambda b, h, i, j: (b, h, j)),
             *[block_out_t, block_log_sum][: given - 3],
-            *[pl.BlockSpec(memory_space=pl.ANY) for _ in into],
+            *into_specs[: len(into)],
         ],
-        out_specs=[block_out_t, pl.BlockSpec((None, None, 2, block_q), lambda b, h, i, j: (b, h, 0, i + first))],
+        out_specs=out_specs,
         out_shape=[
             jax.ShapeDtypeStruct((batch, width, queries), dtype),
             jax.ShapeDtypeStruct((batch, heads, 2, queries), jnp.float32),

@@ -183,7 +183,7 @@ def test_an_estimate_is_the_sum_of_its_parts(report):
 def test_a_whole_video_is_its_stages_and_the_disk(report):
     resolved = resolve_there("task=plan", "preset=t2v_14b_720p_v6e8_v1", "plan.disk_gbs=2", "plan.correction=1")
     told = {"cycles": 1.75e8, "collectives": [{"kind": "collective-permute", "axis": "sp", "bytes": 18e9}]}
-    told["compile_seconds"] = 3
+    told |= {"compile_seconds": 3, "compile_core_seconds": 5}
     made = report[1] | {"compiler": {"decode": told}, "denoising": report[1]["denoising"] | {"seconds": 145.0}}
     parts = plan.video(resolved, made)
     gigabytes = sum(row["gib"] for row in made["components"].values()) * 2**30 / 1e9
@@ -192,6 +192,7 @@ def test_a_whole_video_is_its_stages_and_the_disk(report):
     })
     page = "\n".join(plan_page.whole_video(resolved.config, made | {"video": parts}))
     assert "| text | not compiled |" in page and "| decode | 4.20 |" in page and "together at least" in page
+    assert "which took 3 s here, 5 s of its cores" in page
 
 
 def test_a_plan_takes_its_own_chips_facts_and_the_users_before_them(report):
