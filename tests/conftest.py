@@ -77,6 +77,10 @@ FULL_ONLY = re.compile("|".join(map(re.escape, (
     "flash_attention_is_a_peer", "goes_on_from_the_output_of_other_keys[head dim 64", "with_rounded_weights[tp]",
     "vace_is_diffusers[not in a loop]", "one_chip_plans_too[v6e_1]", "guard_rescues_is_counted_and_told[one]",
     "lowers_for_its_tpu[vace_14b", "lowers_for_its_tpu[vace_1_3b_480p_v5e1", "range_of_eight_bits[0.03",
+    "fast_path_alone_is_as_exact_as_jax[629-629-64", "fast_path_alone_is_as_exact_as_jax[257-257-64",
+    "fast_path_alone_is_as_exact_as_jax[511-513-64", "the_whole_is_as_exact_as_jax[1023-1023-64",
+    "parameter_names[wan21_flf2v_14b-denoise-t", "parameter_names[wan21_vace_14b-denoise-t",
+    "parameter_names[wan21_i2v_14b_480p-denoise-sequence",
     "magcache_reuses_what_the_blocks_added[eight",
     *(f"fast_path_alone_is_as_exact_as_jax[{lengths}-128-options" for lengths in (
         "2-3", "127-129", "128-128", "256-256", "257-257", "100-512", "64-769", "511-513", "512-769",
