@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -274,6 +276,41 @@ def test_streaming_never_holds_a_second_copy(tmp_path):
     imported, on_device, peak = map(int, answer.stdout.split())
     assert on_device == 3 * 2**29
     assert peak < on_device + max(2**30, imported + 2**29)  # torch's CUDA build alone takes 1 GiB
+
+
+def test_readers_that_wait_hold_no_memory(tmp_path):
+    save_file({"a": numpy.arange(8.0)}, tmp_path / "model.safetensors")
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    (tensor,) = checkpoint.index(tmp_path).values()
+    reading_on = reading.read_ahead([reading.Load([tensor], "float32", tensor.shape, one)])
+    (part,) = next(reading_on).values()
+    memory = weakref.ref(part.base)  # numpy names the one array that all views of the buffer share
+    del part
+    deadline = time.monotonic() + 10
+    while memory() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert memory() is None
+    reading_on.close()
+
+
+LEFT_OPEN = """
+import sys
+from pathlib import Path
+
+import jax
+
+from wan_torchax.runtime import checkpoint, reading
+
+one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+stored = checkpoint.index(Path(sys.argv[1])).values()
+left_open = reading.read_ahead([reading.Load([tensor], "float32", tensor.shape, one) for tensor in stored])
+next(left_open)
+"""
+
+
+def test_reading_that_nobody_ended_does_not_keep_python_from_ending(tmp_path):
+    save_file({"a": numpy.arange(8.0), "b": numpy.arange(4.0)}, tmp_path / "model.safetensors")
+    subprocess.run([sys.executable, "-c", LEFT_OPEN, str(tmp_path)], cwd=ROOT, check=True, timeout=100)
 
 
 def test_an_interruption_at_any_moment_of_reading_ends_it(tmp_path):

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import math
 import os
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -76,10 +77,13 @@ class Readers:
                 answers.put(function())
             except BaseException as error:
                 answers.put(error)
+            del given, function, answers  # or a thread that waits would hold the memory that it read into
         self.ended.put(None)
 
     def close(self) -> None:
         """Wait for the pieces in hand, and for no others."""
+        if sys.is_finalizing():  # Python ends and takes its threads along
+            return
         with contextlib.suppress(Empty):
             while True:
                 self.work.get_nowait()

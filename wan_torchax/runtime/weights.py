@@ -9,6 +9,7 @@ What adapters add (`Change`) is merged on the way, tensor by tensor, on the devi
 Threads read some tensors ahead of the one that is sent to the devices, and host memory never holds more than those
 (runtime/reading.py).
 """
+import contextlib
 import functools
 import re
 import time
@@ -189,24 +190,26 @@ def load(
     way."""
     files, arrays, spent = without_prefix(index(folder), prefix), {}, Counter()
     ahead = AHEAD_BYTES // 4 if changes else AHEAD_BYTES  # merging holds a tensor as it is stored, and the next one
-    reading = read_ahead((load for tensor in tensors.values() for load in loads(tensor, files, changes)), ahead)
-    parts = timed(functools.partial(next, reading), spent, "reading")
-    began = time.perf_counter()
-    for name, tensor in tensors.items():
-        if tensor.value is not None:
-            arrays[name] = put(tensor.value, tensor.sharding)
-        elif not tensor.sources:
-            assert name in arrays  # scales, which came with what they scale
-        elif tensor.scaled_by:
-            arrays[name], arrays[tensor.scaled_by] = in_eight_bits(tensor, tensors[tensor.scaled_by], changes, parts)
-        elif is_whole(tensor, changes):
-            arrays[name] = send(tensor.shape, tensor.sharding, parts())
-        elif tensor.stacked:
-            arrays[name] = by_layer(tensor, changes, parts)
-        else:
-            arrays[name] = merge(tensor, changes[tensor.sources[0]], parts)
-        jax.block_until_ready(arrays[name])
-        progress(tensor.bytes)
+    planned = (load for tensor in tensors.values() for load in loads(tensor, files, changes))
+    with contextlib.closing(read_ahead(planned, ahead)) as reading:
+        parts = timed(functools.partial(next, reading), spent, "reading")
+        began = time.perf_counter()
+        for name, tensor in tensors.items():
+            if tensor.value is not None:
+                arrays[name] = put(tensor.value, tensor.sharding)
+            elif not tensor.sources:
+                assert name in arrays  # scales, which came with what they scale
+            elif tensor.scaled_by:
+                scale = tensor.scaled_by
+                arrays[name], arrays[scale] = in_eight_bits(tensor, tensors[scale], changes, parts)
+            elif is_whole(tensor, changes):
+                arrays[name] = send(tensor.shape, tensor.sharding, parts())
+            elif tensor.stacked:
+                arrays[name] = by_layer(tensor, changes, parts)
+            else:
+                arrays[name] = merge(tensor, changes[tensor.sources[0]], parts)
+            jax.block_until_ready(arrays[name])
+            progress(tensor.bytes)
     took("reading", spent["reading"])
     took("sending", time.perf_counter() - began - spent["reading"])
     return arrays
