@@ -61,7 +61,7 @@ FULL_ONLY = re.compile("|".join(map(re.escape, (
     "a_video_of_several_is_what_it_is_alone[not guided]",
     "lowers_for_its_tpu[i2v_14b", "lowers_for_its_tpu[t2v_a14b", "lowers_for_its_tpu[t2v_14b_480p_v",
     "with_rounded_weights[sequen", "eight_bits_stay_close[int8", "left_out[ends1]", "left_out[ends2]",
-    "takes_int8_too[from the stack]", "takes_int8_too[gathered]", "a_14b_fits_24_gb", "decodes_the_same_by_lines",
+    "the_kernel_for_tpus_takes_int8_too", "a_14b_fits_24_gb", "decodes_the_same_by_lines",
     "lowers_for_its_tpu[t2v_14b_480p_int8", "lowers_for_its_tpu[t2v_14b_720p_v6e8_v3",
     "by_lines_is_diffusers_decode[False-1]", "by_lines_is_diffusers_decode[True-1]",
     "a_smoke_test_runs_through[attention_gpu.py]",
