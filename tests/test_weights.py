@@ -278,11 +278,15 @@ def test_streaming_never_holds_a_second_copy(tmp_path):
     assert peak < on_device + max(2**30, imported + 2**29)  # torch's CUDA build alone takes 1 GiB
 
 
+def loads_of(folder):
+    """Every tensor of a folder, to the first device."""
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return [reading.Load([stored], "float32", stored.shape, one) for stored in checkpoint.index(folder).values()]
+
+
 def test_readers_that_wait_hold_no_memory(tmp_path):
     save_file({"a": numpy.arange(8.0)}, tmp_path / "model.safetensors")
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    (tensor,) = checkpoint.index(tmp_path).values()
-    reading_on = reading.read_ahead([reading.Load([tensor], "float32", tensor.shape, one)])
+    reading_on = reading.read_ahead(loads_of(tmp_path))
     (part,) = next(reading_on).values()
     memory = weakref.ref(part.base)  # numpy names the one array that all views of the buffer share
     del part
@@ -316,9 +320,7 @@ def test_reading_that_nobody_ended_does_not_keep_python_from_ending(tmp_path):
 def test_an_interruption_at_any_moment_of_reading_ends_it(tmp_path):
     """Ctrl-C and SIGTERM raise at any call; a lock that stays taken would have everybody wait for ever."""
     save_file({"a": numpy.arange(8.0), "b": numpy.arange(4.0)}, tmp_path / "model.safetensors")
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    stored = checkpoint.index(tmp_path).values()
-    ends = []
+    ends, loads = [], loads_of(tmp_path)
 
     def read(moment):
         """Interrupted at the moment-th time that Python begins or leaves a function."""
@@ -331,7 +333,6 @@ def test_an_interruption_at_any_moment_of_reading_ends_it(tmp_path):
                 raise KeyboardInterrupt
             return trace
 
-        loads = [reading.Load([tensor], "float32", tensor.shape, one) for tensor in stored]
         sys.settrace(trace)
         try:
             ends.append(len(list(reading.read_ahead(loads))))

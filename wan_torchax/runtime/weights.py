@@ -195,24 +195,30 @@ def load(
         parts = timed(functools.partial(next, reading), spent, "reading")
         began = time.perf_counter()
         for name, tensor in tensors.items():
-            if tensor.value is not None:
-                arrays[name] = put(tensor.value, tensor.sharding)
-            elif not tensor.sources:
-                assert name in arrays  # scales, which came with what they scale
-            elif tensor.scaled_by:
-                scale = tensor.scaled_by
-                arrays[name], arrays[scale] = in_eight_bits(tensor, tensors[scale], changes, parts)
-            elif is_whole(tensor, changes):
-                arrays[name] = send(tensor.shape, tensor.sharding, parts())
-            elif tensor.stacked:
-                arrays[name] = by_layer(tensor, changes, parts)
-            else:
-                arrays[name] = merge(tensor, changes[tensor.sources[0]], parts)
-            jax.block_until_ready(arrays[name])
+            arrays |= jax.block_until_ready(load_one(name, tensors, changes, parts))
             progress(tensor.bytes)
     took("reading", spent["reading"])
     took("sending", time.perf_counter() - began - spent["reading"])
     return arrays
+
+
+def load_one(
+    name: str, tensors: dict[str, Tensor], changes: Mapping[str, list[Change]], parts: Callable[[], dict]
+) -> dict[str, jax.Array]:
+    """A planned tensor on its devices, with the scales that come with one of eight bits."""
+    tensor = tensors[name]
+    if tensor.value is not None:
+        return {name: put(tensor.value, tensor.sharding)}
+    if not tensor.sources:
+        return {}  # scales, which come with what they scale
+    if tensor.scaled_by:
+        values, scales = in_eight_bits(tensor, tensors[tensor.scaled_by], changes, parts)
+        return {name: values, tensor.scaled_by: scales}
+    if is_whole(tensor, changes):
+        return {name: send(tensor.shape, tensor.sharding, parts())}
+    if tensor.stacked:
+        return {name: by_layer(tensor, changes, parts)}
+    return {name: merge(tensor, changes[tensor.sources[0]], parts)}
 
 
 def timed(function: Callable, spent: Counter, part: str) -> Callable:
