@@ -212,20 +212,27 @@ def test_a_checkpoints_folder_may_move(component, tmp_path):
 
 
 @pytest.mark.parametrize("spec", [("x",), (None, "x")])
-def test_a_change_is_merged_some_rows_at_a_time(spec, monkeypatch):
-    """Blocks of four of a device's rows, the last of which overlaps the one before, and other layers as they were."""
-    monkeypatch.setattr(weights, "MERGED_ROWS", 4)
+def test_a_change_is_merged_some_rows_at_a_time(spec, tmp_path, monkeypatch):
+    """Each device's part in three goes, of which the last overlaps the one before; a layer that nothing is added to in
+    one."""
+    monkeypatch.setattr(weights, "SENT_NUMBERS", 48)
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    specs = jax.sharding.PartitionSpec(*spec), jax.sharding.PartitionSpec(None, *spec)
-    layer, stacked = (jax.sharding.NamedSharding(mesh, one) for one in specs)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, *spec))
     draw = numpy.random.default_rng(0).standard_normal
-    stack, base, up, down = (draw(shape).astype("float32") for shape in ((3, 22, 6), (22, 6), (22, 2), (2, 6)))
-    change = weights.Change(0.5, (up, down))
-    factors = [jax.device_put(array, place) for array, place in weights.placed(change, layer)]
-    program = weights.merge_into_program(stacked, layer.spec, (tuple(one.sharding.spec for one in factors),))
-    arrays = jax.device_put(stack, stacked), 1, jax.device_put(base, layer), [numpy.float32(0.5)], [factors]
-    expected = numpy.stack([stack[0], base + 0.5 * up @ down, stack[2]])
-    numpy.testing.assert_allclose(program(*arrays), expected, rtol=1e-5, atol=1e-6)
+    stack, ups, downs = (draw((2, *shape)).astype("float32") for shape in ((22, 6), (22, 2), (2, 6)))
+    save_file({"0": stack[0], "1": stack[1]}, tmp_path / "model.safetensors")
+    (tmp_path / "adapter").mkdir()
+    factors = {"up": ups[0], "down": downs[0], "up2": ups[1], "down2": downs[1]}
+    save_file(factors, tmp_path / "adapter" / "x.safetensors")
+    up, down, up2, down2 = map(checkpoint.index(tmp_path / "adapter").get, factors)
+    changes = {"1": [weights.Change(0.5, (up, down)), weights.Change(2.0, (up2, down2))]}
+    tensor = weights.Tensor(stack.shape, "float32", sharding, "x", ["0", "1"], stacked=True)
+    shape, begins = weights.some_rows((22, 6), weights.layer_sharding(tensor))
+    assert (shape, begins) == {"x": ((8, 6), [0, 4, 7]), None: ((8, 6), [0, 8, 14])}[spec[0]]
+    loaded = weights.load({"stack": tensor}, tmp_path, lambda count: None, changes=changes)["stack"]
+    expected = numpy.stack([stack[0], stack[1] + 0.5 * ups[0] @ downs[0] + 2 * ups[1] @ downs[1]])
+    numpy.testing.assert_allclose(loaded, expected, rtol=1e-5, atol=1e-6)
+    assert loaded.sharding == sharding
 
 
 STREAM = """

@@ -36,13 +36,15 @@ STORED_DTYPES = {
 
 @dataclass
 class Load:
-    """An array to be sent, and the tensors on disk that it is made of: one, or one for each of its first dimension."""
+    """An array to be sent, and the tensors on disk that it is made of: one, or one for each of its first dimension; of
+    less rows than they have, those that begin at one of each device's part."""
 
     sources: list[Stored]
     dtype: str
     shape: tuple
     sharding: jax.sharding.Sharding
     stacked: bool = False
+    begin: int = 0
 
 
 @dataclass
@@ -126,7 +128,7 @@ def begin(load: Load, files: dict[Path, int], work: SimpleQueue) -> Reading:
         if (first, last) not in buffers:
             buffer = aligned((len(load.sources), last - first, *load.shape[lead + 1 :]), numpy.dtype(load.dtype))
             for place, stored in zip(buffer, load.sources):
-                for rows in pieces(place, stored, first):
+                for rows in pieces(place, stored, first * stored.shape[0] // load.shape[lead] + load.begin):
                     work.put((functools.partial(read_rows, files[stored.file], stored, *rows), answers))
                     count += 1
             buffers[first, last] = buffer if load.stacked else buffer[0]
