@@ -215,7 +215,7 @@ def test_a_checkpoints_folder_may_move(component, tmp_path):
 def test_a_change_is_merged_some_rows_at_a_time(spec, tmp_path, monkeypatch):
     """Each device's part in three goes, of which the last overlaps the one before; a layer that nothing is added to in
     one."""
-    monkeypatch.setattr(weights, "SENT_NUMBERS", 48)
+    monkeypatch.setattr(weights, "SENT_NUMBERS", 24)
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, *spec))
     draw = numpy.random.default_rng(0).standard_normal

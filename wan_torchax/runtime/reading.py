@@ -36,15 +36,14 @@ STORED_DTYPES = {
 
 @dataclass
 class Load:
-    """An array to be sent, and the tensors on disk that it is made of: one, or one for each of its first dimension; of
-    less rows than they have, those that begin at one of each device's part."""
+    """An array to be sent, and the tensors on disk that it is made of: one, or one for each of its first dimension."""
 
     sources: list[Stored]
     dtype: str
     shape: tuple
     sharding: jax.sharding.Sharding
     stacked: bool = False
-    begin: int = 0
+    begin: int = 0  # where its rows lie in each device's part of the tensor, if it has fewer
 
 
 @dataclass

@@ -31,7 +31,7 @@ from wan_torchax.runtime.checkpoint import Stored, index
 from wan_torchax.runtime.reading import AHEAD_BYTES, STORED_DTYPES, Load, read_ahead
 
 REPLICATED = "(replicated)"
-SENT_NUMBERS = 2**22  # of a layer that are sent at a time to be merged
+SENT_NUMBERS = 2**22  # of a layer that a device is sent at a time to be merged
 MERGING_AHEAD_BYTES = 3 * 2**25  # read ahead while merging, which needs memory of its own where the host is the device
 STACK_BYTES = 2**26  # of layers that become one array: up to here they are put together in host memory
 PROBLEMS_SHOWN = 20
@@ -257,9 +257,9 @@ def loads(tensor: Tensor, files: dict[str, Stored], changes: Mapping[str, list[C
 def some_rows(shape: tuple, sharding) -> tuple[tuple, list[int]]:
     """The shape of what is sent of a layer at a time, the same rows of each device's part, and where they begin in
     it."""
-    held = sharding.shard_shape(shape)[0]
-    times = min(math.ceil(math.prod(shape) / SENT_NUMBERS), held)
-    rows = math.ceil(held / times)
+    part = sharding.shard_shape(shape)
+    held, times = part[0], math.ceil(math.prod(part) / SENT_NUMBERS)
+    rows = math.ceil(held / min(times, held))
     return (shape[0] // held * rows, *shape[1:]), [min(begin, held - rows) for begin in range(0, held, rows)]
 
 
@@ -331,8 +331,8 @@ def by_layer(tensor: Tensor, changes: Mapping[str, list[Change]], parts: Callabl
     devices."""
     stack = zeros(tensor.struct)
     for layer, source in enumerate(tensor.sources):
-        if source in changes:
-            stack = merge_layer(tensor, changes[source], parts, stack, layer)
+        if added := changes.get(source):
+            stack = merge_layer(tensor, added, parts, stack, layer)
         else:
             stack = in_turn(write_layer, stack, send(tensor.shape[1:], layer_sharding(tensor), parts()), layer)
     return stack
@@ -454,4 +454,3 @@ def into_place(stack, value, layer, row=0):
 
 
 write_layer = jax.jit(into_place, donate_argnums=0)
-
