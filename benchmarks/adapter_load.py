@@ -27,7 +27,6 @@ SIZES = dict(num_attention_heads=12, attention_head_dim=128, ffn_dim=8960)
 SMALL = dict(num_attention_heads=2, attention_head_dim=16, ffn_dim=64)
 
 
-
 def measure(overrides: list[str]) -> dict:
     """Load a transformer in this process."""
     import wan_torchax

@@ -56,11 +56,11 @@ class Tensor:
 
     @property
     def bytes(self):
-        return int(numpy.prod(self.shape)) * numpy.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * numpy.dtype(self.dtype).itemsize
 
     @property
     def bytes_per_device(self):
-        return int(numpy.prod(self.sharding.shard_shape(self.shape))) * numpy.dtype(self.dtype).itemsize
+        return math.prod(self.sharding.shard_shape(self.shape)) * numpy.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,7 @@ def merge_layer(tensor: Tensor, changes: list[Change], parts: Callable[[], dict]
     sharding = layer_sharding(tensor)
     scales, factors = send_added(changes, sharding, parts)
     specs = jax.tree.map(lambda factor: factor.sharding.spec, factors)
-    program = merge_into_program(tensor.sharding, sharding.spec, specs)
+    program = merge_into_program(tensor.sharding, specs)
     shape, begins = some_rows(tensor.shape[1:], sharding)
     for begin in begins:
         stack = in_turn(program, stack, layer, begin, send(shape, sharding, parts()), scales, factors)
@@ -397,10 +397,11 @@ def merged(base, scales, added, dtype):
     total = base.astype(jax.numpy.float32)
     for scale, factors in zip(scales, added):
         first, *second = (factor.astype(jax.numpy.float32) for factor in factors)
+        whole = scale * first
         if second:
-            turned = jax.lax.optimization_barrier((scale * first).T)  # a CPU multiplies so an eighth faster
-            product = jax.lax.dot_general(turned, second[0], (((0,), (0,)), ((), ())), precision="highest")
-        total = total + (product if second else scale * first)
+            turned = jax.lax.optimization_barrier(whole.T)  # a CPU multiplies so an eighth faster
+            whole = jax.numpy.tensordot(turned, second[0], (0, 0), precision="highest")
+        total = total + whole
     return total.astype(dtype)
 
 
@@ -410,15 +411,15 @@ def merge_program(sharding, dtype: str):
 
 
 @functools.cache
-def merge_into_program(sharding, spec, factor_specs):
+def merge_into_program(sharding, factor_specs):
     """Rows of each device's part into a layer of a stack."""
 
     def program(stack, layer, begin, base, scales, added):
         cut = [[jax.lax.dynamic_slice_in_dim(first, begin, len(base)), *rest] for first, *rest in added]
         return into_place(stack, merged(base, scales, cut, stack.dtype), layer, begin)
 
-    everywhere = jax.sharding.PartitionSpec()
-    specs = sharding.spec, everywhere, everywhere, spec, everywhere, factor_specs
+    layer_spec, everywhere = jax.sharding.PartitionSpec(*sharding.spec[1:]), jax.sharding.PartitionSpec()
+    specs = sharding.spec, everywhere, everywhere, layer_spec, everywhere, factor_specs
     local = jax.shard_map(program, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, check_vma=False)
     return jax.jit(local, donate_argnums=0)
 
