@@ -20,9 +20,10 @@ endif
 
 QUICK = architecture commandline conf hopper jobs parallel presets rotary schema splash stages
 QUICK_PARITY = "tests/test_parity.py::test_every_layout_is_diffusers[one device]"
+MIRROR_TORCH = 2.13.0
 COMPILE = uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header
 
-.PHONY: demo test test-full check lint locks image clean
+.PHONY: demo test test-full check lint locks image clean install-from-mirror
 
 demo: .venv/ready
 	.venv/bin/python run.py
@@ -52,8 +53,14 @@ clean:
 
 .venv/ready: requirements/cpu.lock requirements/tpu.lock requirements/gpu.lock
 	$(MAKE_VENV)
-	$(INSTALL) --require-hashes -r requirements/$(KIND).lock
+	$(INSTALL) --require-hashes -r requirements/$(KIND).lock || $(MAKE) --no-print-directory install-from-mirror
 	touch $@
+
+# Where PyTorch's own server cannot be reached, only a mirror of PyPI: the same lock, and torch from that mirror.
+install-from-mirror:
+	sed '/^torch @/,/--hash/d' requirements/$(KIND).lock > .venv/mirror.lock
+	$(INSTALL) --require-hashes --no-deps -r .venv/mirror.lock
+	$(INSTALL) torch==$(MIRROR_TORCH)
 
 .venv/ready-dev: .venv/ready requirements-dev.txt
 	$(INSTALL) -r requirements-dev.txt
