@@ -90,6 +90,23 @@ def call_module(module, parameters, *arguments, **keywords):
     return interop.jax_view(output)
 
 
+class Call(torch.nn.Module):
+    """A function of a module as a module of its own, so that both run on given parameters."""
+
+    def __init__(self, function, module):
+        super().__init__()
+        self.function, self.module = function, module
+
+    def forward(self, *arguments):
+        return self.function(self.module, *arguments)
+
+
+def call_function(function, module, parameters, *arguments):
+    """As call_module, for `function(module, *arguments)` in place of the module's own forward."""
+    named = {f"module.{name}": array for name, array in parameters.items()}
+    return call_module(Call(function, module), named, *arguments)
+
+
 # ---------------------------------------------------------------- op overrides, named in conf/ops
 
 

@@ -101,7 +101,7 @@ def job(config) -> float | None:
     wan_torchax.leave_sys_path()
     folder, overrides = Path(HydraConfig.get().runtime.output_dir), list(HydraConfig.get().overrides.task)
     jobs.check_launcher(HydraConfig.get().launcher, config.mesh)
-    return attempt(config, folder, overrides)
+    return attempt(commandline.with_names(config, HydraConfig.get().runtime.choices), folder, overrides)
 
 
 def wait_for_workers() -> None:

@@ -9,6 +9,7 @@ its output, the log-sum-exp of every score row, which is all that is needed to m
 how many rows it computed twice.
 """
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,16 @@ ALONE, WHOLE = Parallel(), schemes.Place()  # one device, which has all tokens
 NONE = np.int32(0)  # rows that a kernel without a guard computes again
 
 
+class Beside(NamedTuple):
+    """Tokens beside those that are spread over the devices: few, whole on every device, without RoPE (a prompt's beside
+    a video's). They attend to all tokens, and all tokens attend to those of them that count."""
+
+    query: jax.Array  # (batch, tokens, heads * head_dim), like the next two
+    key: jax.Array
+    value: jax.Array
+    count: jax.Array  # (batch,) int32: how many of the keys count; the others must be finite
+
+
 @dataclass(frozen=True)
 class Attend:
     """softmax(query · keyᵀ / sqrt(head_dim)) · value per head."""
@@ -35,23 +46,24 @@ class Attend:
     mesh: jax.sharding.Mesh | None = None  # None: one device
     cross: bool = False  # the keys are few and every device holds them all, so that no token has to travel
     keys: int | None = None  # how many of the keys count, the rest being padding; None: all
-
     norm_epsilon: float | None = None  # of the RMS norms that queries and keys still have to get
+    grid: tuple[int, int, int] | None = None  # frames, height and width of the tokens, where they are a video's
 
     def __call__(self, query, key, value, rotary=(), norms=()):
         """`rotary`, the cosines and sines of RoPE as (tokens, head_dim) float32, turns queries and keys first; before
-        that, `norms`, weights (width,) of the queries' and the keys' RMS norm over all heads, normalises them."""
+        that, `norms`, weights of the queries' and the keys' RMS norm, normalises them: over all heads at once where
+        they are (width,), each head by itself where they are (head_dim,)."""
         return self.counted(query, key, value, rotary, norms)[0]
 
-    def counted(self, query, key, value, rotary=(), norms=()):
+    def counted(self, query, key, value, rotary=(), norms=(), beside: Beside | None = None):
         """Attention, and of each device how many rows its kernel computed again, (devices,) int32; None of a kernel
-        that has no need to."""
+        that has no need to. With `beside`, the output is a pair: of the tokens, and of those beside them."""
         keys = self.keys or key.shape[1]
         if self.mesh is not None:
-            out, rescued = schemes.spread(self, query, key, value, rotary, norms, keys)
+            out, rescued = schemes.spread(self, (query, key, value), rotary, norms, keys, beside)
         else:
             query, key = self.prepare(query, key, rotary, norms, keys)
-            out, _, rescued = self.local(query[0], key[0], value, keys)
+            out, rescued = self.both(query[0], key[0], value, keys, beside)
             rescued = rescued[None]
         return out, rescued if self.kernel.kernel in GUARDED else None
 
@@ -59,18 +71,33 @@ class Attend:
         """Norms, RoPE and smoothing on one device's tokens; the heads cut into as many parts as the place says."""
         with jax.named_scope("rope"):
             pairs = zip((query, key), norms or (None, None))
-            query, key = (self.turn(array, rotary, place.parts, weight) for array, weight in pairs)
+            query, key = (self.rotated(array, rotary, place.parts, weight) for array, weight in pairs)
         if self.kernel.smooth_keys:
             real = place.first + jnp.arange(key.shape[2]) < keys
             total = jnp.sum(jnp.where(real[:, None], key, 0), axis=2, keepdims=True, dtype=jnp.float32)
             key = key - (lax.psum(total, place.axes) / keys).astype(key.dtype)
         return query, key
 
-    def turn(self, array, rotary, parts, weight):
+    def rotated(self, array, rotary, parts, weight):
         if not rotary:
             return schemes.cut_heads(array, parts)
         norm = None if weight is None else (weight, self.norm_epsilon)
         return rotate(array, *rotary, self.head_dim, self.kernel, parts, norm)
+
+    def both(self, query, key, value, keys, beside):
+        """(out, rescued) of one device, and with `beside` ((out, out of those beside), rescued)."""
+        if beside is None:
+            out, _, rescued = self.local(query, key, value, keys)
+            return out, rescued
+        out, _, rescued = self.go_on(self.start(query, beside), query, key, value, keys, query.dtype)
+        before = self.start(beside.query, beside)
+        other, _, more = self.go_on(before, beside.query, key, value, keys, query.dtype)
+        return (out, other), rescued + more
+
+    def start(self, query, beside: Beside):
+        """(out, log_sum) of the keys beside the tokens, for the tokens' own keys to go on from."""
+        out, log_sum, _ = xla(query, beside.key, beside.value, beside.count, self.head_dim, self.kernel)
+        return out.astype(jnp.float32), log_sum
 
     def local(self, query, key, value, keys):
         """(out, log_sum, rescued) of one device's queries and the first `keys` keys it is given."""
@@ -90,12 +117,13 @@ class Attend:
 
 
 def xla(query, key, value, keys, head_dim, kernel):
-    """Blockwise attention with an online softmax in plain JAX: no platform holds the whole score matrix."""
+    """Blockwise attention with an online softmax in plain JAX: no platform holds the whole score matrix. `keys` may be
+    one number, or one for each row of the batch."""
     batch, queries, width = query.shape
-    heads = width // head_dim
+    heads, most = width // head_dim, keys if isinstance(keys, int) else key.shape[1]
     query_blocks = blocks(query, min(kernel.block_q, queries), heads)
-    key_blocks = blocks(key, min(kernel.block_kv, keys), heads)
-    value_blocks = blocks(value, min(kernel.block_kv, keys), heads)
+    key_blocks = blocks(key, min(kernel.block_kv, most), heads)
+    value_blocks = blocks(value, min(kernel.block_kv, most), heads)
     block_q, block_kv = query_blocks.shape[2], key_blocks.shape[2]
 
     def one_query_block(indexed):
@@ -129,7 +157,7 @@ def blocks(array, size, heads):
 
 def visible(rows, columns, keys, window):
     """Which key each query may see: the real ones, and with a window only those at most that far away."""
-    seen = columns[None, :] < keys
+    seen = columns[None, :] < (keys if isinstance(keys, int) else keys[:, None, None, None])
     return seen if window is None else seen & (abs(rows[:, None] - columns[None, :]) <= window)
 
 

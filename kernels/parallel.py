@@ -30,51 +30,58 @@ class Place:
     parts: int = 1  # of its heads: one for each device that Ulysses trades with
 
 
-def spread(attend, query, key, value, rotary, norms, keys):
-    """Run `attend` (attention.Attend) on every device's share of its mesh; in cross-attention keys stay whole. Gives
-    the output, and how many rows each device computed again."""
+def spread(attend, tokens, rotary, norms, keys, beside=None):
+    """Run `attend` (attention.Attend) on every device's share of its mesh: `tokens` are its queries, keys and values;
+    in cross-attention keys and values stay whole. Gives the output, and how many rows each device computed again."""
     parallel, mesh, cross = attend.parallel, attend.mesh, attend.cross
     token_axes = parallel.token_axes
     shards = prod(mesh.shape[axis] for axis in token_axes)
-    queries = query.shape[1]
+    queries = tokens[0].shape[1]
     tokens_spread = PartitionSpec(parallel.batch, token_axes or None, parallel.heads)
     tokens_whole = PartitionSpec(parallel.batch, None, parallel.heads)
     key_spec = tokens_whole if cross else tokens_spread
     table_specs = [PartitionSpec(token_axes or None) for _ in rotary]
+    beside_specs = beside and type(beside)(*[tokens_whole] * 3, PartitionSpec(parallel.batch))
+    out_spec = (tokens_spread, tokens_whole) if beside else tokens_spread
 
-    def on_device(query, key, value, rotary, norms):
+    def on_device(tokens, rotary, norms, beside):
+        query, key, value = tokens
         if cross:
             query, key = attend.prepare(query, key, (), (), keys)
             out, _, rescued = attend.local(query[0], key[0], value, keys)
             return out, rescued[None]
         first = lax.axis_index(token_axes) * key.shape[1] if token_axes else 0
         place = Place(first, token_axes, lax.axis_size(parallel.ulysses) if parallel.ulysses else 1)
-        out, rescued = exchange(attend, *attend.prepare(query, key, rotary, norms, keys, place), value, keys)
+        out, rescued = exchange(attend, *attend.prepare(query, key, rotary, norms, keys, place), value, keys, beside)
         return out, rescued[None]
 
     sharded = jax.shard_map(
-        on_device, mesh=mesh, in_specs=(tokens_spread, key_spec, key_spec, table_specs, PartitionSpec()),
-        out_specs=(tokens_spread, PartitionSpec(mesh.axis_names)),
+        on_device, mesh=mesh,
+        in_specs=((tokens_spread, key_spec, key_spec), table_specs, PartitionSpec(), beside_specs),
+        out_specs=(out_spec, PartitionSpec(mesh.axis_names)),
         check_vma=False,  # Pallas kernels carry no varying-axes types
     )
-    query = pad_tokens(query, shards)
-    key, value = (array if cross else pad_tokens(array, shards) for array in (key, value))
+    padded = tuple(array if cross and place else pad_tokens(array, shards) for place, array in enumerate(tokens))
     tables = [pad_tokens(table[None], shards)[0] for table in rotary]
-    out, rescued = sharded(query, key, value, tables, list(norms))
-    return out[:, :queries], rescued
+    out, rescued = sharded(padded, tables, list(norms), beside)
+    return ((out[0][:, :queries], out[1]) if beside else out[:, :queries]), rescued
 
 
 def pad_tokens(array, shards):
     return jnp.pad(array, ((0, 0), (0, -array.shape[1] % shards), (0, 0)))
 
 
-def exchange(attend, query, key, value, keys):
+def exchange(attend, query, key, value, keys, beside=None):
     """One device's part of Ulysses, ring or both; `keys` is how many of all keys are real.
 
     query, key (parts, batch, tokens, width of a part): what every device of the Ulysses axis gets. Values and outputs
-    travel transposed, which is how the TPU's kernel takes and gives them.
+    travel transposed, which is how the TPU's kernel takes and gives them. Tokens beside these travel nowhere: a device
+    takes its part of their heads, and what comes of it is gathered.
     """
     axis, kernel = attend.parallel.ulysses, attend.kernel
+    if beside and axis:
+        own = [cut_heads(array, lax.axis_size(axis))[lax.axis_index(axis)] for array in beside[:3]]
+        beside = beside._replace(query=own[0], key=own[1], value=own[2])
     if axis:
         query, key = (join(travel(x, axis)) for x in (query, key))
         value = travel(cut(value.swapaxes(1, 2), lax.axis_size(axis)), axis)
@@ -82,13 +89,16 @@ def exchange(attend, query, key, value, keys):
     else:
         query, key = query[0], key[0]
     if attend.parallel.ring:
-        out, rescued = ring(attend, query, key, value, keys)
+        out, rescued = ring(attend, query, key, value, keys, beside)
     else:
-        out, _, rescued = attend.local(query, key, value, keys)
+        out, rescued = attend.both(query, key, value, keys, beside)
+    out, other = out if beside else (out, None)
     if axis:
         out = lanes.cut(out.swapaxes(1, 2), lax.axis_size(axis), kernel)
         out = join(travel(out, axis)).swapaxes(1, 2)
-    return out, rescued
+    if beside is None:
+        return out, rescued
+    return (out, lax.all_gather(other, axis, axis=2, tiled=True) if axis else other), rescued
 
 
 # The parts that an all-to-all sends stand in front while they travel: one that is told to cut the last dimension where
@@ -115,8 +125,9 @@ def join(pieces):
     return jnp.moveaxis(pieces, 0, 1).reshape(pieces.shape[1], -1, pieces.shape[3])
 
 
-def ring(attend, query, key, value, keys):
-    """Attention of this device's queries to the keys of every device on the ring's axis, and the rows rescued."""
+def ring(attend, query, key, value, keys, beside=None):
+    """Attention of this device's queries to the keys of every device on the ring's axis, and the rows rescued. Queries
+    beside them are on every device: each attends to its own keys, and the results are merged."""
     axis = attend.parallel.ring
     size, shard = lax.axis_size(axis), key.shape[1]
     real = [min(max(keys - index * shard, 0), shard) for index in range(size)]  # only the last shards hold padding
@@ -124,6 +135,9 @@ def ring(attend, query, key, value, keys):
     neighbours = [(index, (index + 1) % size) for index in range(size)]
 
     so_far, rescued, held = (), 0, [key, value.swapaxes(1, 2)]
+    if beside:
+        out, log_sum = attend.start(query, beside)
+        so_far = out.swapaxes(1, 2), log_sum
     for step in range(size):  # not a scan, which would copy all that it carries
         here, last = held, step == size - 1
         if not last:  # those of the next step travel while this one's are attended to, no sooner
@@ -134,7 +148,17 @@ def ring(attend, query, key, value, keys):
         choices = [partial(attend_real, attend, length, dtype, query) for length in lengths]
         so_far, more = lax.switch(which, choices, so_far, *here)
         rescued += more
-    return so_far[0].swapaxes(1, 2), rescued
+    out = so_far[0].swapaxes(1, 2)
+    if beside is None:
+        return out, rescued
+    which = jnp.array([lengths.index(length) for length in real])[lax.axis_index(axis)]
+    choices = [partial(attend_real, attend, length, jnp.float32, beside.query) for length in lengths]
+    (part, log_sum), more = lax.switch(which, choices, (), key, value.swapaxes(1, 2))
+    parts = lax.all_gather((part.swapaxes(1, 2), log_sum), axis)
+    other = attend.start(beside.query, beside)
+    for index in range(size):
+        other = merge(other, (parts[0][index], parts[1][index]), attend.head_dim)
+    return (out, other[0].astype(query.dtype)), rescued + more
 
 
 def attend_real(attend, length, dtype, query, before, key, value_t):
@@ -145,8 +169,8 @@ def attend_real(attend, length, dtype, query, before, key, value_t):
         return (out.swapaxes(1, 2), log_sum), rescued
     if before:
         return (before[0].astype(dtype), before[1]), jnp.int32(0)
-    batch, queries, width = query.shape  # a device whose own keys are all padding; so are its queries, then
-    log_sum = jnp.zeros((batch, width // attend.head_dim, queries))
+    batch, queries, width = query.shape  # a device whose own keys are all padding: they weigh nothing
+    log_sum = jnp.full((batch, width // attend.head_dim, queries), jnp.finfo(jnp.float32).min)
     return (jnp.zeros((batch, width, queries), dtype), log_sum), jnp.int32(0)
 
 

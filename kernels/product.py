@@ -10,7 +10,7 @@ GELU, or gate and residual, fit between the products.
 Attention's kernel has values and outputs with tokens along the lanes. The product that makes values gives them so; the
 one that takes outputs turns its block of tokens around in VMEM, once.
 
-In eight bits (kernels/quantised.py) the kernel rounds its block of tokens itself, once: in passes of their own, maxima
+In eight bits (kernels/quantized.py) the kernel rounds its block of tokens itself, once: in passes of their own, maxima
 and rounding take as long as the products gain.
 """
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
-from wan_torchax.kernels.quantised import LARGEST
+from wan_torchax.kernels.quantized import LARGEST
 from wan_torchax.kernels.settings import Products
 
 COLUMNS = 256  # outputs of one product: the width of the MXU

@@ -22,7 +22,8 @@ ROWS = 256  # tokens of a block: a few MiB even for 40 heads
 
 def rotate(array, cosine, sine, head_dim, kernel, parts=1, norm=None):
     """Turn every head of one device's tokens, in float32, rounded once; gives (parts, batch, tokens, width / parts).
-    With `norm`, weights (width,) and epsilon, rows get their RMS norm first."""
+    With `norm`, weights and epsilon, rows get their RMS norm first: over all heads where the weights are (width,), each
+    head by itself where they are (head_dim,)."""
     if kernel.kernel != "splash" or array.shape[2] % (LANES * parts):
         return cut_heads(rotate_plain(array, cosine, sine, norm), parts)
     return rotate_lanes(array, cosine, sine, head_dim, kernel, parts, norm)
@@ -33,11 +34,16 @@ def rotate_plain(array, cosine, sine, norm=None):
     batch, tokens, width = array.shape
     wide = array.astype(jnp.float32)
     if norm is not None:
-        weight, epsilon = norm
-        wide = wide * lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + epsilon) * weight.astype(jnp.float32)
+        wide = normalized(wide, *norm).reshape(array.shape)
     wide = wide.reshape(batch, tokens, -1, cosine.shape[1] // 2, 2)
     cosine, sine = (table.reshape(tokens, 1, -1, 2) for table in (cosine, sine))
     return (wide * cosine + wide[..., ::-1] * sine * jnp.float32([-1, 1])).reshape(array.shape).astype(array.dtype)
+
+
+def normalized(wide, weight, epsilon):
+    """RMS norm over as many lanes as there are weights."""
+    rows = wide.reshape(*wide.shape[:2], -1, weight.size)
+    return rows * lax.rsqrt((rows * rows).mean(axis=-1, keepdims=True) + epsilon) * weight.astype(jnp.float32)
 
 
 def rotate_lanes(array, cosine, sine, head_dim, kernel, parts, norm=None):
@@ -48,9 +54,12 @@ def rotate_lanes(array, cosine, sine, head_dim, kernel, parts, norm=None):
     rows = min(ROWS, pl.cdiv(tokens, 16) * 16)
     block = pl.BlockSpec((None, rows, width), lambda b, i: (b, i, 0))
     table = pl.BlockSpec((rows, LANES), lambda b, i: (i, 0))
-    weights, epsilon = ([], None) if norm is None else ([norm[0].astype(jnp.float32)[None]], norm[1])
+    weights, epsilon, by_head = [], None, 0
+    if norm is not None:
+        by_head = head_dim if norm[0].size != width else 0
+        weights, epsilon = [jnp.tile(norm[0].astype(jnp.float32), width // norm[0].size)[None]], norm[1]
     return pl.pallas_call(
-        partial(rotary_kernel, epsilon=epsilon),
+        partial(rotary_kernel, epsilon=epsilon, by_head=by_head),
         grid=(batch, pl.cdiv(tokens, rows)),
         in_specs=[block, table, table, *(pl.BlockSpec((1, width), lambda b, i: (0, 0)) for _ in weights)],
         out_specs=pl.BlockSpec((parts, None, rows, width // parts), lambda b, i: (0, b, i, 0)),
@@ -63,18 +72,31 @@ def rotate_lanes(array, cosine, sine, head_dim, kernel, parts, norm=None):
     )(array, cosine, sine, *weights)
 
 
-def rotary_kernel(array, cosine, sine, *rest, epsilon=None):
-    """array (rows, width)   turned (parts, rows, width / parts)   cosine, sine (rows, 128)   weight (1, width)"""
+def rotary_kernel(array, cosine, sine, *rest, epsilon=None, by_head=0):
+    """array (rows, width)   turned (parts, rows, width / parts)   cosine, sine (rows, 128)   weight (1, width)
+
+    by_head: 0, or how many lanes each norm is over."""
     *weight, turned = rest
-    even = lax.broadcasted_iota(jnp.int32, cosine.shape, 1) % 2 == 0
-    width = array.shape[1]
-    if weight:
+    lane = lax.broadcasted_iota(jnp.int32, cosine.shape, 1)
+    even, width = lane % 2 == 0, array.shape[1]
+    if weight and not by_head:
         squares = sum(array[:, begin:begin + LANES].astype(jnp.float32)**2 for begin in range(0, width, LANES))
         scale = lax.rsqrt(jnp.sum(squares, axis=1, keepdims=True) / width + epsilon)
     for begin in range(0, width, LANES):
         lanes = array[:, begin:begin + LANES].astype(jnp.float32)
+        if by_head:
+            scale = scale_by_head(lanes, lane, by_head, epsilon)
         if weight:
             lanes = lanes * scale * weight[0][:, begin:begin + LANES]
         neighbours = jnp.where(even, pltpu.roll(lanes, LANES - 1, 1), pltpu.roll(lanes, 1, 1))
         part, place = divmod(begin, turned.shape[2])
         turned[part, :, place:place + LANES] = (lanes * cosine[...] + neighbours * sine[...]).astype(turned.dtype)
+
+
+def scale_by_head(lanes, lane, head_dim, epsilon):
+    """What each lane is multiplied with in an RMS norm over its head, one or two of which lie in 128 lanes."""
+    squares = lanes * lanes
+    if head_dim == LANES:
+        return lax.rsqrt(jnp.sum(squares, axis=1, keepdims=True) / head_dim + epsilon)
+    sums = [jnp.sum(jnp.where(lane // head_dim == head, squares, 0), axis=1, keepdims=True) for head in range(2)]
+    return lax.rsqrt(jnp.where(lane < head_dim, *sums) / head_dim + epsilon)

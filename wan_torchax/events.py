@@ -85,6 +85,7 @@ class Finished:
 
     stage: str
     values: dict[str, Any]  # numpy arrays by name
+    segment: int | None = None  # of a video that is made in several
 
 
 Event = Began | Advanced | Ended | Compiled | Took | Stepped | Previewed | Decoded | Finished

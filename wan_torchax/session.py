@@ -4,29 +4,31 @@
     resolved = session.resolve(config, ["text", "denoise", "decode"])       # checkpoints found, devices started
     values = session.run(resolved, ["text", "denoise", "decode"], resolved.inputs(), print)
 
-It owns what a process has made so far, each thing by what it was made from: programs, weights, and the last results of
-stages that are cheap to keep. So a sweep over seeds or prompts compiles and loads nothing twice, and a change of model,
-mesh or sharding frees the old before the new is loaded. Two threads may ask it at once: they queue.
+It owns what a process has made so far, each thing by its key: programs, weights, and the last results of stages that
+are cheap to keep. So a sweep over seeds or prompts compiles and loads nothing twice, and a change of model, mesh or
+sharding frees the old before the new is loaded. Two threads may ask it at once: they queue.
 """
 import contextlib
-import importlib
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import wait
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from wan_torchax.config import inputs
-from wan_torchax.config.graph import Graph
-from wan_torchax.config.resolve import Resolved, key_of, plain, resolve
+from wan_torchax.config.resolve import Job, Resolved, key_of, plain, resolve
+from wan_torchax.config.validation import raise_problems
 from wan_torchax.devices.start import start, warm_up
 from wan_torchax.events import (
     Advanced,
     Began,
+    Decoded,
     Ended,
     Finished,
     Listener,
@@ -36,11 +38,11 @@ from wan_torchax.events import (
     raise_interruption,
     silence,
 )
+from wan_torchax.models.family import Family, import_module
 from wan_torchax.records.provenance import sources, versions
 from wan_torchax.records.store import Store
-from wan_torchax.runtime import adapters
-from wan_torchax.runtime.checkpoint import find_all, find_present, fingerprints
 from wan_torchax.runtime.components import Component
+from wan_torchax.runtime.jobs import find_job, with_weights
 from wan_torchax.runtime.kept import Kept
 from wan_torchax.runtime.programs import Programs, compiling, no_compilation
 from wan_torchax.stages.stage import Stage, find, result_settings
@@ -55,28 +57,25 @@ class Session:
         self.lock = threading.RLock()
         self.stages: dict[str, Stage] = {}
         self.components: dict[str, Component] = {}
-        self.results: dict[str, dict[str, dict[str, numpy.ndarray]]] = {}  # by stage, then by what they were made from
+        self.results: dict[str, dict[str, dict[str, numpy.ndarray]]] = {}  # by stage, then by key
 
     # ------------------------------------------------------------ before a run
 
-    def resolve(self, config, names: Iterable[str], tell: Listener = silence, weights: bool = True) -> Resolved:
-        """Find the checkpoints of the named stages, start the devices, and leave nothing open in the config.
+    def resolve(self, job: Job | DictConfig, names: Iterable[str], tell: Listener = silence) -> Resolved:
+        """Have the checkpoints of the named stages here, start the devices, and leave nothing open."""
+        job, names = find_job(job) if OmegaConf.is_config(job) else job, list(names)
+        check_stages(job, names)
+        job, store = with_weights(job, job.graph.components(names)), Store.of(job.config)
+        return self.place(job, tell, warm=store is not None and store.has("start", start_of(job.config, names)))
 
-        Without `weights`, only a local checkpoint is looked at, for what its config.json adds: nothing will be loaded.
-        """
-        graph = Graph.of(config.pipeline)
-        needed = graph.components(names)
-        loaded = [name for name in graph.components(graph.stages) if name in self.components and name not in needed]
-        checkpoints = find_present(config.model, loaded) | find_all(config.model, needed, required=weights)
-        checkpoints = adapters.on(checkpoints, config) if weights else checkpoints
-        names, store = list(names), Store.of(config)
+    def place(self, job: Job, tell: Listener = silence, warm: bool = False) -> Resolved:
+        """A job on the devices of this machine. Torch and diffusers are imported while these start, unless the start is
+        `warm`: then nothing will need them."""
         with self.lock, phase("start", tell):
-            imports = threading.Thread(target=import_models, args=[tell], name="imports")
-            # Torch and diffusers are imported while the devices start, if this run will need them.
-            warm = store is not None and weights and store.has("start", start_of(config, names))
+            imports = threading.Thread(target=import_models, args=[job.family, tell], name="imports")
             began = time.perf_counter()
-            devices = start(config, meanwhile=(lambda: None) if warm else imports.start)
-            resolved = resolve(config, checkpoints, devices)
+            devices = start(job.config, meanwhile=(lambda: None) if warm else imports.start)
+            resolved = resolve(job, devices)
             warm_up(resolved.mesh)
             tell(Took("devices", time.perf_counter() - began))
             if imports.ident is not None:
@@ -86,8 +85,8 @@ class Session:
     def build(self, resolved: Resolved, names: Iterable[str], kept: Kept | None = None) -> dict[str, Stage]:
         """The named stages, on their components; what was made before and still fits is used again. With `kept`, also
         what earlier processes made: such programs run, and cannot be looked into."""
-        for name in list(self.components):  # also one that is not used this time holds memory
-            if Component.key_for(name, resolved) != self.components[name].key:
+        for name, component in list(self.components.items()):  # also one that is not used this time holds memory
+            if component.family is not resolved.family or Component.key_for(name, resolved) != component.key:
                 self.components.pop(name).free()
         return {name: self.build_one(name, resolved, kept) for name in names}
 
@@ -103,86 +102,106 @@ class Session:
         stage = self.stages.get(place)
         if stage is None or stage.recipe.key != recipe.key or not stage.programs.ready():
             self.stages.pop(place, None)
-            stage = self.stages[place] = find(name)(name, recipe, components, kept)
+            stage = self.stages[place] = find(name)(name, recipe, components, resolved, kept)
         stage.components = components
         return stage
-
-    # ------------------------------------------------------------ a run
-
-    def run(
-        self, resolved: Resolved, names: Iterable[str], values: dict[str, Any], tell: Listener = silence
-    ) -> dict[str, Any]:
-        """Run the named stages in order on the values at hand; returns those they give beside those handed in."""
-        with self.lock:
-            try:
-                return self.run_alone(resolved, list(names), dict(values), tell)
-            finally:
-                if not is_resident(resolved.config):
-                    self.free()
 
     def prepare(self, resolved: Resolved, names: Iterable[str], tell: Listener = silence) -> None:
         """Compile what the named stages will run and load what may stay, so that a first run waits for neither."""
         with self.lock:
+            resolved = resolved.segments()[0]
             with phase("build", tell):
                 stages = self.build(resolved, names)
                 for component in self.components.values():
                     component.check()
             fresh = {name: stage.programs for name, stage in stages.items() if not stage.programs.ready()}
             with compiling(fresh, tell):
-                for stage in stages.values():
-                    for key in stage.components_first(resolved) if is_resident(resolved.config) else ():
-                        stage.components[key].load(stage.tensors[key], tell)
+                for stage in stages.values() if is_resident(resolved.config) else ():
+                    load(stage, resolved, tell)
                 for stage in stages.values():
                     wait_for_programs(stage, tell)
                     stage.programs.raise_error()
 
-    def run_alone(self, resolved: Resolved, names: list[str], values: dict[str, Any], tell: Listener) -> dict[str, Any]:
-        asked, kept = list(names), Kept.of(resolved)
-        for name in names:
-            if (result := self.recall(name, resolved, kept)) is not None:
-                values |= result
-                tell(Finished(name, result))
-        names = [name for name in names if not set(resolved.graph.stages[name].gives) <= values.keys()]
+    # ------------------------------------------------------------ a run
+
+    def run(
+        self, resolved: Resolved, names: Iterable[str], values: dict[str, Any], tell: Listener = silence,
+        segments: Mapping[int, dict[str, Any]] = MappingProxyType({}),
+    ) -> dict[str, Any]:
+        """Run the named stages in order on the values at hand; returns those they give beside those handed in. Of a
+        video that is made in several segments, `segments` has what is at hand of each."""
+        with self.lock:
+            try:
+                return self.run_alone(resolved, list(names), dict(values), tell, segments)
+            finally:
+                if not is_resident(resolved.config):
+                    self.free()
+
+    def run_alone(self, resolved: Resolved, names: list[str], values: dict, tell: Listener, segments) -> dict[str, Any]:
+        kept, steps = Kept.of(resolved), schedule(resolved, names)
+        scopes = {step.segment: ChainMap(dict(segments.get(step.segment, {})), values) for step in steps}
+        left = [step for step in steps if not step.gives <= scopes[step.segment].keys()]
+        recalled = {step: result for step in left if (result := self.recall(step, kept)) is not None}
+        left = [step for step in left if step not in recalled]
         with phase("build", tell):
-            stages = self.build(resolved, [*names, *self.helpers(resolved, names)], kept)
-            for name in {component for stage in stages.values() for component in stage.components}:
-                self.components[name].check()
-            for name in names:
-                stages[name].check(resolved)
+            stages = self.build_checked(steps[0].resolved if steps else resolved, [step.name for step in left], kept)
         fresh = {name: stage.programs for name, stage in stages.items() if not stage.programs.ready()}
         if kept:
             tell_misses(kept, fresh)
         with compiling(fresh, tell):
-            for name in names:
-                result = self.run_stage(name, stages, resolved, values, stopped_by_errors(fresh, tell))
-                if not is_resident(resolved.config):
-                    self.free_unused([stages[other] for other in names[names.index(name) + 1 :]])
-                values |= result
-                self.remember(name, resolved, result, kept)
-                tell(Finished(name, result))
+            listener = stopped_by_errors(fresh, tell)
+            for step in steps:
+                scope = scopes[step.segment]
+                if step.segment:  # what the one before gave
+                    carried = resolved.graph.carry.items()
+                    scope.update({value: scopes[step.segment - 1].get(source) for value, source in carried})
+                if step in left:
+                    result = self.run_step(step, stages, scope, joined(step, resolved, listener))
+                    left.remove(step)
+                    if not is_resident(resolved.config):
+                        self.free_unused([stages[other.name] for other in left])
+                    self.remember(step, result, kept)
+                elif step in recalled:
+                    result = recalled[step]
+                else:
+                    joined(step, resolved, tell)(Decoded(scope["frames"])) if "frames" in step.gives else None
+                    continue
+                (values if step.segment is None else scope).update(result)
+                tell(Finished(step.name, result, step.segment))
         if kept:
-            kept.store.write("start", start_of(resolved.config, asked), {}, {})
-        return values
+            kept.store.write("start", start_of(resolved.config, names), {}, {})
+        return values | whole(resolved, scopes)
 
-    def run_stage(self, name: str, stages: dict[str, Stage], resolved: Resolved, values: dict, tell: Listener) -> dict:
+    def build_checked(self, resolved: Resolved, names: list[str], kept: Kept | None) -> dict[str, Stage]:
+        """The named stages, each once, and those that show what they make; held against their files."""
+        names = list(dict.fromkeys(names))
+        stages = self.build(resolved, [*names, *self.helpers(resolved, names)], kept)
+        for name in {component for stage in stages.values() for component in stage.components}:
+            self.components[name].check()
+        for name in names:
+            stages[name].check(stages[name].view_of(name, resolved))
+        return stages
+
+    def run_step(self, step: "RunStep", stages: dict[str, Stage], values: dict, tell: Listener) -> dict:
         """Load what a stage needs, wait for its programs, run it; gives its values."""
-        stage, previewer = stages[name], self.previewer(name, stages, resolved)
+        name, resolved, stage = step.name, step.resolved, stages[step.name]
+        previewer = self.previewer(name, stages, resolved)
         for loading in filter(None, (stage, previewer)):
-            for key in loading.components_first(resolved):
-                loading.components[key].load(loading.tensors[key], tell)
+            load(loading, resolved, tell)
         wait_for_programs(stage, tell)
         self.read_next(name, stages, resolved)
-        taken = {value: values[value] for value in resolved.graph.stages[name].takes}
+        taken = {value: values.get(value) for value in resolved.graph.stages[name].takes}
         listener = tell if previewer is None else with_previews(previewer, resolved.config.preview_every, tell)
-        with phase(name, tell, *stage.amount(resolved)), no_compilation(name):
-            return stage.run(resolved, taken, listener)
+        with phase(name, tell, *stage.amount(name, resolved)), no_compilation(name):
+            return stage.run(stage.view_of(name, resolved), taken, listener)
 
     def read_next(self, name: str, stages: dict[str, Stage], resolved: Resolved) -> None:
         """Have the weights of the next stage read from disk while this one runs."""
         names = list(stages)
         for following in names[names.index(name) + 1 :][:1]:
-            for key in stages[following].components_first(resolved):
-                component = stages[following].components[key]
+            stage = stages[following]
+            for key in stage.components_first(stage.view_of(following, resolved)):
+                component = stage.components[key]
                 if not component.is_loaded() and component.fits_in_memory():
                     component.read_ahead()
 
@@ -210,28 +229,27 @@ class Session:
 
     # ------------------------------------------------------------ what stays
 
-    def recall(self, name: str, resolved: Resolved, kept: Kept | None) -> dict[str, numpy.ndarray] | None:
+    def recall(self, step: "RunStep", kept: Kept | None) -> dict[str, numpy.ndarray] | None:
         """The result of a stage that was made from the same before, by this process or another."""
-        stage = find(name)
+        stage = find(step.name)
         if not stage.results_remembered:
             return None
-        if result := self.results.get(name, {}).get(result_key(name, resolved)):
+        settings = seen_settings(step)
+        if result := self.results.get(step.name, {}).get(key_of(settings)):
             return result
-        recipe = stage.recipe_for(name, resolved)
-        entry = kept and kept.read(f"result-{name}", recipe, **result_inputs(name, resolved))
+        entry = kept and kept.read(f"result-{step.name}", stage.recipe_for(step.name, step.resolved), result=settings)
         return entry and entry.arrays
 
-    def remember(self, name: str, resolved: Resolved, result: dict[str, numpy.ndarray], kept: Kept | None) -> None:
-        stage = find(name)
+    def remember(self, step: "RunStep", result: dict[str, numpy.ndarray], kept: Kept | None) -> None:
+        stage = find(step.name)
         if not stage.results_remembered:
             return
-        results = self.results.setdefault(name, {})
-        results[result_key(name, resolved)] = result
+        results, settings = self.results.setdefault(step.name, {}), seen_settings(step)
+        results[key_of(settings)] = result
         while len(results) > stage.results_remembered:
             results.pop(next(iter(results)))
         if kept:
-            recipe = stage.recipe_for(name, resolved)
-            kept.write(f"result-{name}", recipe, {}, result, **result_inputs(name, resolved))
+            kept.write(f"result-{step.name}", stage.recipe_for(step.name, step.resolved), {}, result, result=settings)
 
     def free_unused(self, stages: list[Stage]) -> None:
         """Let go of the weights that none of these stages needs."""
@@ -251,16 +269,90 @@ class Session:
             self.stages.clear(), self.components.clear(), self.results.clear()
 
 
-def result_key(name: str, resolved: Resolved) -> str:
-    contents = fingerprints(resolved.checkpoints) | inputs.fingerprints(resolved.config)
-    return key_of(result_settings(resolved.config, name, contents))
+def check_stages(job: Job, names: list[str]) -> None:
+    """Raise what the stages know to be wrong with a job."""
+    problems = [problem for name in names for problem in find(name).problems(name, job)]
+    if job.config.preview_every and not any(hasattr(find(name), "preview") for name in names):
+        remedy = "add the stage that decodes to stages, or set 0"
+        problems.append(f"preview_every={job.config.preview_every}: previews need the decoder; {remedy}")
+    raise_problems(problems)
 
 
-def result_inputs(name: str, resolved: Resolved) -> dict[str, Any]:
-    """What a result was made from beside the recipe of its programs: weights, and inputs as the stage sees them."""
-    contents = fingerprints(resolved.checkpoints) | inputs.fingerprints(resolved.config)
-    settings = result_settings(resolved.config, name, contents)
-    return {"result": settings | find(name).seen_inputs(settings)}
+def load(stage: Stage, resolved: Resolved, tell: Listener) -> None:
+    """Bring the weights that a stage begins with to the devices."""
+    for key in stage.components_first(stage.view_of(stage.name, resolved)):
+        stage.components[key].load(stage.tensors[key], tell)
+
+
+# ---------------------------------------------------------------- segments of a video
+
+
+@dataclass(frozen=True, eq=False)
+class RunStep:
+    """A stage to be run: once, or for one of a video's segments."""
+
+    name: str
+    resolved: Resolved
+    segment: int | None = None
+
+    @property
+    def gives(self) -> set[str]:
+        return set(self.resolved.graph.stages[self.name].gives)
+
+
+def schedule(resolved: Resolved, names: list[str]) -> list[RunStep]:
+    """The named stages in order; those that the pipeline repeats, segment after segment."""
+    parts, repeated = resolved.segments(), [name for name in names if name in resolved.graph.repeated]
+    if len(parts) == 1:
+        return [RunStep(name, resolved) for name in names]
+    steps = []
+    for name in names:
+        if name not in repeated:
+            steps.append(RunStep(name, resolved))
+        elif name == repeated[0]:
+            steps += [RunStep(other, part, part.segment) for part in parts for other in repeated]
+    return steps
+
+
+def window(resolved: Resolved, segment: int) -> slice:
+    """Of a segment's frames, those that are the video's: what it shares with the one before comes once, and no more
+    come than were asked for."""
+    segments, total = resolved.config.pipeline.segments, resolved.config.resolution.frames
+    first = segment * (segments.frames - segments.overlap)
+    return slice(segments.overlap if segment else 0, min(segments.frames, total - first))
+
+
+def joined(step: RunStep, resolved: Resolved, tell: Listener) -> Listener:
+    """A listener that tells of a segment's frames as of the whole video's."""
+    if step.segment is None:
+        return tell
+    part, seen = window(resolved, step.segment), 0
+
+    def listener(event):
+        nonlocal seen
+        if isinstance(event, Decoded):
+            first, last = max(part.start - seen, 0), max(part.stop - seen, 0)
+            seen += len(event.frames)
+            event = Decoded(event.frames[first:last])
+        tell(event)
+
+    return listener
+
+
+def whole(resolved: Resolved, scopes: dict[int | None, ChainMap]) -> dict[str, numpy.ndarray]:
+    """The frames of all segments as one video's."""
+    own = {number: scope.maps[0] for number, scope in scopes.items() if number is not None}
+    made = [values["frames"][window(resolved, number)] for number, values in own.items() if "frames" in values]
+    return {"frames": numpy.concatenate(made)} if made else {}
+
+
+# ---------------------------------------------------------------- keys
+
+
+def seen_settings(step: RunStep) -> dict[str, Any]:
+    """What a result is made from, inputs as the stage sees them."""
+    settings = result_settings(step.resolved, step.name)
+    return settings | find(step.name).seen_inputs(settings, step.resolved.family)
 
 
 # What says which programs a run needs, before there are devices and `resolve` has filled in what is left open.
@@ -278,10 +370,14 @@ def start_of(config, names: list[str]) -> dict:
     return {"stages": names, "versions": versions(), "sources": sources()} | settings
 
 
-def import_models(tell: Listener) -> None:
+# ---------------------------------------------------------------- while it runs
+
+
+def import_models(family: Family, tell: Listener) -> None:
     """Import torch, diffusers and transformers: seconds, once a process."""
     began = time.perf_counter()
-    importlib.import_module("wan_torchax.models")
+    for module in family.modules:
+        import_module(module)
     tell(Took("imports", time.perf_counter() - began))
 
 

@@ -14,6 +14,11 @@ KERNELS = ("auto", "splash", "hopper", "cudnn", "xla")
 HOPPER_BLOCKS = (64, 96, 128, 160)  # keys at a time: scores and sums of 64 queries fit a warpgroup's registers
 
 
+def parallel_of(sharding) -> Parallel:
+    """Which mesh axes share what around attention."""
+    return Parallel(heads=sharding.axes.get("heads"), **sharding.attention)
+
+
 # ---------------------------------------------------------------- the choice
 
 
@@ -154,14 +159,15 @@ def splash_vmem_bytes(kernel: Kernel, head_dim: int) -> int:
 def spread_problems(heads: int, axes: dict[str, int], parallel: Parallel) -> Iterator[str]:
     names = [axis for axis in (parallel.batch, parallel.heads, parallel.ulysses, parallel.ring) if axis is not None]
     for axis in sorted({axis for axis in names if names.count(axis) > 1}):
-        yield f"sharding.attention: axis {axis} is named twice; batch, heads, ulysses and ring each need their own"
-    split = {key: getattr(parallel, key) for key in ("heads", "ulysses") if getattr(parallel, key) is not None}
+        yield f"sharding: axis {axis} is named twice; batch, heads, ulysses and ring each need their own"
+    split = {"sharding.axes.heads": parallel.heads, "sharding.attention.ulysses": parallel.ulysses}
+    split = {key: axis for key, axis in split.items() if axis is not None}
     ways = math.prod(axes.get(axis, 1) for axis in split.values())
     if heads % ways:
         named = " x ".join(f"{key}={axis} (size {axes.get(axis, 1)})" for key, axis in split.items())
         works = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
-        best = math.gcd(heads, ways)
+        best, kinds = math.gcd(heads, ways), " and ".join(key.rpartition(".")[2] for key in split)
         yield (
-            f"sharding.attention.{named}: {heads} heads do not divide over {ways} devices; sizes that work: {works}; "
-            f"or ring, which splits no heads, e.g. axes of {best} for {' and '.join(split)} and {ways // best} for ring"
+            f"{named}: {heads} heads do not divide over {ways} devices; sizes that work: {works}; "
+            f"or ring, which splits no heads, e.g. axes of {best} for {kinds} and {ways // best} for ring"
         )

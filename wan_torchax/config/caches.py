@@ -29,6 +29,10 @@ def curve_name(config) -> str:
     return config.cache.curve or config.model.curve or config.model.name
 
 
+def curve_file(config) -> Path:
+    return CURVES / f"{curve_name(config)}.yaml"
+
+
 def cache_problems(config) -> Iterator[str]:
     cache = config.cache
     if cache.mode is not None and config.task != "calibrate":
@@ -43,8 +47,6 @@ def cache_problems(config) -> Iterator[str]:
             yield f"cache.{key}={cache[key]}: must be from {least} to {most}; nearest {closest}"
     if cache.guidance_start >= cache.guidance_stop:
         yield f"cache.guidance_start={cache.guidance_start}: must be below guidance_stop={cache.guidance_stop}"
-    if cache.mode is not None and not config.model.scan_blocks:
-        yield f"cache.mode={cache.mode}: works on the transformer's scanned blocks; set model.scan_blocks=true"
     if (cache.guidance_every > 1 or (cache.guidance_start, cache.guidance_stop) != (0, 1)) and not guided(config):
         none = f"guidance_scale={config.guidance_scale} is none"
         yield f"cache={cache.name}: lets guidance rest, and {none}; leave it out"
@@ -61,9 +63,9 @@ def curve_problems(config) -> Iterator[str]:
         yield f"cache.curve={name}: there is no such curve; {remedy}"
 
 
-def curve_warnings(config) -> Iterator[str]:
+def curve_warnings(config, curve: Path) -> Iterator[str]:
     """Where a run is not what its curve was measured with."""
-    stored = yaml.safe_load((CURVES / f"{curve_name(config)}.yaml").read_text())
+    stored = yaml.safe_load(curve.read_text())
     size, solver = config.resolution, config.scheduler.name
     if stored["shift"] != size.flow_shift:
         yield f"it was measured at shift {stored['shift']}, this run has {size.flow_shift}"

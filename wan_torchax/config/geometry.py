@@ -1,7 +1,5 @@
-"""How pixels, latents and tokens of a model relate, from the configs of its VAE and its transformer. No JAX, no
-torch."""
+"""How pixels, latents and tokens of a model relate, and what follows from a config for its steps. No JAX, no torch."""
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 DEFAULT_STRENGTH = 0.8
@@ -9,32 +7,30 @@ DEFAULT_STRENGTH = 0.8
 
 @dataclass(frozen=True)
 class Geometry:
-    """Of one model."""
+    """Of one model: its family makes it from the architectures of the VAE and the transformer."""
 
     channels: int  # of the latents
     frame_scale: int  # frames of pixels that a latent frame stands for; the first stands for one
     size_scale: int  # pixels a side of a latent pixel
     patch: tuple[int, int, int]  # latent frames, height and width of a token
 
-    @classmethod
-    def of(cls, architecture: Mapping) -> "Geometry":
-        vae, transformer = architecture["vae"], architecture["transformer"]
-        scales = vae["scale_factor_temporal"], vae["scale_factor_spatial"]
-        return cls(vae["z_dim"], *scales, tuple(transformer["patch_size"]))
-
     @property
     def multiples(self) -> dict[str, int]:
         """What height and width must be multiples of."""
         return {"height": self.size_scale * self.patch[1], "width": self.size_scale * self.patch[2]}
 
-    def latent_shape(self, resolution, references: int = 0) -> tuple[int, int, int, int, int]:
-        """(1, channels, frames, height, width) of a video's latents, with a frame more in front for every reference."""
-        frames = references + (resolution.frames - 1) // self.frame_scale + 1
+    def latent_shape(self, resolution, extra_frames: int = 0) -> tuple[int, int, int, int, int]:
+        """(1, channels, frames, height, width) of a video's latents, with so many more frames in front."""
+        frames = extra_frames + (resolution.frames - 1) // self.frame_scale + 1
         return 1, self.channels, frames, resolution.height // self.size_scale, resolution.width // self.size_scale
 
-    def tokens(self, resolution, references: int = 0) -> int:
-        """What the transformer sees of a video."""
-        return math.prod(self.latent_shape(resolution, references)[2:]) // math.prod(self.patch)
+    def grid(self, resolution, extra_frames: int = 0) -> tuple[int, int, int]:
+        """Frames, height and width of the tokens that the transformer sees of a video."""
+        latents = self.latent_shape(resolution, extra_frames)[2:]
+        return tuple(size // side for size, side in zip(latents, self.patch))
+
+    def tokens(self, resolution, extra_frames: int = 0) -> int:
+        return math.prod(self.grid(resolution, extra_frames))
 
     def pixels(self, latent_shape) -> dict[str, int]:
         """frames, height and width of the video that latents of this shape make."""
@@ -64,11 +60,6 @@ def guidance_at(config, timestep: float) -> float:
     return first if second is None or expert_at(config, timestep) == config.model.experts[0] else second
 
 
-def reference_count(config) -> int:
-    """Pictures that stand before the video while it is denoised."""
-    return len(config.references) if "references" in config.pipeline.inputs.values() else 0
-
-
 def steps_skipped(config) -> int:
     """Steps at the start that a video which is only changed does not need. As in diffusers."""
     if "strength" not in config.pipeline.inputs.values():
@@ -80,3 +71,16 @@ def steps_skipped(config) -> int:
 def prompt_count(config) -> int:
     """Texts that go through the model together: the prompt and, with guidance, the negative prompt."""
     return 2 if guided(config) else 1
+
+
+def device_count(mesh) -> int:
+    """Devices of a mesh whose axes have their sizes."""
+    return math.prod(mesh.axes.values())
+
+
+def segment_count(config) -> int:
+    """Parts that a video is made in, one after the other."""
+    segments, frames = config.pipeline.segments, config.resolution.frames
+    if not segments.stages or frames <= segments.frames:
+        return 1
+    return math.ceil((frames - segments.overlap) / (segments.frames - segments.overlap))

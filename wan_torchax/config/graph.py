@@ -1,6 +1,6 @@
 """A pipeline as a graph: which stage needs which, from what each takes and gives (conf/pipeline). No JAX, no torch."""
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from wan_torchax.config.schema import Pipeline, PipelineStage
 
@@ -11,10 +11,13 @@ class Graph:
 
     inputs: dict[str, str]  # a value's name -> the config key the user gives it by
     stages: dict[str, PipelineStage]
+    repeated: tuple[str, ...] = ()  # stages that are run again for every segment of a video
+    carry: dict[str, str] = field(default_factory=dict)  # a value that a segment takes -> what the one before gave
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> "Graph":
-        return cls(dict(pipeline.inputs), dict(pipeline.stages))
+        segments = pipeline.segments
+        return cls(dict(pipeline.inputs), dict(pipeline.stages), tuple(segments.stages), dict(segments.carry))
 
     def giver(self, value: str) -> str | None:
         """The stage that gives a value; None for an input."""
@@ -39,7 +42,7 @@ class Graph:
 
     def missing(self, names: Iterable[str], at_hand: Iterable[str] = ()) -> list[tuple[str, str]]:
         """(stage, value) for every value that one of the stages takes and neither an input nor an earlier one gives."""
-        given, absent = {*self.inputs, *at_hand}, []
+        given, absent = {*self.inputs, *self.carry, *at_hand}, []
         for name in names:
             absent += [(name, value) for value in self.stages[name].takes if value not in given]
             given |= set(self.stages[name].gives)

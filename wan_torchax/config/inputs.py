@@ -1,7 +1,6 @@
 """What the user gives a pipeline: texts, typed or from files, pictures and videos. No JAX, no torch."""
 import contextlib
 import functools
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from wan_torchax.config import clips
 from wan_torchax.config.commandline import literal
-from wan_torchax.config.geometry import Geometry
+from wan_torchax.config.registry import family_of
 from wan_torchax.config.wording import one_of
 
 FITS = ("cover", "contain", "stretch")
@@ -39,19 +38,6 @@ def paths(config: DictConfig, key: str) -> list[Path]:
     """The files that a key names: none, one or several."""
     value = config[key]
     return [Path(path) for path in ([] if value is None else [value] if isinstance(value, str) else value)]
-
-
-def fingerprints(config: DictConfig) -> dict[str, str]:
-    """Sixteen hex digits of what the files hold, by key."""
-    return {key: digest(paths(config, key)) for key in taken(config) if paths(config, key)}
-
-
-def digest(files: list[Path]) -> str:
-    content = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            content.update(hashlib.file_digest(file, "sha256").digest())
-    return content.hexdigest()[:16]
 
 
 def input_problems(config: DictConfig) -> Iterator[str]:
@@ -119,7 +105,7 @@ def video_problems(key: str, path: Path, config: DictConfig) -> Iterator[str]:
             yield f"{key}: not a video that ffmpeg reads ({str(error).strip().splitlines()[-1][:200]}); save it as MP4"
             return
         if count < size.frames:
-            scale = Geometry.of(config.model.architecture).frame_scale
+            scale = family_of(config).geometry(config.model.architecture).frame_scale
             remedy = f"use resolution.frames={(count - 1) // scale * scale + 1}" if count else "it is empty"
             fewer = f"fewer than resolution.frames={size.frames}"
             yield f"{key}: has {count} frames at {size.fps} a second, {fewer}; {remedy}"

@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 
 from wan_torchax.config import inputs, trust
 from wan_torchax.config.commandline import TEXT_KEYS
+from wan_torchax.config.geometry import device_count
 from wan_torchax.config.schema import ConfigError
 
 log = logging.getLogger("wan")
@@ -55,7 +56,7 @@ def check_launcher(launcher, mesh) -> None:
         owned = launcher.tasks_per_node == 1 and "exclusive" in launcher.additional_parameters
         remedy = "use hydra/launcher=slurm, which asks for whole nodes"
     elif name == "RayLauncher":
-        needed, remote = mesh.devices or 1, launcher.ray.remote
+        needed, remote = max(device_count(mesh), 1), launcher.ray.remote
         taken = remote.get("num_gpus") if platform == "gpu" else remote.get("resources", {}).get("TPU")
         owned = (taken or 0) >= needed
         resource = f"num_gpus={needed}" if platform == "gpu" else f"resources={{TPU:{needed}}}"

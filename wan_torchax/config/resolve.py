@@ -1,28 +1,35 @@
-"""From a composed config, its checkpoints and its devices to one frozen object that everything else is made from.
+"""From a composed config to one frozen object that everything else is made from.
 
-    resolved = resolve(config, checkpoints, devices)
+    job = Job.of(config, checkpoints, contents)     # what is asked for, its files found
+    resolved = resolve(job, devices)                # nothing left open
     recipe = resolved.recipe(("model.dtype.vae", "ops"), latent=(1, 16, 1, 16, 16))
 
 Nothing writes into a config after this, and nothing is made but from a recipe: what a recipe does not hold cannot be
 read, so its key cannot forget it. No JAX, no torch.
 """
+from __future__ import annotations
+
 import functools
 import hashlib
 import json
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from omegaconf import DictConfig, OmegaConf
 
 from wan_torchax.config import attention, validation
-from wan_torchax.config.geometry import Geometry, reference_count
+from wan_torchax.config.commandline import literal
+from wan_torchax.config.geometry import Geometry, segment_count
 from wan_torchax.config.graph import Graph
-from wan_torchax.config.registry import described_by
+from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ConfigError
+
+if TYPE_CHECKING:
+    from wan_torchax.models.family import Family
 
 log = logging.getLogger("wan")
 
@@ -47,14 +54,18 @@ class Checkpoint:
     fingerprint: str  # changes with its weights, and with what adapters add to them
     adapters: tuple = ()  # runtime.adapters.File
 
+    def beside(self, name: str) -> Path:
+        """A folder that belongs to the component."""
+        return self.folder.parent / name
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that a program, or the arrays of a component, are made from."""
+    """All that a program, the arrays of a component or a stage's result are made from."""
 
     settings: dict[str, Any]  # keys of the config and their values
-    mesh: Any
-    placement: dict  # the mesh in words
+    mesh: Any = None
+    placement: dict = field(default_factory=dict)  # the mesh in words
     derived: dict = field(default_factory=dict)  # numbers that follow from other parts of the config
 
     @functools.cached_property
@@ -73,16 +84,35 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Resolved:
-    """A job with nothing left open. The config in it is read-only."""
+class Job:
+    """What is asked for: a config, read-only, and the files it names, as far as they are on this machine."""
 
     config: DictConfig
     graph: Graph
+    family: Family
     geometry: Geometry
-    checkpoints: Mapping[str, Checkpoint]  # by component; those of a plan may be missing
-    mesh: Any
-    placement: dict
+    checkpoints: Mapping[str, Checkpoint]  # by component
+    contents: Mapping[str, str]  # by the key of an input file: a digest of what it holds
     seeds: tuple[int, ...]  # of the videos that are denoised together; they differ in nothing but these and their texts
+    segment: int = 0  # which part of a video that is made in several
+
+    @classmethod
+    def of(
+        cls, config: DictConfig, checkpoints: Mapping[str, Checkpoint], contents: Mapping[str, str] | None = None
+    ) -> Job:
+        family, complete = family_of(config), config.copy()
+        for component, checkpoint in checkpoints.items():
+            name = family.described_by(component)
+            if checkpoint.architecture != checkpoints.get(name, checkpoint).architecture:
+                raise ConfigError(f"{checkpoint.folder} and {checkpoints[name].folder} are of different architectures")
+            complete.model.architecture[name] = literals(checkpoint.architecture)
+        OmegaConf.set_readonly(complete, True)
+        graph, geometry = Graph.of(config.pipeline), family.geometry(complete.model.architecture)
+        return cls(complete, graph, family, geometry, dict(checkpoints), dict(contents or {}), (config.seed,))
+
+    def with_checkpoints(self, more: Mapping[str, Checkpoint]) -> Job:
+        """The same with components that were found since."""
+        return Job.of(self.config, {**self.checkpoints, **more}, self.contents)
 
     @property
     def videos(self) -> int:
@@ -94,12 +124,27 @@ class Resolved:
 
     @property
     def denoised_shape(self) -> tuple[int, int, int, int, int]:
-        """Of the latents while they are made: with those of reference pictures in front."""
-        return self.geometry.latent_shape(self.config.resolution, reference_count(self.config))
+        """Of the latents while they are made: with those that a family puts in front of the video's."""
+        return self.geometry.latent_shape(self.config.resolution, self.family.extra_frames(self.config))
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Frames, height and width of the tokens."""
+        return self.geometry.grid(self.config.resolution, self.family.extra_frames(self.config))
 
     @property
     def tokens(self) -> int:
-        return self.geometry.tokens(self.config.resolution, reference_count(self.config))
+        return math.prod(self.grid)
+
+    def segments(self) -> list[Job]:
+        """The parts that a video is made in, each a job like this of fewer frames; of most videos this one alone."""
+        if segment_count(self.config) == 1:
+            return [self]
+        config = self.config.copy()
+        OmegaConf.set_readonly(config, False)
+        config.resolution.frames = config.pipeline.segments.frames
+        OmegaConf.set_readonly(config, True)
+        return [replace(self, config=config, segment=number) for number in range(segment_count(self.config))]
 
     def inputs(self) -> dict[str, Any]:
         """What the user gives, by the names the stages take it by."""
@@ -108,7 +153,37 @@ class Resolved:
     def recipe(self, keys: Iterable[str], **derived) -> Recipe:
         """A recipe of some keys of the config and of numbers derived from others."""
         settings = {key: plain(OmegaConf.select(self.config, key)) for key in keys}
-        return Recipe(settings, self.mesh, self.placement, derived)
+        return Recipe(settings, derived=derived)
+
+
+@dataclass(frozen=True)
+class Resolved(Job):
+    """A job on its devices, with nothing left open."""
+
+    mesh: Any = None
+    placement: dict = field(default_factory=dict)
+
+    def recipe(self, keys: Iterable[str], **derived) -> Recipe:
+        return replace(super().recipe(keys, **derived), mesh=self.mesh, placement=self.placement)
+
+
+@dataclass(frozen=True)
+class View:
+    """What a stage sees of a job while it runs: keys of the config that it has declared, the files of its components,
+    and what all stages know. What it has not declared it cannot read, so the key of its result cannot forget it."""
+
+    config: DictConfig
+    geometry: Geometry
+    checkpoints: Mapping[str, Checkpoint]
+    files: Mapping[str, Path]  # that it has declared
+    seeds: tuple[int, ...]
+    segment: int  # which part of a video that is made in several
+    first_frame: int  # of that part in the whole
+    store: Any  # records.store.Store, or None
+
+    @property
+    def latent_shape(self) -> tuple[int, int, int, int, int]:
+        return self.geometry.latent_shape(self.config.resolution)
 
 
 def key_of(parts) -> str:
@@ -121,49 +196,44 @@ def plain(value) -> Any:
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
-def resolve(config: DictConfig, checkpoints: Mapping[str, Checkpoint], devices: Devices) -> Resolved:
-    """Every axis with its size, every kernel chosen, every architecture complete; checked once more."""
-    complete = config.copy()
-    complete.mesh.axes, complete.mesh.devices = size_axes(config.mesh, devices), used_devices(config.mesh, devices)
-    for component, checkpoint in checkpoints.items():
-        name = described_by(component)
-        if checkpoint.architecture != checkpoints.get(name, checkpoint).architecture:
-            raise ConfigError(f"{checkpoint.folder} and {checkpoints[name].folder} are of different architectures")
-        complete.model.architecture[name] = checkpoint.architecture
-    transformer = complete.model.architecture.transformer
-    dtype, head_dim = complete.model.dtype.transformer, transformer.attention_head_dim
-    chosen = attention.choose(OmegaConf.to_object(complete.attention), devices, dtype, head_dim)
+def literals(value) -> Any:
+    """A value in which texts are texts: OmegaConf would take `${…}` in a checkpoint's config.json for a reference."""
+    if isinstance(value, dict):
+        return {key: literals(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [literals(item) for item in value]
+    return literal(value) if isinstance(value, str) else value
+
+
+def resolve(job: Job, devices: Devices) -> Resolved:
+    """Every axis with its size, every kernel chosen; checked once more."""
+    complete = job.config.copy()
+    OmegaConf.set_readonly(complete, False)
+    complete.mesh.axes = size_axes(complete.mesh, devices)
+    _, head_dim = job.family.heads(complete.model.architecture)
+    chosen = attention.choose(
+        OmegaConf.to_object(complete.attention), devices, complete.model.dtype.transformer, head_dim
+    )
     OmegaConf.update(complete, "attention", asdict(chosen))
-    validation.validate(complete)
-    for problem in validation.platform_problems(complete, devices.platform, devices.kind):
-        raise ConfigError(problem)
-    if idle := validation.idle_axis(complete):
-        log.warning(idle)
+    validation.validate_resolved(complete, devices)
     OmegaConf.set_readonly(complete, True)
     axes = dict(complete.mesh.axes)
     placement = {"axes": axes, "kind": devices.kind, "platform": devices.platform, "hosts": devices.hosts}
-    return Resolved(
-        complete, Graph.of(complete.pipeline), Geometry.of(complete.model.architecture), dict(checkpoints),
-        devices.arrange(axes), placement, (complete.seed,),
-    )
-
-
-def used_devices(mesh, devices: Devices) -> int:
-    return mesh.devices or devices.count
+    known = {name: getattr(job, name) for name in Job.__dataclass_fields__} | {"config": complete}
+    return Resolved(**known, mesh=devices.arrange(axes), placement=placement)
 
 
 def size_axes(mesh, devices: Devices) -> dict[str, int]:
     """The mesh's axes with their sizes; one of -1 takes whatever the others leave."""
-    needed = used_devices(mesh, devices)
     fixed = math.prod(size for size in mesh.axes.values() if size != -1)
-    rest, left = divmod(needed, fixed)
     open_axis = -1 in mesh.axes.values()
+    needed = devices.count if open_axis else fixed
     partly = devices.hosts > 1 and needed != devices.count  # some hosts would have nothing to do
-    if needed > devices.count or left or partly or (rest != 1 and not open_axis):
+    if needed > devices.count or needed % fixed or partly:
         sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.axes.items())
         owner = "this machine has" if devices.hosts == 1 else f"{devices.hosts} hosts have"
         raise ConfigError(
-            f"mesh={mesh.name}: axes {sizes} over {needed} devices, and {owner} {devices.count} ({devices.kind}); "
-            "change mesh.axes and mesh.devices, or use mesh=auto as it is"
+            f"mesh={mesh.name}: axes {sizes}, and {owner} {devices.count} devices ({devices.kind}); "
+            "change mesh.axes, or use mesh=auto as it is"
         )
-    return {axis: rest if size == -1 else size for axis, size in mesh.axes.items()}
+    return {axis: needed // fixed if size == -1 else size for axis, size in mesh.axes.items()}

@@ -12,7 +12,7 @@ from typing import Any, Optional
 
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
-from wan_torchax.kernels.settings import Kernel, Parallel, Products
+from wan_torchax.kernels.settings import Kernel, Products
 
 DTYPES = ("float32", "bfloat16", "float16")
 EIGHT_BITS = ("float8_e4m3fn", "int8")
@@ -90,18 +90,32 @@ class PipelineStage:
 
 
 @dataclass
+class Segments:
+    """A stretch of a pipeline's stages that is run again for every segment of a long video. Stages see a segment as
+    they see a video: its frames, and from which frame of the whole it begins."""
+
+    stages: list[str] = field(default_factory=list)  # empty: the video is made in one piece
+    frames: int = 0  # of a segment
+    overlap: int = 0  # frames that a segment shares with the one before, which made them
+    carry: dict[str, str] = field(default_factory=dict)  # a value that a segment takes -> what the one before gave
+
+
+@dataclass
 class Pipeline:
     """A small graph of stages, in the order they run; graph.py reads it."""
 
-    name: str = MISSING
+    name: str = ""
     inputs: dict[str, str] = field(default_factory=dict)  # a value's name -> the config key the user gives it by
     optional: list[str] = field(default_factory=list)  # inputs that may be left out
     stages: dict[str, PipelineStage] = field(default_factory=dict)
+    segments: Segments = field(default_factory=Segments)
 
 
 @dataclass
 class Model:
-    name: str = MISSING
+    name: str = ""
+    family: str = MISSING  # conf/family, wan_torchax/models/<family>
+    weights: dict[str, Any] = field(default_factory=dict)  # by component: rows of Rule
     path: str = MISSING  # a folder in diffusers layout, or a Hub id
     paths: dict[str, str] = field(default_factory=dict)  # by component: of those that lie elsewhere
     revision: Optional[str] = None
@@ -149,9 +163,8 @@ class Chip:
 
 @dataclass
 class Mesh:
-    name: str = MISSING
+    name: str = ""
     platform: Optional[str] = None  # cpu | gpu | tpu; null: whatever JAX finds
-    devices: Optional[int] = offered(None)  # null: all there are
     hosts: Optional[int] = None  # null: as many as there are processes
     axes: dict[str, int] = offered(dict)
     chip: Chip = field(default_factory=Chip)
@@ -160,7 +173,7 @@ class Mesh:
 
 @dataclass
 class Distributed:
-    name: str = MISSING  # none | auto
+    name: str = ""  # none | auto
     coordinator: Optional[str] = None  # host:port of process 0
     processes: Optional[int] = None
     process: Optional[int] = None  # this one's number
@@ -170,30 +183,31 @@ class Distributed:
 
 @dataclass
 class Rule:
+    """What the dimensions of some weights are: conf/family."""
+
     pattern: str
-    spec: list[Any]
+    axes: list[Any]  # a name for each dimension, or null
     optional: bool = False  # may match nothing: of a part that some models have
 
 
 @dataclass
-class Table:
-    """Sharding of one component: weights by parameter name, activations by module name."""
+class Tokens:
+    """Which mesh axes share a batch and its tokens around attention."""
 
-    weights: dict[str, Any] = field(default_factory=dict)  # rows of Rule; Any, so that a command line can add one
-    activations: dict[str, Any] = field(default_factory=dict)
-    carry: list[Any] = field(default_factory=list)  # spec of what a stage hands from call to call (the VAE's caches)
-    gather: bool = False  # bring each block's weights together before use (transformer, under the scan)
-    unmatched: str = "error"  # replicate | error
+    batch: Optional[str] = None
+    ulysses: Optional[str] = None
+    ring: Optional[str] = None
 
 
 @dataclass
 class Sharding:
-    name: str = MISSING
-    text_encoder: Table = field(default_factory=Table)
-    image_encoder: Table = field(default_factory=lambda: Table(unmatched="replicate"))  # 1.3 GB
-    transformer: Table = field(default_factory=Table)
-    vae: Table = field(default_factory=Table)
-    attention: Parallel = offered(Parallel)
+    """conf/sharding/tp.yaml says what each key means."""
+
+    name: str = ""
+    axes: dict[str, Any] = field(default_factory=dict)  # a name of conf/family -> mesh axes
+    gather: Optional[str] = None
+    picture: list[Any] = field(default_factory=list)
+    attention: Tokens = offered(Tokens)
 
 
 @dataclass
@@ -218,7 +232,7 @@ class Op:
 
 @dataclass
 class Scheduler:
-    name: str = MISSING
+    name: str = ""
     target: str = MISSING  # a class in diffusers
     arguments: dict[str, Any] = field(default_factory=dict)
     sigmas: Optional[list[float]] = offered(None)  # noise at the start of each step, before the shift; null: its own
@@ -241,7 +255,7 @@ class Adapter:
 class Cache:
     """Which steps are not computed in full; conf/cache says what each key means."""
 
-    name: str = MISSING
+    name: str = ""
     mode: Optional[str] = offered(None)  # magcache | easycache
     curve: Optional[str] = offered(None)
     threshold: float = offered(0.12)
@@ -260,10 +274,10 @@ class Cache:
 class Precision:
     """Which linear layers of the transformer have eight bits; conf/precision says what each key means."""
 
-    name: str = MISSING
+    name: str = ""
     weights: Optional[str] = None  # float8_e4m3fn | int8
     activations: bool = False
-    layers: dict[str, str] = field(default_factory=dict)
+    layers: list[str] = field(default_factory=list)  # rules of model.weights.transformer
     first: int = 0
     last: int = 0
 
@@ -297,15 +311,6 @@ class Plan:
     compiler: Optional[str] = None  # a Python with libtpu; null: this one if it has it; none: do not compile
     margin_gib: float = MISSING
     disk_gbs: float = MISSING
-    self_attention_share: Optional[float] = None  # null: the chip's
-    cross_attention_share: Optional[float] = None
-    product_share: Optional[float] = None
-    turned_product_share: Optional[float] = None
-    int8_product_share: Optional[float] = None
-    int8_turned_product_share: Optional[float] = None
-    fp8_product_share: Optional[float] = None
-    fp8_turned_product_share: Optional[float] = None
-    correction: Optional[float] = None
 
 
 @dataclass
@@ -418,7 +423,7 @@ def root() -> DictConfig:
     """The schema as a config. Frozen classes make read-only nodes; Hydra must be able to fill these."""
     config = OmegaConf.structured(Config)
     attention = config.attention
-    for node in (attention, attention.self, attention.cross, config.products, config.sharding.attention):
+    for node in (attention, attention.self, attention.cross, config.products):
         OmegaConf.set_readonly(node, False)
     OmegaConf.set_struct(config.adapter, False)  # adapter.style={…} adds a row
     return config

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import logging
 import math
 import os
 import re
@@ -19,12 +20,12 @@ from omegaconf import OmegaConf
 
 from wan_torchax.config import inputs, trust
 from wan_torchax.config.adapters import adapter_problems
-from wan_torchax.config.attention import attention_problems, takes_dtype
+from wan_torchax.config.attention import attention_problems, parallel_of, takes_dtype
 from wan_torchax.config.caches import cache_problems
 from wan_torchax.config.commandline import options
-from wan_torchax.config.geometry import Geometry, guided, steps_skipped
+from wan_torchax.config.geometry import guided, steps_skipped
 from wan_torchax.config.graph import Graph
-from wan_torchax.config.registry import COMPONENTS, STAGES, TASKS, described_by
+from wan_torchax.config.registry import FAMILIES, STAGES, TASKS, family_of
 from wan_torchax.config.schema import (
     DTYPES,
     EIGHT_BITS,
@@ -39,6 +40,7 @@ from wan_torchax.config.schema import (
 )
 from wan_torchax.config.wording import listed, nearest, nearest_multiple, one_of
 
+log = logging.getLogger("wan")
 SEEDS = 2**32
 MOST_LETTERS = 1_000_000  # of a prompt
 MOST_TOKENS = 8192
@@ -65,12 +67,25 @@ def validate(config: Config, files: bool = True) -> None:
     """Raises one ConfigError that lists everything wrong with a composed config; returns if nothing is. Without
     `files`, pictures and videos need not be there yet."""
     checks = [check for check in CHECKS if files or check is not picture_problems]
-    problems = [problem for check in checks for problem in check(config)]
+    problems = list(one_of("model.family", config.model.family, FAMILIES))
+    problems = problems or [problem for check in checks for problem in check(config)]
     if not problems:  # these need sound axes, heads and stages
         problems = [problem for check in LATER_CHECKS for problem in check(config)]
+    raise_problems(problems)
+
+
+def raise_problems(problems: list[str]) -> None:
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError(f"{count} in the configuration:\n{listed(problems, PROBLEMS_SHOWN)}")
+
+
+def validate_resolved(config: Config, devices) -> None:
+    """What only the devices, and what a checkpoint's config.json adds, can show of a config that was validated."""
+    problems = [problem for check in LATER_CHECKS for problem in check(config)]
+    raise_problems([*problems, *platform_problems(config, devices.platform, devices.kind)])
+    if idle := idle_axis(config):
+        log.warning(idle)
 
 
 def choice_problems(config: Config) -> Iterator[str]:
@@ -98,13 +113,14 @@ def choice_problems(config: Config) -> Iterator[str]:
 
 def pipeline_problems(config: Config) -> Iterator[str]:
     """The graph itself: every value a stage takes is there by then, and every name is one the project has."""
-    graph = Graph.of(config.pipeline)
+    graph, family = Graph.of(config.pipeline), family_of(config)
     for name, stage in graph.stages.items():
         yield from one_of("pipeline.stages", name, STAGES)
         for component in stage.uses:
-            yield from one_of(f"pipeline.stages.{name}.uses", component, COMPONENTS)
-            if component in COMPONENTS and described_by(component) not in config.model.dtype:
-                yield f"model.dtype.{described_by(component)}: missing; one of: {', '.join(DTYPES)}"
+            yield from one_of(f"pipeline.stages.{name}.uses", component, family.components)
+            if component in family.components and family.described_by(component) not in config.model.dtype:
+                yield f"model.dtype.{family.described_by(component)}: missing; one of: {', '.join(DTYPES)}"
+    yield from segment_problems(config)
     for name, value in graph.missing(graph.stages):
         yield f"pipeline.stages.{name}.takes={value}: neither an input nor given by a stage before {name}"
     given = [value for stage in graph.stages.values() for value in stage.gives]
@@ -114,6 +130,25 @@ def pipeline_problems(config: Config) -> Iterator[str]:
         parent, _, last = key.rpartition(".")
         if OmegaConf.select(config, parent) is None or last not in OmegaConf.select(config, parent):
             yield f"pipeline.inputs.{value}={key}: no such key in the config"
+
+
+def segment_problems(config: Config) -> Iterator[str]:
+    """A stretch of stages that is run again: consecutive ones, by whole latent frames, on values they have."""
+    segments, names = config.pipeline.segments, list(config.pipeline.stages)
+    if not segments.stages:
+        return
+    key, stages = "pipeline.segments", list(segments.stages)
+    if "".join(f"/{name}/" for name in stages) not in "".join(f"/{name}/" for name in names):
+        yield f"{key}.stages={stages}: must be stages of the pipeline that follow each other: {', '.join(names)}"
+        return
+    scale = family_of(config).geometry(config.model.architecture).frame_scale
+    if segments.frames < 1 or (segments.frames - 1) % scale:
+        yield f"{key}.frames={segments.frames}: must be {scale}n+1; {nearest_multiple(segments.frames, scale, 1)}"
+    if not 0 <= segments.overlap < segments.frames:
+        yield f"{key}.overlap={segments.overlap}: must be from 0 to {segments.frames - 1}"
+    given = [value for name in stages for value in config.pipeline.stages[name].gives]
+    for value, source in segments.carry.items():
+        yield from one_of(f"{key}.carry.{value}", source, given)
 
 
 def stage_problems(config: Config) -> Iterator[str]:
@@ -143,7 +178,7 @@ def missing_problems(config: Config) -> Iterator[str]:
 
 def resolution_problems(config: Config) -> Iterator[str]:
     model, resolution = config.model, config.resolution
-    geometry = Geometry.of(model.architecture)
+    geometry = family_of(config).geometry(model.architecture)
     for key, multiple in geometry.multiples.items():
         size = resolution[key]
         if size == 0 and resolution.area is not None:
@@ -206,9 +241,6 @@ def sampling_problems(config: Config) -> Iterator[str]:
         yield f"strength={config.strength}: leaves none of {config.steps} steps; {least}"
     if config.preview_every < 0:
         yield f"preview_every={config.preview_every}: a number of steps; 0 for no previews"
-    if config.preview_every > 0 and not {"denoise", "decode"} <= set(config.stages):
-        remedy = "add denoise and decode to stages, or set 0"
-        yield f"preview_every={config.preview_every}: previews need the decoder; {remedy}"
     if not 0 <= config.seed < SEEDS:  # torch's generator takes 32 bits: larger ones would give the same noise again
         yield f"seed={config.seed}: must be from 0 to {SEEDS - 1}; {config.seed % SEEDS} gives the same noise"
 
@@ -250,47 +282,9 @@ def picture_problems(config: Config) -> Iterator[str]:
         yield from inputs.input_problems(config)
 
 
-def channel_problems(config: Config) -> Iterator[str]:
-    """The transformer's input against what the pipeline gives it."""
-    geometry, transformer = Geometry.of(config.model.architecture), config.model.architecture["transformer"]
-    conditioned = "condition" in values_taken(config)
-    needed = geometry.channels + (geometry.frame_scale + geometry.channels if conditioned else 0)
-    if transformer["in_channels"] != needed:
-        remedy = "choose another model, or the pipeline that is its own"
-        yield (
-            f"pipeline={config.pipeline.name}: gives the transformer {needed} channels, and {config.model.name} takes "
-            f"{transformer['in_channels']}; {remedy}"
-        )
-
-
-def control_problems(config: Config) -> Iterator[str]:
-    """Control: a transformer has blocks for it or it has not."""
-    geometry, transformer = Geometry.of(config.model.architecture), config.model.architecture["transformer"]
-    wanted, given = "vace_layers" in transformer, "control" in values_taken(config)
-    model, pipeline = f"model={config.model.name}", f"pipeline={config.pipeline.name}"
-    if wanted and not given:
-        yield f"{model} wants control, and {pipeline} gives none; use pipeline=vace"
-    elif given and not wanted:
-        yield f"{model} has no blocks for control, which {pipeline} gives; use model=wan21_vace_1_3b or wan21_vace_14b"
-    elif given and transformer["vace_in_channels"] != (channels := 2 * geometry.channels + geometry.size_scale**2):
-        key = "model.architecture.transformer.vace_in_channels"
-        yield f"{key}={transformer['vace_in_channels']}: {pipeline} gives {channels}"
-
-
-def values_taken(config: Config) -> set[str]:
-    """What the stages of the pipeline take, all together."""
-    return {value for stage in config.pipeline.stages.values() for value in stage.takes}
-
-
-def token_problems(config: Config) -> Iterator[str]:
-    """A picture's tokens: a transformer has weights for them or it has not."""
-    wanted = config.model.architecture["transformer"].get("image_dim") is not None
-    given = "image_embeddings" in values_taken(config)
-    model, pipeline = f"model={config.model.name}", f"pipeline={config.pipeline.name}"
-    if wanted and not given:
-        yield f"{model} wants a picture's tokens, and {pipeline} gives none; choose a pipeline with an image encoder"
-    if given and not wanted:
-        yield f"{model} has no use for a picture's tokens, which {pipeline} gives; choose a pipeline without them"
+def family_problems(config: Config) -> Iterator[str]:
+    """The model against what the pipeline gives it."""
+    yield from family_of(config).problems(config)
 
 
 def file_problems(key: str, path: str | None) -> Iterator[str]:
@@ -321,8 +315,6 @@ def mesh_problems(config: Config) -> Iterator[str]:
     mesh = config.mesh
     if mesh.platform is not None:
         yield from one_of("mesh.platform", mesh.platform, PLATFORMS)
-    if mesh.devices is not None and mesh.devices < 1:
-        yield f"mesh.devices={mesh.devices}: must be at least 1, or null for all there are"
     if not mesh.axes:
         yield "mesh.axes={}: name at least one axis, e.g. mesh.axes.tp=1"
     free = [axis for axis, size in mesh.axes.items() if size == -1]
@@ -331,21 +323,15 @@ def mesh_problems(config: Config) -> Iterator[str]:
             yield f"mesh.axes.{axis}={size}: must be at least 1, or -1 for whatever devices remain; nearest 1"
     if len(free) > 1:
         yield f"mesh.axes: only one axis may be -1, not {' and '.join(free)}"
-    product = math.prod(size for size in mesh.axes.values() if size > 0)
-    if mesh.devices is not None and not free and product != mesh.devices:
-        sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.axes.items())
-        yield (
-            f"mesh.axes: {sizes} needs {product} devices, {mesh.name} has {mesh.devices}; "
-            f"make the product {mesh.devices}"
-        )
 
 
 def host_problems(config: Config) -> Iterator[str]:
     """Several hosts: each runs one process and holds as many devices as the others."""
     mesh, several = config.mesh, config.distributed
     yield from one_of("distributed", several.name, ("none", "auto"))
-    if mesh.hosts is not None and (mesh.hosts < 1 or (mesh.devices or 0) % mesh.hosts):
-        yield f"mesh.hosts={mesh.hosts}: must divide mesh.devices={mesh.devices}"
+    devices = math.prod(mesh.axes.values())
+    if mesh.hosts is not None and (mesh.hosts < 1 or devices % mesh.hosts):
+        yield f"mesh.hosts={mesh.hosts}: must divide the {devices} devices of mesh.axes"
     if several.name == "none" and (mesh.hosts or 1) > 1 and config.task in ("generate", "tune"):
         yield (
             f"mesh={mesh.name}: has {mesh.hosts} hosts, and distributed=none is one process; "
@@ -375,10 +361,10 @@ def plan_problems(config: Config) -> Iterator[str]:
             has = f"{chips} chips" if chip.devices == 1 else f"{chips} chips of {chip.devices} devices each"
             yield f"mesh.chip.topology={chip.topology}: has {has}, mesh.axes make {devices}; make them equal"
     for key, most in KERNEL_SHARES.items():
-        if plan[key] is not None and not 0 < plan[key] <= most:
-            yield f"plan.{key}={plan[key]}: a share of peak, above 0 and at most {most}"
-    if plan.margin_gib < 0 or (plan.correction is not None and plan.correction <= 0):
-        yield f"plan.margin_gib={plan.margin_gib}, plan.correction={plan.correction}: must not be negative"
+        if chip[key] is not None and not 0 < chip[key] <= most:
+            yield f"mesh.chip.{key}={chip[key]}: a share of peak, above 0 and at most {most}"
+    if plan.margin_gib < 0 or (chip.correction is not None and chip.correction <= 0):
+        yield f"plan.margin_gib={plan.margin_gib}, mesh.chip.correction={chip.correction}: must not be negative"
     if plan.disk_gbs <= 0:
         yield f"plan.disk_gbs={plan.disk_gbs}: GB/s, above 0"
 
@@ -416,47 +402,55 @@ def spec_axes(spec) -> list[str]:
 
 
 def table_problems(config: Config) -> Iterator[str]:
-    used = Graph.of(config.pipeline).components(config.pipeline.stages)
-    for component in {described_by(name): None for name in used if name in COMPONENTS}:
-        table = config.sharding[component]
-        yield from one_of(f"sharding.{component}.unmatched", table.unmatched, ("replicate", "error"))
-        for kind in ("weights", "activations"):
-            for name, rule in table[kind].items():
-                yield from rule_problems(f"sharding.{component}.{kind}.{name}", rule, config.mesh.axes)
-        if table.gather and not (component == "transformer" and config.model.scan_blocks):
-            yield (
-                f"sharding.{component}.gather=true: works on the transformer's scanned blocks only; "
-                "set model.scan_blocks=true, or gather=false"
-            )
-    if "first_latent" in values_taken(config) and not config.model.scan_blocks:
-        yield f"model.scan_blocks=false: pipeline={config.pipeline.name} needs the blocks in a loop; set true"
-    for key in ("batch", "heads", "ulysses", "ring"):
-        axis = config.sharding.attention[key]
-        if axis is not None and axis not in config.mesh.axes:
-            yield f"sharding.attention.{key}={axis}: the mesh has no such axis; {nearest(axis, config.mesh.axes)}"
+    """Names of conf/family against mesh axes, and the rules that name them."""
+    sharding, axes = config.sharding, config.mesh.axes
+    for component, rules in config.model.weights.items():
+        for name, rule in rules.items():
+            yield from rule_problems(f"model.weights.{component}.{name}", rule)
+    for name, entry in sharding.axes.items():
+        yield from axis_problems(f"sharding.axes.{name}", [entry], axes)
+    if OmegaConf.is_list(sharding.picture):
+        yield from axis_problems("sharding.picture", sharding.picture, axes)
+    for key in ("batch", "ulysses", "ring"):
+        yield from axis_problems(f"sharding.attention.{key}", [sharding.attention[key]], axes)
+    yield from axis_problems("sharding.gather", [sharding.gather], axes)
+    if sharding.gather is not None and (sharding.axes.get("heads") or sharding.axes.get("mlp")):
+        yield f"sharding.gather={sharding.gather}: the blocks' weights are shared over {sharding.axes} already; set null"
+
+
+def axis_problems(key: str, spec, axes) -> Iterator[str]:
+    """Entries of a spec that are not axes of the mesh."""
+    try:
+        used = spec_axes(spec)
+    except TypeError:
+        yield f"{key}={list(spec)}: each entry must be an axis name, a list of axis names, or null"
+        return
+    for axis in used:
+        if axis not in axes:
+            yield f"{key}: the mesh has no axis {axis!r}; {nearest(axis, axes)}"
+    if len(set(used)) != len(used):
+        yield f"{key}={list(spec)}: an axis may shard one dimension only"
 
 
 def side_problems(config: Config) -> Iterator[str]:
-    """Sides of the latent picture against the axes that share them in the decoder."""
-    table, scale = config.sharding.vae, Geometry.of(config.model.architecture).size_scale
-    specs = {f"sharding.vae.activations.{name}.spec": rule.spec for name, rule in table.activations.items()}
-    for key, spec in (specs | {"sharding.vae.carry": table.carry}).items():
-        for dimension, side in ((3, "height"), (4, "width")):
-            entry, size = spec[dimension] if len(spec) > dimension else None, config.resolution[side]
-            ways = math.prod(config.mesh.axes.get(axis, 1) for axis in spec_axes([entry]))
-            if ways > 0 and size // scale % ways:
-                yield (
-                    f"{key}: resolution.{side}={size} is {size // scale} in latents, not divisible by {ways} devices; "
-                    f"use a {side} that is a multiple of {scale * ways}, or {key}=[]"
-                )
+    """Sides of the latent picture against the axes that share them in the VAE."""
+    scale, spec = family_of(config).geometry(config.model.architecture).size_scale, config.sharding.picture
+    for dimension, side in ((3, "height"), (4, "width")):
+        entry, size = spec[dimension] if len(spec) > dimension else None, config.resolution[side]
+        ways = math.prod(config.mesh.axes.get(axis, 1) for axis in spec_axes([entry]))
+        if ways > 0 and size // scale % ways:
+            yield (
+                f"sharding.picture: resolution.{side}={size} is {size // scale} in latents, not divisible by {ways} "
+                f"devices; use a {side} that is a multiple of {scale * ways}, or sharding.picture=[]"
+            )
 
 
 def kernel_problems(config: Config) -> Iterator[str]:
     """The attention kernels against the model and the mesh."""
-    transformer, dtype = config.model.architecture["transformer"], config.model.dtype["transformer"]
-    axes = {} if -1 in config.mesh.axes.values() else dict(config.mesh.axes)
-    heads, head_dim = transformer["num_attention_heads"], transformer["attention_head_dim"]
-    yield from attention_problems(config.attention, heads, head_dim, axes, config.sharding.attention)
+    dtype, axes = config.model.dtype["transformer"], dict(config.mesh.axes)
+    axes = {} if -1 in axes.values() else axes
+    heads, head_dim = family_of(config).heads(config.model.architecture)
+    yield from attention_problems(config.attention, heads, head_dim, axes, parallel_of(config.sharding))
     for part in ("self", "cross"):
         kernel = config.attention[part].kernel
         if not takes_dtype(kernel, dtype):
@@ -479,9 +473,7 @@ def product_problems(config: Config) -> Iterator[str]:
         yield from platform_problems(config, config.mesh.platform)
     if dtype != "bfloat16":
         yield f"products.kernel=pallas: takes bfloat16, and model.dtype.transformer={dtype}; use products=xla"
-    if not config.model.scan_blocks:
-        yield "products.kernel=pallas: is for blocks in a loop; set model.scan_blocks=true, or use products=xla"
-    if config.mesh.axes.get(config.sharding.attention.heads or "", 1) > 1:
+    if any(config.mesh.axes.get(axis, 1) > 1 for axis in spec_axes([config.sharding.axes.get("heads")])):
         yield (
             f"products.kernel=pallas: wants whole weights, and sharding={config.sharding.name} cuts them with the "
             "heads; use sharding=sequence or tokens, or products=xla"
@@ -499,12 +491,10 @@ def precision_problems(config: Config) -> Iterator[str]:
     for key in ("first", "last"):
         if precision[key] < 0:
             yield f"precision.{key}={precision[key]}: a number of blocks; 0 is none"
-    if not config.model.scan_blocks:
-        yield f"precision={precision.name}: is for blocks in a loop; set model.scan_blocks=true"
+    for name in precision.layers:
+        yield from one_of("precision.layers", name, config.model.weights.transformer)
     if config.products.kernel == "pallas" and not precision.activations:
         yield f"precision={precision.name}: products.kernel=pallas rounds activations too; use int8, or products=xla"
-    if "vace_layers" in config.model.architecture["transformer"]:
-        yield f"precision={precision.name}: control blocks (VACE) are not in it yet; use precision=none"
     yield from float8_problems(config, config.mesh.chip.kind)
 
 
@@ -528,7 +518,7 @@ def idle_axis(config: Config) -> str | None:
     parts = axes.get(axis, 1) if axis else 1
     if parts < 2 or (guided(config) and config.guidance == "batched"):
         return None
-    ulysses, heads = config.sharding.attention.ulysses, config.model.architecture["transformer"]["num_attention_heads"]
+    ulysses, (heads, _) = config.sharding.attention.ulysses, family_of(config).heads(config.model.architecture)
     if ulysses and heads % (parts * axes.get(ulysses, 1)) == 0:  # it takes a share of the tokens
         return None
     reason = "guidance=sequential is" if guided(config) else f"guidance_scale={config.guidance_scale} is none:"
@@ -539,28 +529,20 @@ def idle_axis(config: Config) -> str | None:
     )
 
 
-def rule_problems(key: str, row, axes) -> Iterator[str]:
+def rule_problems(key: str, row) -> Iterator[str]:
     try:
         rule = Rule(**row)
-        if not (isinstance(rule.pattern, str) and OmegaConf.is_list(rule.spec)):
+        if not (isinstance(rule.pattern, str) and OmegaConf.is_list(rule.axes)):
             raise TypeError
     except TypeError:
-        yield f"{key}={row}: needs a pattern and a spec, e.g. {{pattern: 'blocks.*', spec: [null, tp]}}"
+        yield f"{key}={row}: needs a pattern and axes, e.g. {{pattern: 'blocks.*', axes: [null, heads]}}"
         return
     try:
         re.compile(rule.pattern)
     except re.error as error:
         yield f"{key}.pattern={rule.pattern}: not a regular expression ({error}); escape literal dots and brackets"
-    try:
-        used = spec_axes(rule.spec)
-    except TypeError:
-        yield f"{key}.spec={list(rule.spec)}: each entry must be an axis name, a list of axis names, or null"
-        return
-    for axis in used:
-        if axis not in axes:
-            yield f"{key}.spec: the mesh has no axis {axis!r}; {nearest(axis, axes)}"
-    if len(set(used)) != len(used):
-        yield f"{key}.spec={list(rule.spec)}: an axis may shard one dimension only"
+    if not all(name is None or isinstance(name, str) for name in rule.axes):
+        yield f"{key}.axes={list(rule.axes)}: each entry must be a name of sharding.axes, or null"
 
 
 def tune_problems(config: Config) -> Iterator[str]:
@@ -608,7 +590,5 @@ CHECKS = (
 )
 LATER_CHECKS = (
     cache_problems,
-    missing_problems, channel_problems, token_problems, control_problems, side_problems, kernel_problems,
-    product_problems,
-    precision_problems,
+    missing_problems, family_problems, side_problems, kernel_problems, product_problems, precision_problems,
 )

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import jax
 
+from wan_torchax.config.geometry import device_count
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.devices import distributed
 
@@ -55,7 +56,7 @@ class Described:
 
     @classmethod
     def by(cls, mesh) -> "Described":
-        return cls(mesh.platform, mesh.chip.kind, mesh.devices)
+        return cls(mesh.platform, mesh.chip.kind, device_count(mesh))
 
     def arrange(self, axes: dict[str, int]) -> jax.sharding.AbstractMesh:
         device = jax.sharding.AbstractDevice(device_kind=self.kind, num_cores=1, platform=self.platform)

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 
+from wan_torchax.config.geometry import device_count
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.devices import distributed
 
@@ -72,7 +73,7 @@ def use_fake_devices(config) -> None:
     import jax
 
     with contextlib.suppress(RuntimeError):
-        count = max(FAKE_DEVICES, config.mesh.devices or 0) // distributed.processes()
+        count = max(FAKE_DEVICES, device_count(config.mesh)) // distributed.processes()
         jax.config.update("jax_num_cpu_devices", count)
 
 

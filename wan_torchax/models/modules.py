@@ -1,20 +1,20 @@
-"""What every component's module goes through before it is traced."""
+"""What every component's module goes through before it is traced. Imports torch and diffusers."""
 import inspect
 import logging
+from collections.abc import Mapping
 
 import jax
 import torch
-from omegaconf import DictConfig, OmegaConf
 
 from wan_torchax.config.schema import ConfigError
 
 log = logging.getLogger("wan")
 
 
-def construct(kind: type, architecture: DictConfig) -> torch.nn.Module:
+def construct(kind: type, architecture: Mapping) -> torch.nn.Module:
     """A module on the meta device: shapes and names, no memory. A setting that its class does not take is an error,
     unless it is off: Wan 2.2's VAE says clip_output: false."""
-    architecture, taken = OmegaConf.to_container(architecture), inspect.signature(kind.__init__).parameters
+    architecture, taken = dict(architecture), inspect.signature(kind.__init__).parameters
     for name in sorted(architecture.keys() - taken.keys()):
         if architecture[name] not in (None, False):
             raise ConfigError(

@@ -11,15 +11,17 @@ from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import listed
 from wan_torchax.records.files import whole
 
-
-def path_of(folder: Path, stage: str) -> Path:
-    return folder / f"{stage}.safetensors"
+DIFFERENCES_SHOWN = 20
 
 
-def save(folder: Path, stage: str, values: dict[str, numpy.ndarray], settings: dict) -> None:
+def path_of(folder: Path, stage: str, segment: int | None = None) -> Path:
+    return folder / (f"{stage}.safetensors" if segment is None else f"{stage}.{segment}.safetensors")
+
+
+def save(path: Path, values: dict[str, numpy.ndarray], settings: dict) -> None:
     """A stage's values with the settings that made them."""
     arrays = {name: numpy.ascontiguousarray(value) for name, value in values.items()}
-    with whole(path_of(folder, stage)) as partial:
+    with whole(path) as partial:
         save_file(arrays, partial, metadata={"settings": json.dumps(settings), "checksum": checksum(arrays)})
 
 
@@ -28,9 +30,8 @@ def checksum(arrays: dict[str, numpy.ndarray]) -> str:
     return " ".join(f"{name}:{zlib.crc32(arrays[name]):08x}" for name in sorted(arrays))
 
 
-def read(folder: Path, stage: str, shapes: dict[str, tuple]) -> tuple[dict[str, numpy.ndarray], dict]:
+def read(path: Path, shapes: dict[str, tuple]) -> tuple[dict[str, numpy.ndarray], dict]:
     """A stage's values, of the shapes they must have, and the settings that made them."""
-    path = path_of(folder, stage)
     try:
         with safe_open(path, framework="numpy") as handle:
             values, about = {name: handle.get_tensor(name) for name in shapes}, handle.metadata()
@@ -47,12 +48,18 @@ def read(folder: Path, stage: str, shapes: dict[str, tuple]) -> tuple[dict[str, 
 
 
 def compare(path: Path, made_with: dict, settings: dict) -> None:
-    """Refuse a result that was made with other settings. Those it does not know came with a later version."""
+    """Refuse a result that was made with other settings than these, or that does not say with which. Weights that are
+    not on this machine are known by where they are from."""
+    unknown = {key.removeprefix("weights.") for key, value in settings.items() if key.startswith("weights.") and not value}
+    counted = {
+        key: value for key, value in settings.items()
+        if not (key.startswith("path.") and key[5:] not in unknown) and not (key.startswith("weights.") and key[8:] in unknown)
+    }
     differences = [
-        f"{key}: {made_with[key]!r} there, {value!r} now"
-        for key, value in settings.items()
-        if key in made_with and made_with[key] != value
+        f"{key}: {made_with[key]!r} there, {value!r} now" if key in made_with else f"{key}: not recorded there"
+        for key, value in json.loads(json.dumps(counted)).items()
+        if key not in made_with or made_with[key] != value
     ]
     if differences:
         remedy = "run without resume, or with the same"
-        raise ConfigError(f"{path} was made with other settings; {remedy}:\n{listed(differences)}")
+        raise ConfigError(f"{path} was made with other settings; {remedy}:\n{listed(differences, DIFFERENCES_SHOWN)}")

@@ -4,9 +4,8 @@
     changes = place(adapters, shapes)           # {checkpoint name: [Change, …]}
 
 Every key of a file is accounted for: it is applied, or belongs to another model of the family (told), or to none
-(refused). Rank and alpha are read from the file. weights.py merges while it loads; nothing here needs a device.
-
-Trainers name modules as Wan's own code does, with dots or underscores, or as diffusers does; `translate` knows both.
+(refused). Rank and alpha are read from the file. weights.py merges while it loads; nothing here needs a device. How
+trainers name a family's modules, the family says.
 """
 import functools
 import hashlib
@@ -25,9 +24,11 @@ from safetensors import safe_open
 
 from wan_torchax import own_path
 from wan_torchax.config import adapters as config_adapters
+from wan_torchax.config.registry import family_of
 from wan_torchax.config.resolve import Checkpoint
 from wan_torchax.config.schema import Adapter, ConfigError
 from wan_torchax.config.wording import listed
+from wan_torchax.models.family import AdapterNames, Family
 from wan_torchax.runtime.checkpoint import Stored, read_header
 from wan_torchax.runtime.weights import STORED_DTYPES, Change
 
@@ -35,32 +36,6 @@ log = logging.getLogger("wan")
 PROBLEMS_SHOWN = 20
 EXAMPLES = 3
 INTEGERS = {"I64": "int64", "I32": "int32"}  # that an alpha may be stored as
-
-# ---------------------------------------------------------------- names
-
-# Wan's own names -> diffusers', of a block and of the rest.
-ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
-BLOCK = {
-    **{f"self_attn.{name}": f"attn1.{theirs}" for name, theirs in ATTENTION.items()},
-    **{f"cross_attn.{name}": f"attn2.{theirs}" for name, theirs in ATTENTION.items()},
-    "cross_attn.k_img": "attn2.add_k_proj", "cross_attn.v_img": "attn2.add_v_proj",
-    "cross_attn.norm_k_img": "attn2.norm_added_k", "ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2",
-    "norm1": "norm1", "norm2": "norm3", "norm3": "norm2", "modulation": "scale_shift_table",
-    "before_proj": "proj_in", "after_proj": "proj_out",
-}
-EMBEDDER = "condition_embedder"
-REST = {
-    "patch_embedding": "patch_embedding", "vace_patch_embedding": "vace_patch_embedding", "head.head": "proj_out",
-    "head.modulation": "scale_shift_table", "time_projection.1": f"{EMBEDDER}.time_proj",
-    **{f"{kind}_embedding.{old}": f"{EMBEDDER}.{kind}_embedder.linear_{new}"
-       for kind in ("time", "text") for old, new in ((0, 1), (2, 2))},
-    "img_emb.proj.0": f"{EMBEDDER}.image_embedder.norm1", "img_emb.proj.4": f"{EMBEDDER}.image_embedder.norm2",
-    "img_emb.proj.1": f"{EMBEDDER}.image_embedder.ff.net.0.proj",
-    "img_emb.proj.3": f"{EMBEDDER}.image_embedder.ff.net.2", "img_emb.emb_pos": f"{EMBEDDER}.image_embedder.pos_embed",
-}
-BARE = ("scale_shift_table", "pos_embed")  # parameters that are not a module's weight
-PREFIX = r"(?:base_model\.model\.)?(?:(?:model\.)?diffusion_model\.|transformer\.|lora_unet__?)?"
-THEIRS = re.compile(rf"attn[12]|ffn[._]net|{EMBEDDER}|scale_shift_table|proj_(?:in|out)\b")  # diffusers' names alone
 
 # Ends of keys -> what they hold. DiffSynth and PEFT put an adapter's name before the last word.
 ENDS = {
@@ -73,32 +48,6 @@ OTHER_KINDS = {
     "lokr_": "LoKr", "hada_": "LoHa", "dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", "oft_": "OFT",
     "lora_mid": "a Tucker decomposition", "set_weight": "a whole set of weights",
 }
-
-
-def with_underscores(names: Mapping[str, str]) -> dict[str, str]:
-    """The same, also found by names in which the dots are underscores."""
-    return {spelt: theirs for name, theirs in names.items() for spelt in (name, name.replace(".", "_"))}
-
-
-def same(names: Mapping[str, str]) -> dict[str, str]:
-    return {theirs: theirs for theirs in names.values()}
-
-
-TABLES = {  # by whether a file has diffusers' names: of a block, and of the rest
-    False: (with_underscores(BLOCK), with_underscores(REST)),
-    True: (with_underscores(same(BLOCK)), with_underscores(same(REST))),
-}
-
-
-def translate(module: str, theirs: bool) -> str | None:
-    """A module of a file by diffusers' name: blocks_0_self_attn_q -> blocks.0.attn1.to_q; None if no Wan model has
-    it."""
-    blocks, rest = TABLES[theirs]
-    match = re.fullmatch(r"((?:vace_)?blocks)[._](\d+)[._](.+)", module)
-    if match is None:
-        return rest.get(module)
-    part = blocks.get(match[3])
-    return part and f"{match[1]}.{match[2]}.{part}"
 
 
 # ---------------------------------------------------------------- files
@@ -127,7 +76,7 @@ def on(checkpoints: Mapping[str, Checkpoint], config: DictConfig, local_only: bo
             if path is None:
                 del adapted[component]
                 continue
-            parse(path)
+            parse(path, family_of(config).adapters)
             file = File(name, path, sha256_of(path), row.strength, config.adapter[config_adapters.ALLOW])
             base = adapted[component]
             fingerprint = f"{base.fingerprint}+{file.sha256[:16]}*{row.strength}"
@@ -182,7 +131,7 @@ def hash_file(path: Path, _) -> str:
 
 @dataclass
 class Contents:
-    """A file's keys by module, in diffusers' names, and those that are of no Wan model."""
+    """A file's keys by module, in diffusers' names, and those that are of no model of the family."""
 
     modules: dict[str, dict[str, Stored]] = field(default_factory=lambda: defaultdict(dict))
     keys: dict[tuple[str, str], str] = field(default_factory=dict)  # (module, kind) -> the key in the file
@@ -190,7 +139,7 @@ class Contents:
     settings: dict = field(default_factory=dict)  # PEFT's
 
 
-def parse(path: Path) -> Contents:
+def parse(path: Path, names: AdapterNames) -> Contents:
     """From the header alone."""
     try:
         header = read_header(path)
@@ -201,13 +150,13 @@ def parse(path: Path) -> Contents:
         kind = next((name for part, name in OTHER_KINDS.items() if re.search(rf"[._]{part}", key)), None)
         if kind is not None:
             raise ConfigError(f"{path}: {key} is {kind}, which is not implemented; low-rank adapters and diffs are")
-        keys[key] = re.fullmatch(rf"{PREFIX}(?P<module>[\w.]+?)\.(?P<end>{'|'.join(ENDS)})", key)
-    theirs = any(match and THEIRS.search(match["module"]) for match in keys.values())
+        keys[key] = re.fullmatch(rf"{names.prefix}(?P<module>[\w.]+?)\.(?P<end>{'|'.join(ENDS)})", key)
+    native = any(match and names.native.search(match["module"]) for match in keys.values())
     for key, match in keys.items():
         kind = match and next(kind for end, kind in ENDS.items() if re.fullmatch(end, match["end"]))
-        module = match and translate(match["module"], theirs)
-        if kind == "diff_m" and module is None:  # it is said of the block or the head
-            module = translate(f"{match['module']}.modulation", theirs=False)
+        module = match and names.translate(match["module"], native)
+        if kind == "diff_m" and module is None:
+            module = names.modulation(match["module"])
         if module is None or (module, kind) in contents.keys:
             contents.unknown.append(key)
         else:
@@ -260,13 +209,13 @@ def read_number(stored: Stored) -> float:
 # ---------------------------------------------------------------- where it goes
 
 
-def place(adapters: tuple[File, ...], shapes: Mapping[str, tuple]) -> dict[str, list[Change]]:
+def place(adapters: tuple[File, ...], shapes: Mapping[str, tuple], family: Family) -> dict[str, list[Change]]:
     """What adapters add to the tensors of these names and shapes. Raises one error that lists what fits nowhere."""
     changes = defaultdict(list)
     for adapter in adapters:
-        contents = parse(adapter.path)
-        placed, elsewhere, problems = place_one(contents, shapes)
-        problems += [f"{key}: no Wan model has such a tensor" for key in contents.unknown]
+        contents = parse(adapter.path, family.adapters)
+        placed, elsewhere, problems = place_one(contents, shapes, family.adapters.bare)
+        problems += [f"{key}: no model of the family {family.name} has such a tensor" for key in contents.unknown]
         told = f"adapter.{adapter.name} ({adapter.path.name})"
         if not placed:
             problems += [f"{key}: no place in this model" for key in elsewhere]
@@ -283,11 +232,13 @@ def place(adapters: tuple[File, ...], shapes: Mapping[str, tuple]) -> dict[str, 
     return dict(changes)
 
 
-def place_one(contents: Contents, shapes: Mapping[str, tuple]) -> tuple[list, list[str], list[str]]:
+def place_one(
+    contents: Contents, shapes: Mapping[str, tuple], bare: tuple[str, ...]
+) -> tuple[list, list[str], list[str]]:
     """(tensor's name, scale, factors) of what is applied; keys of other models; problems."""
     placed, elsewhere, problems = [], [], []
     for module, parts in contents.modules.items():
-        for name, kinds, scale, factors in additions(contents, module, parts):
+        for name, kinds, scale, factors in additions(contents, module, parts, bare):
             keys = [contents.keys[module, kind] for kind in kinds]
             if name not in shapes and not is_deeper(name, shapes):
                 elsewhere += keys
@@ -301,9 +252,9 @@ def place_one(contents: Contents, shapes: Mapping[str, tuple]) -> tuple[list, li
     return placed, elsewhere, problems
 
 
-def additions(contents: Contents, module: str, parts: dict[str, Stored]):
+def additions(contents: Contents, module: str, parts: dict[str, Stored], bare: tuple[str, ...]):
     """What a file says of a module: the tensor's name, the kinds of keys it says it by, the scale and the factors."""
-    weight = module if module.endswith(BARE) else f"{module}.weight"
+    weight = module if module.endswith(bare) else f"{module}.weight"
     paired = {"down", "up"} <= parts.keys()
     scale = scale_of(contents, module, max((*parts["down"].shape, 1)[0], 1)) if paired else 1.0
     if paired:

@@ -1,6 +1,5 @@
 """Where a checkpoint is and what it holds: a local folder or the Hub. No JAX, no torch: told before they load."""
 import contextlib
-import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,50 +8,46 @@ from pathlib import Path
 from safetensors import safe_open
 
 from wan_torchax import own_path
-from wan_torchax.config.registry import described_by
+from wan_torchax.config.registry import family_of
 from wan_torchax.config.resolve import Checkpoint
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import listed
+from wan_torchax.records.fingerprints import fingerprint
 from wan_torchax.runtime import remote
 
-SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file, for its fingerprint
 ABOUT_FILES = ("architectures", "dtype", "torch_dtype", "transformers_version", "model_type")  # not of the architecture
-# Folders that go with a component, and count as its own.
-BESIDE = {"text_encoder": ("tokenizer",), "image_encoder": ("image_processor",)}
 
 
-def find_all(model, components: Iterable[str], required: bool = True) -> dict[str, Checkpoint]:
+def find_all(config, components: Iterable[str], required: bool = True) -> dict[str, Checkpoint]:
     """The checkpoint of each component. Where none is required, as for a plan, only local ones are taken."""
-    if not required and local_folder(model.path) is None:
+    if not required and local_folder(config.model.path) is None:
         return {}
-    return {component: find(model, component) for component in components}
+    return {component: find(config, component) for component in components}
 
 
-def find_present(model, components: Iterable[str]) -> dict[str, Checkpoint]:
+def find_present(config, components: Iterable[str]) -> dict[str, Checkpoint]:
     """The checkpoint of each component that is on this machine; nothing is downloaded."""
     present = {}
     for component in components:
         with contextlib.suppress(ConfigError):
-            present[component] = find(model, component, local_only=True)
+            present[component] = find(config, component, local_only=True)
     return present
 
 
-def find(model, component: str, local_only: bool = False) -> Checkpoint:
+def find(config, component: str, local_only: bool = False) -> Checkpoint:
     """One component's folder, its architecture and its fingerprint. Its config.json may add to the config's
     architecture, not contradict it."""
-    path = model.paths.get(component, model.path)
+    model, family = config.model, family_of(config)
+    path, key = model.paths.get(component, model.path), family.described_by(component)
     revision = model.revision if path == model.path else None
-    names = component, *BESIDE.get(component, ())
+    names = component, *family.spec(component).beside
     folder, *beside = (find_folder(path, revision, name, local_only) for name in names)
-    architecture = read_architecture(folder, model.architecture[described_by(component)], described_by(component))
+    architecture = read_architecture(folder, model.architecture[key], key)
     index(folder)
     for file in (path for other in beside for path in sorted(other.glob("*.json"))):
         check_ends(file)
     return Checkpoint(folder, architecture, fingerprint([folder, *beside]))
 
-
-def fingerprints(checkpoints: dict[str, Checkpoint]) -> dict[str, str]:
-    return {component: checkpoint.fingerprint for component, checkpoint in checkpoints.items()}
 
 
 # ---------------------------------------------------------------- folders
@@ -176,35 +171,3 @@ def read_header(file: Path) -> dict[str, Stored]:
         name: Stored(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
         for name, entry in header.items()
     }
-
-
-def fingerprint(folders: Iterable[Path]) -> str:
-    """Sixteen hex digits that change with what the folders hold: by the Hub's commit where they are of a snapshot, else
-    by the files. So another fine-tune of the same shape is noticed, without reading all of it."""
-    digest = hashlib.sha256()
-    for folder in folders:
-        if folder.parent.parent.name == "snapshots":
-            digest.update(f"{folder.parent.name}/{folder.name}".encode())
-            continue
-        if (folder / remote.RECORD).exists():
-            digest.update((folder / remote.RECORD).read_bytes())
-            continue
-        for file in sorted(path for path in folder.iterdir() if path.is_file()):
-            digest.update(f"{folder.name}/{file.name}".encode())
-            sample(file, digest)
-    return digest.hexdigest()[:16]
-
-
-def sample(file: Path, digest) -> None:
-    """A file's size, its safetensors header, and blocks spread evenly over all of it, from the first to the last."""
-    size = file.stat().st_size
-    digest.update(str(size).encode())
-    with file.open("rb") as handle:
-        if file.suffix == ".safetensors":
-            digest.update(handle.read(min(int.from_bytes(handle.read(8), "little"), size)))
-        offsets = range(0, size, SAMPLE_BYTES)
-        if len(offsets) > SAMPLES:
-            offsets = ((size - SAMPLE_BYTES) * number // (SAMPLES - 1) for number in range(SAMPLES))
-        for offset in offsets:
-            handle.seek(offset)
-            digest.update(handle.read(SAMPLE_BYTES))

@@ -7,10 +7,10 @@ import time
 
 import jax
 
-from wan_torchax.config import registry
-from wan_torchax.config.resolve import Recipe, Resolved, key_of
+from wan_torchax.config.resolve import Recipe, Resolved, key_of, plain
 from wan_torchax.events import Advanced, Began, Ended, Listener, Took
 from wan_torchax.records import provenance
+from wan_torchax.models.family import ComponentSpec, Family
 from wan_torchax.runtime import adapters, weights
 from wan_torchax.runtime.kept import Kept, pack_plan, unpack_plan
 
@@ -18,11 +18,11 @@ log = logging.getLogger("wan")
 READ_BYTES = 1 << 26
 
 
-def settings_of(name: str) -> tuple[str, ...]:
+def settings_of(name: str, family: Family) -> tuple[str, ...]:
     """The config keys that a component's arrays follow from."""
-    key = registry.described_by(name)
-    own = ("precision",) if key == "transformer" else ()
-    return f"model.architecture.{key}", f"model.dtype.{key}", "model.scan_blocks", f"sharding.{key}", *own
+    key = family.described_by(name)
+    own = ("precision", "sharding.gather") if family.spec(name).stacks else ()
+    return f"model.architecture.{key}", f"model.dtype.{key}", f"model.weights.{key}", "sharding.axes", *own
 
 
 class Component:
@@ -30,44 +30,51 @@ class Component:
 
     def __init__(self, name: str, resolved: Resolved, kept: Kept | None = None):
         self.name, self.key, self.checkpoint = name, self.key_for(name, resolved), resolved.checkpoints.get(name)
+        self.family = resolved.family
         self.arrays: dict[str, jax.Array] = {}
-        recipe, kind = resolved.recipe(settings_of(name)), f"plan-{name}"
+        recipe, kind = resolved.recipe(settings_of(name, resolved.family)), f"plan-{name}"
         # Adapters add to weights when they are loaded: they change no plan.
         files = self.checkpoint and self.checkpoint.fingerprint.partition("+")[0]
         if entry := kept and kept.read(kind, recipe, weights=files):
             self.tensors = unpack_plan(entry.about["tensors"], entry.arrays, recipe.mesh)
-            self.ignored, self.prefix = tuple(entry.about["ignored"]), entry.about["prefix"]
+            self.unused = tuple(entry.about["unused"])
             return
         self.plan(recipe)
         if kept:
             rows, tables = pack_plan(self.tensors)
-            about = {"tensors": rows, "ignored": self.ignored, "prefix": self.prefix}
+            about = {"tensors": rows, "unused": self.unused}
             kept.write(kind, recipe, about, tables, weights=files)
 
     def plan(self, recipe: Recipe) -> None:
         """The plan by the torch module itself."""
-        key, kind = registry.described_by(self.name), registry.load(registry.COMPONENTS, self.name)
-        module, dtype = kind.build(recipe.config), recipe.config.model.dtype[key]
-        self.ignored = (*kind.ignored, *getattr(module, "ignored", ()))
-        self.prefix = getattr(kind, "prefix", "")  # of names in checkpoints
-        self.tensors = weights.plan(module, recipe.config.sharding[key], recipe.mesh, dtype, f"sharding.{key}")
+        spec, key, config = self.spec, self.family.described_by(self.name), recipe.config
+        architecture, sharding = plain(config.model.architecture[key]), config.sharding
+        rules = config.model.weights.get(key) or {}
+        layout = weights.Layout(recipe.mesh, rules, sharding.axes, sharding.get("gather"), f"model.weights.{key}")
+        dtype, precision = config.model.dtype[key], config.get("precision")
+        self.tensors = weights.plan(spec.build(architecture), spec, architecture, layout, dtype, precision)
+        self.unused = spec.unused(architecture)
+
+    @property
+    def spec(self) -> ComponentSpec:
+        return self.family.spec(self.name)
 
     @staticmethod
     def key_for(name: str, resolved: Resolved) -> str:
         """What the arrays are made from: the recipe of their plan, and the checkpoint with its adapters."""
-        checkpoint, recipe = resolved.checkpoints.get(name), resolved.recipe(settings_of(name))
+        checkpoint, recipe = resolved.checkpoints.get(name), resolved.recipe(settings_of(name, resolved.family))
         allowed = checkpoint and [adapter.allow_unmatched for adapter in checkpoint.adapters]
         return key_of([recipe.key, checkpoint and checkpoint.fingerprint, allowed])
 
     def check(self) -> None:
         """Hold the plan against the headers of the checkpoint's files, and of the adapters'."""
-        weights.check(self.tensors, self.checkpoint.folder, self.ignored, self.prefix)
+        weights.check(self.tensors, self.checkpoint.folder, self.unused, self.spec.prefix)
         len(self.changes)  # asked for, they raise what does not fit
 
     @functools.cached_property
     def changes(self) -> dict[str, list[weights.Change]]:
         """What adapters add, by checkpoint name."""
-        return adapters.place(self.checkpoint.adapters, weights.source_shapes(self.tensors))
+        return adapters.place(self.checkpoint.adapters, weights.source_shapes(self.tensors), self.family)
 
     def part(self, pattern: str) -> dict[str, weights.Tensor]:
         """The tensors whose names match."""
@@ -88,7 +95,7 @@ class Component:
         def took(part, seconds):
             tell(Took(part, seconds))
 
-        self.arrays |= weights.load(absent, self.checkpoint.folder, progress, self.prefix, self.changes, took)
+        self.arrays |= weights.load(absent, self.checkpoint.folder, progress, self.spec.prefix, self.changes, took)
         seconds = time.perf_counter() - began
         tell(Ended(phase, seconds))
         rate = total / seconds / 1e9

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy
+from omegaconf import OmegaConf
 
 from wan_torchax.config.resolve import Recipe
 from wan_torchax.events import Compiled, Listener, Took
@@ -154,8 +155,9 @@ class NotFinite(RuntimeError):
         cause = "the checkpoint may be damaged"
         if dtype != "float32":
             cause = f"{dtype} may overflow: try model.dtype.{component}=float32"
-        scale = config.guidance_scale
-        super().__init__(f"{what}: {cause}; a guidance_scale that is too high (now {scale}) can do it too")
+        scale = OmegaConf.select(config, "guidance_scale")
+        guidance = "" if scale is None else f"; a guidance_scale that is too high (now {scale}) can do it too"
+        super().__init__(f"{what}: {cause}{guidance}")
 
 
 # ---------------------------------------------------------------- compilation

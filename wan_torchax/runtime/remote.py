@@ -17,8 +17,8 @@ from pathlib import Path
 
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.records.files import whole, write_text
+from wan_torchax.records.fingerprints import REMOTE as RECORD
 
-RECORD = ".remote.json"  # in a mirror's folder: where it comes from, and what of it is here
 KEPT = (".safetensors", ".json", ".model")
 PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs"}
 lock = threading.RLock()

@@ -1,8 +1,8 @@
 """From safetensors on disk to sharded arrays on the devices, one tensor at a time.
 
-    tensors = plan(module, table, mesh, "bfloat16", key)    # what goes where: pure, from shapes alone
-    check(tensors, folder)                                  # against the files' headers
-    arrays = load(tensors, folder, progress)                # {name: jax.Array}
+    tensors = plan(module, spec, {}, Layout(mesh), "bfloat16")      # what goes where: pure, from shapes alone
+    check(tensors, folder)                                          # against the files' headers
+    arrays = load(tensors, folder, progress)                        # {name: jax.Array}
 
 What adapters add (`Change`) is merged on the way, tensor by tensor, on the devices.
 
@@ -26,7 +26,8 @@ import numpy
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import listed, nearest
 from wan_torchax.devices.sharding import partition_spec, replicated, spec_problem
-from wan_torchax.kernels.quantised import quantise
+from wan_torchax.kernels.quantized import quantize
+from wan_torchax.models.family import ComponentSpec
 from wan_torchax.runtime.checkpoint import Stored, index
 from wan_torchax.runtime.reading import AHEAD_BYTES, STORED_DTYPES, Load, read_ahead
 
@@ -74,68 +75,127 @@ class Change:
 # ---------------------------------------------------------------- the plan
 
 
-def plan(module, table, mesh, dtype: str, key: str) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class Layout:
+    """How a component's arrays lie on the devices."""
+
+    mesh: object
+    rules: Mapping[str, object] = field(default_factory=dict)  # schema.Rule: what the dimensions of its weights are
+    axes: Mapping[str, object] = field(default_factory=dict)  # a dimension's name -> mesh axes
+    gather: str | None = None  # mesh axis over which the blocks' matrices are stored in parts
+    key: str = "model.weights"  # of the rules in the config
+
+    def spec(self, rule: str | None, parameter, stacked: bool) -> jax.sharding.PartitionSpec:
+        names = self.rules[rule].axes if rule else ()
+        entries = [self.axes.get(name) if name else None for name in names]
+        if self.gather and rule and stacked and parameter.ndim > 1:
+            entries = [self.gather, *entries[1:]]
+        while entries and entries[-1] is None:
+            entries.pop()
+        return partition_spec(entries)
+
+
+@dataclass
+class Part:
+    """Parameters of a module that become one array: one, or the same of every block of a stack."""
+
+    name: str
+    parameter: object
+    sources: list[str]
+    stacked: bool
+    dtype: str | None = None  # if it has one of its own
+    scaled_by: str | None = None
+
+
+def plan(module, spec: ComponentSpec, architecture, layout: Layout, dtype: str, precision=None) -> dict[str, Tensor]:
     """Shape, dtype and sharding of every array a module (on the meta device) needs.
 
-    The table's rules are full matches on checkpoint names and must be disjoint and all used, but for optional ones.
-    Arrays of blocks under a scan get a leading dimension, the layer, which is never sharded.
+    Rules are full matches on checkpoint names and must be disjoint and all used, but for optional ones. Arrays of
+    stacked blocks get a leading dimension, the layer, which is never sharded.
     """
     used, tensors, problems = set(), {}, []
-    for name, parameter in module.named_parameters():
-        sources, stacked, own_dtype = stored_of(module, name)
-        rules = {rule_for(source, table.weights, problems, key) for source in sources}
+    for part in in_eight_bits_too(parts_of(module, spec.stacks), layout, precision):
+        rules = {rule_for(source, layout, problems) for source in part.sources}
         if len(rules) > 1:
             names = sorted(map(str, rules))
-            problems.append(
-                f"{key}.weights: layers of {sources[0]} match different rules {names}; a scan needs one: "
-                "model.scan_blocks=false"
-            )
+            problems.append(f"{layout.key}: layers of {part.sources[0]} match different rules {names}; they are one array")
         rule = rules.pop()
-        if rule is None and table.unmatched == "error":
-            problems.append(f"{key}.weights: no rule matches {sources[0]}; add one, or set {key}.unmatched=replicate")
         used.add(rule)
-        spec = partition_spec(table.weights[rule].spec if rule else ())
-        is_scale = own_dtype == "float32"
-        if is_scale:  # one for each row of a weight
-            spec = jax.sharding.PartitionSpec(*spec[:1])
-        problem = spec_problem(spec, parameter.shape, mesh)
+        partition, is_scale = layout.spec(rule, part.parameter, part.stacked), part.name.endswith(".scale")
+        shape = tuple(part.parameter.shape)
+        if is_scale:  # one for each row of a weight, made of the weights that are read
+            partition, shape = jax.sharding.PartitionSpec(*partition[:1]), shape[:1]
+        problem = spec_problem(partition, shape, layout.mesh)
         if problem:
-            problems.append(f"{key}.weights.{rule}: {sources[0]} {problem}")
+            problems.append(f"{layout.key}.{rule}: {part.sources[0]} {problem}")
             continue
-        shape = ((len(sources),) if stacked else ()) + tuple(parameter.shape)
-        spec = jax.sharding.PartitionSpec(None, *spec) if stacked and len(spec) else spec
-        sharding, dtype_here = jax.sharding.NamedSharding(mesh, spec), own_dtype or dtype_of(module, name, dtype)
-        scaled_by = f"{name.rpartition('.')[0]}.scale" if own_dtype and not is_scale else None
-        listed_sources = [] if is_scale else sources  # scales are made of the weights that are read
-        tensors[name] = Tensor(
-            shape, dtype_here, sharding, rule or REPLICATED, listed_sources, stacked=stacked, scaled_by=scaled_by
+        if part.stacked:
+            shape = (len(part.sources), *shape)
+            partition = jax.sharding.PartitionSpec(None, *partition) if len(partition) else partition
+        sharding = jax.sharding.NamedSharding(layout.mesh, partition)
+        tensors[part.name] = Tensor(
+            shape, part.dtype or dtype_of(module, part.name, dtype), sharding, rule or REPLICATED,
+            [] if is_scale else part.sources, stacked=part.stacked, scaled_by=part.scaled_by,
         )
-    for rule in table.weights.keys() - used:
-        if getattr(table.weights[rule], "optional", False):
-            continue
-        pattern = table.weights[rule].pattern
-        sources = [tensor.sources[0] for tensor in tensors.values() if tensor.sources]
-        problems.append(f"{key}.weights.{rule}: pattern {pattern!r} matches nothing; {nearest(pattern, sources)}")
+    for rule in layout.rules.keys() - used:
+        if not layout.rules[rule].get("optional", False):
+            pattern = layout.rules[rule].pattern
+            sources = [tensor.sources[0] for tensor in tensors.values() if tensor.sources]
+            problems.append(f"{layout.key}.{rule}: pattern {pattern!r} matches nothing; {nearest(pattern, sources)}")
     if problems:
-        raise ConfigError(f"the sharding table does not fit the model:\n{listed(problems, PROBLEMS_SHOWN)}")
-    return tensors | tables(module, mesh)
+        raise ConfigError(f"the rules for weights do not fit the model:\n{listed(problems, PROBLEMS_SHOWN)}")
+    return tensors | {
+        name: Tensor(value.shape, "float32", replicated(layout.mesh), REPLICATED, value=value)
+        for name, value in spec.tables(architecture).items()
+    }
 
 
-def rule_for(name: str, rules, problems: list[str], key: str) -> str | None:
+def parts_of(module, stacks: Iterable[str]) -> list[Part]:
+    """A module's parameters; those of stacked blocks once: blocks.*.norm2.weight of blocks.0.norm2.weight, …"""
+    parts: dict[str, Part] = {}
+    for name, parameter in module.named_parameters():
+        match = re.fullmatch(r"(\w+)\.\d+\.(.+)", name)
+        stacked = match is not None and match[1] in stacks
+        array = f"{match[1]}.*.{match[2]}" if stacked else name
+        parts.setdefault(array, Part(array, parameter, [], stacked)).sources.append(name)
+    return list(parts.values())
+
+
+def in_eight_bits_too(parts: list[Part], layout: Layout, precision) -> Iterable[Part]:
+    """With linear layers in eight bits, in all blocks but a few at both ends: their weights are three arrays, `weight`
+    of the blocks that keep theirs, `quantized` and `scale` of the others."""
+    if precision is None or not precision.weights:
+        yield from parts
+        return
+    matched = set()
+    for part in parts:
+        rule = rule_for(part.sources[0], layout, []) if part.stacked and part.name.endswith(".weight") else None
+        if rule not in precision.layers:
+            yield part
+            continue
+        matched.add(rule)
+        count, first, last = len(part.sources), precision.first, precision.last
+        if first + last >= count:
+            raise ConfigError(f"precision.first={first} and last={last} leave none of {count} blocks")
+        small, kept = part.sources[first : count - last], part.sources[:first] + part.sources[count - last :]
+        name = part.name.removesuffix(".weight")
+        if kept:
+            yield replace(part, sources=kept)
+        yield replace(
+            part, name=f"{name}.quantized", sources=small, dtype=precision.weights, scaled_by=f"{name}.scale"
+        )
+        yield replace(part, name=f"{name}.scale", sources=small, dtype="float32")
+    for rule in precision.layers:
+        if rule not in matched:
+            raise ConfigError(f"precision.layers: {rule} is no rule for linear layers of the blocks")
+
+
+def rule_for(name: str, layout: Layout, problems: list[str]) -> str | None:
     """The one rule that matches a name; None if none does."""
-    matches = [rule for rule in rules if re.fullmatch(rules[rule].pattern, name)]
+    matches = [rule for rule in layout.rules if re.fullmatch(layout.rules[rule].pattern, name)]
     if len(matches) > 1:
-        problems.append(f"{key}.weights: {name} matches {' and '.join(matches)}; make their patterns disjoint")
+        problems.append(f"{layout.key}: {name} matches {' and '.join(matches)}; make their patterns disjoint")
     return matches[0] if matches else None
-
-
-def stored_of(module, name: str) -> tuple[list[str], bool, str | None]:
-    """The checkpoint names of a parameter, whether they are the layers of a scan, and its dtype if it has its own."""
-    stack = re.match(r"(\w*blocks)\.0\.block\.", name)  # models.transformer: Stacked
-    if stack is None or not hasattr(blocks := getattr(module, stack[1])[0], "stored"):
-        return [name], False, None
-    layers, source, dtype = blocks.stored(name[stack.end():])
-    return [f"{stack[1]}.{layer}.{source}" for layer in layers], True, dtype
 
 
 def dtype_of(module, name: str, dtype: str) -> str:
@@ -148,14 +208,6 @@ def dtype_of(module, name: str, dtype: str) -> str:
     if dtype != "float16" and hasattr(module, "_keep_in_fp32_modules_strict"):
         exempt = module._keep_in_fp32_modules_strict or ()
     return "float32" if any(part in exempt for part in name.split(".")) else dtype
-
-
-def tables(module, mesh) -> dict[str, Tensor]:
-    """Buffers that are computed, not stored in checkpoints (RoPE's cosines and sines)."""
-    return {
-        name: Tensor(tuple(buffer.shape), "float32", replicated(mesh), REPLICATED, value=buffer.float().numpy())
-        for name, buffer in module.named_buffers()
-    }
 
 
 def summary(tensors: dict[str, Tensor]) -> list[str]:
@@ -361,7 +413,7 @@ def in_eight_bits(
     """A weight of every layer and its scales, from numbers as they are stored and what adapters add to them."""
     values, scales = zeros(tensor.struct), zeros(scale.struct)
     whole = replace(tensor, dtype="float32", sharding=layer_sharding(tensor), shape=tensor.shape[1:], stacked=False)
-    program = quantise_program(tensor.sharding, scale.sharding)
+    program = quantize_program(tensor.sharding, scale.sharding)
     for layer, source in enumerate(tensor.sources):
         values, scales = program(values, scales, merge(whole, changes.get(source, ()), parts), layer)
         jax.block_until_ready(values)
@@ -369,9 +421,9 @@ def in_eight_bits(
 
 
 @functools.cache
-def quantise_program(*shardings):
+def quantize_program(*shardings):
     def program(values, scales, array, layer):
-        new_values, new_scales = quantise(array, str(values.dtype))
+        new_values, new_scales = quantize(array, str(values.dtype))
         return into_place(values, new_values, layer), into_place(scales, new_scales, layer)
 
     return jax.jit(program, out_shardings=shardings, donate_argnums=(0, 1))

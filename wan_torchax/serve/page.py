@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
 
 from wan_torchax.config import inputs, trust
-from wan_torchax.config.geometry import Geometry
+from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.records.pages import render
 from wan_torchax.serve import api, requests
@@ -66,7 +66,7 @@ def numbers(config) -> list[Number]:
 def sizes(config) -> list[str]:
     """The size it was started with, the same upright or lying, and a square."""
     width, height = config.resolution.width, config.resolution.height
-    multiple = max(Geometry.of(config.model.architecture).multiples.values())
+    multiple = max(family_of(config).geometry(config.model.architecture).multiples.values())
     side = max(round((width * height) ** 0.5 / multiple) * multiple, config.model.min_size)
     return list(dict.fromkeys([f"{width}x{height}", f"{height}x{width}", f"{side}x{side}"]))
 

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from wan_torchax.config import inputs, trust
 from wan_torchax.config.commandline import compose, key_of, quote
-from wan_torchax.config.geometry import Geometry
+from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
 from wan_torchax.config.wording import nearest
@@ -152,7 +152,7 @@ def make(base: Base, fields: dict, folder: Path) -> tuple[dict, DictConfig]:
 
 def frames_for(seconds: float, config: DictConfig) -> int:
     """The number of frames that is nearest, of those that the model's VAE can make."""
-    scale = Geometry.of(config.model.architecture).frame_scale
+    scale = family_of(config).geometry(config.model.architecture).frame_scale
     return max(round((seconds * config.resolution.fps - 1) / scale), 0) * scale + 1
 
 

@@ -4,15 +4,17 @@ It looks at the disk and writes to it, and knows nothing of who asks. What ends 
 between two steps: a `cancel` file, or word that this process must end.
 """
 import contextlib
+import itertools
 import json
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from wan_torchax.config.commandline import compose
+from wan_torchax.config.registry import STAGES
 from wan_torchax.config.schema import ConfigError, FolderError
 from wan_torchax.config.validation import validate
 from wan_torchax.events import Advanced, Began, Compiled, Event, Listener, Previewed, Stepped
@@ -22,23 +24,19 @@ from wan_torchax.records.files import claimed, sync
 from wan_torchax.serve.queue import Job, Queue, append, events_from, last_event
 from wan_torchax.serve.requests import Base, files_in
 from wan_torchax.session import session
-from wan_torchax.stages.denoise import Denoise
+from wan_torchax.stages.stage import find, main_stage
 from wan_torchax.tasks.attempt import explain
 from wan_torchax.tasks.generate import generate_into
-from wan_torchax.tasks.together import Video, denoise_together, several_of
+from wan_torchax.tasks.together import Video, denoise_together, several_of, takes_several
 
 log = logging.getLogger("wan")
 IDLE_SECONDS = 0.1  # between two looks at an empty queue
 LOOK_SECONDS = 0.05  # between two looks for a cancel file while weights load
 RESERVED_BYTES = 4096  # for the words of a failure, while the disk has room for them
-# A phase of a Session -> what a client is told, and how much of the work is done when it begins, in per cent.
-PHASES = {
-    "start": ("loading", 1), "build": ("loading", 1), "load_": ("loading", 2), "compile_": ("compiling", 2),
-    "denoise": ("denoising", 5), "decode": ("decoding", 90), "write": ("writing", 98),
-}
-OTHER = ("encoding", 4)  # texts and pictures
+# A phase of a Session that is no stage -> what a client is told.
+PHASES = {"start": "loading", "build": "loading", "load_": "loading", "compile_": "compiling", "write": "writing"}
+FIRST, LAST = 2, 98  # per cent that are done when the first stage begins, and when the last has ended
 APART = ("prompt.text", "prompt.negative", "seed")  # what tells videos apart that are denoised together
-ENDS = {"denoise": 90, "decode": 98}  # of phases that count
 
 
 class Cancelled(Exception):
@@ -52,7 +50,8 @@ class Parked(Exception):
 class Reporter:
     """A listener that writes what happens into a job's folder, and stops what is not wanted any more."""
 
-    def __init__(self, job: Job, must_end: Callable[[], bool]):
+    def __init__(self, job: Job, must_end: Callable[[], bool], stages: Iterable[str]):
+        self.bounds = bounds_of(stages)
         self.job, self.must_end, self.looked = job, must_end, 0.0
         self.clock = Clock()
         self.together = [job]  # with others: what is wanted by one of them goes on
@@ -67,8 +66,8 @@ class Reporter:
             self.begin(event)
         elif isinstance(event, Advanced) and event.phase == self.phase and self.total:
             self.done += event.count
-            if event.phase == "decode":
-                self.tell("decoding", share=self.done / self.total)
+            if event.phase in STAGES and self.unit != "step":
+                self.tell(find(event.phase).label, share=self.done / self.total)
         elif isinstance(event, Stepped):
             self.tell("step", share=event.step / event.steps, step=event.step, steps=event.steps)
         elif isinstance(event, Previewed):
@@ -84,18 +83,27 @@ class Reporter:
                 raise Parked
 
     def begin(self, event: Began) -> None:
-        self.phase, self.total, self.done = event.phase, event.total, 0
+        self.phase, self.total, self.unit, self.done = event.phase, event.total, event.unit, 0
+        if event.phase in STAGES:
+            return self.tell(find(event.phase).label)
         names = (name for name in PHASES if event.phase == name or (name[-1] == "_" and event.phase.startswith(name)))
-        word, self.percent = PHASES.get(next(names, ""), OTHER)
-        self.tell(word)
+        self.tell(PHASES[next(names)])
 
     def tell(self, word: str, share: float = 0.0, **numbers) -> None:
         """A line; numbers that this one does not bring stay as they were, and progress only grows."""
-        percent = self.percent + share * (ENDS.get(self.phase, self.percent) - self.percent)
-        now = self.now | numbers | {"event": word, "progress": max(self.now["progress"], int(percent))}
+        first, last = self.bounds.get(self.phase, (LAST, LAST) if self.phase == "write" else (1, 1))
+        percent = int(first + share * (last - first))
+        now = self.now | numbers | {"event": word, "progress": max(self.now["progress"], percent)}
         if now != self.now:
             self.now = now
             append(self.job.folder, now)
+
+
+def bounds_of(stages: Iterable[str]) -> dict[str, tuple[float, float]]:
+    """How much of the work is done when each stage begins and ends, in per cent."""
+    shares = {name: find(name).share for name in stages}
+    ends = [FIRST + (LAST - FIRST) * done / sum(shares.values()) for done in itertools.accumulate(shares.values())]
+    return dict(zip(shares, zip([FIRST, *ends], ends)))
 
 
 # ---------------------------------------------------------------- one video
@@ -214,9 +222,9 @@ def prepare(base: Base, tell: Listener) -> None:
     names = list(config.pipeline.stages)
     resolved = session.resolve(config, names, tell)
     session.prepare(resolved, names, tell)
-    for videos in range(2, base.config.serve.batch + 1) if Denoise.takes_several(config) else ():
+    for videos in range(2, base.config.serve.batch + 1) if takes_several(resolved) else ():
         if (several := several_of(resolved, [config.seed] * videos)) is not None:
-            session.prepare(several, ["denoise"], tell)
+            session.prepare(several, [main_stage(resolved.graph)], tell)
 
 
 def work(queue: Queue, base: Base, must_end: Callable[[], bool], must_stop: Callable[[], bool]) -> None:
@@ -241,7 +249,7 @@ def take(jobs: list[Job], queue: Queue, base: Base, must_end: Callable[[], bool]
     """Work on those of the jobs that no other worker has, and that are not for another; whether there were any."""
     with contextlib.ExitStack() as claims:
         held = [job for job in jobs if job.request["model"] in base.models and hold(job, queue, claims)]
-        reporters = [Reporter(job, must_end) for job in held]
+        reporters = [Reporter(job, must_end, base.config.pipeline.stages) for job in held]
         if len(held) > 1:
             denoise_group(held, base, reporters)
         worked = [try_one(job, queue, base, reporter) for job, reporter in zip(held, reporters)]

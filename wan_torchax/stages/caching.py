@@ -6,14 +6,14 @@ MagCache (Ma et al., 2025) knows from a curve how fast the size of what the bloc
 reuses it while the error so summed up stays small. EasyCache (Zhou et al., 2025) sees it from the latents as it goes.
 The CFG cache (Lv et al., 2025) guesses the negative prompt's velocity in most steps of the middle.
 """
-import functools
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy
 import yaml
 
-from wan_torchax.config.caches import CURVES, curve_name
+from wan_torchax.config.caches import curve_file
 from wan_torchax.config.geometry import expert_at, guided
 
 FULL, PROMPT, REUSE = "full", "prompt", "reuse"
@@ -46,17 +46,16 @@ class Curve:
         return numpy.exp(numpy.diff(there, prepend=there[0]))
 
 
-@functools.cache
-def read_curve(name: str) -> Curve:
-    stored = yaml.safe_load((CURVES / f"{name}.yaml").read_text())
-    return Curve(name, stored["steps"], stored["shift"], stored["solver"], tuple(stored["ratios"]))
+def read_curve(path: Path) -> Curve:
+    stored = yaml.safe_load(path.read_text())
+    return Curve(path.stem, stored["steps"], stored["shift"], stored["solver"], tuple(stored["ratios"]))
 
 
-def plan(config, table) -> list[str]:
+def plan(config, table, curve: Path | None = None) -> list[str]:
     """How each step is done, as far as that is known before the run: an adaptive cache turns more into `reuse`."""
     work = [FULL] * len(table.timesteps)
     if config.cache.mode == "magcache":
-        ratios = read_curve(curve_name(config)).at(table.sigmas)
+        ratios = read_curve(curve or curve_file(config)).at(table.sigmas)
         skips = skipped(ratios, kept_steps(config, table), config.cache.threshold, config.cache.most_in_a_row)
         work = [REUSE if skip else FULL for skip in skips]
     if not guided(config):

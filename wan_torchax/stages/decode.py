@@ -1,16 +1,12 @@
 """Latents to frames."""
-import functools
-from typing import ClassVar
-
-import jax
 import jax.numpy as jnp
 import numpy
 
-from wan_torchax.config.schema import ConfigError
-from wan_torchax.devices.sharding import partition_spec, struct
+from wan_torchax.config.geometry import device_count
+from wan_torchax.devices.sharding import struct
 from wan_torchax.events import Advanced, Decoded
 from wan_torchax.runtime.programs import NotFinite
-from wan_torchax.stages.chunks import add_chunks, statistics
+from wan_torchax.stages.chunks import add_chunks
 from wan_torchax.stages.stage import Stage
 
 
@@ -21,79 +17,59 @@ class Decode(Stage):
     with the caches for the next.
     """
 
-    settings = ("mesh.chip.vae_lines",)
-    result_settings = ("model.dtype.vae",)
-    parts: ClassVar = {"vae": r"(decoder|post_quant_conv)\..*"}
+    label, share = "decoding", 8.0
+    settings = ("sharding.picture",)
 
     @classmethod
-    def result_shapes(cls, config):
-        size = config.resolution
+    def settings_for(cls, family):
+        return *cls.settings, *family.codec.settings
+
+    @classmethod
+    def parts(cls, family):
+        return {family.codec.component: family.codec.decoder_part}
+
+    @classmethod
+    def result_shapes(cls, name, job):
+        size = job.config.resolution
         return {"frames": (size.frames, size.height, size.width, 3)}
 
     @classmethod
-    def derived(cls, resolved):
-        batch, channels, _, height, width = resolved.latent_shape
+    def derived(cls, name, job):
+        batch, channels, _, height, width = job.latent_shape
         return {"latent_shape": (batch, channels, 1, height, width)}
 
     def build(self):
-        chunk, carry = self.by_lines() if self.config.mesh.chip.vae_lines else self.by_modules()
-        dtype, (mean, deviation) = self.config.model.dtype.vae, statistics(self.config.model.architecture.vae)
+        codec = self.family.codec
+        decode_piece, caches_spec = codec.decoder(self.module(codec.component), self.config, self.mesh)
 
         def decode(arrays, latent, caches=None):
-            pixels, caches = chunk(arrays, (latent * deviation + mean).astype(dtype), caches)
+            pixels, caches = decode_piece(arrays, latent, caches)
             pixels = pixels.astype(jnp.float32)
             frames = jnp.round((pixels[0] + 1) * 127.5).astype(jnp.uint8).transpose(1, 2, 3, 0)
             return frames, jnp.isfinite(pixels).all(), caches
 
         latent = struct(self.mesh, self.recipe.derived["latent_shape"], "float32")
-        add_chunks(self, decode, latent, latent, carry)
+        add_chunks(self, decode, latent, latent, caches_spec)
 
-    def by_modules(self):
-        """diffusers' decoder as a function of (arrays, latent, caches), and no spec for its caches but the config's."""
-        from wan_torchax.models.vae import decode_chunk
-        from wan_torchax.patches import call_module
-
-        module = self.module("vae")
-        module.encoder = module.quant_conv = None
-        module.forward = functools.partial(decode_chunk, module)
-        return functools.partial(call_module, module), None
-
-    def by_lines(self):
-        """The same with every chip at its own columns, and the spec of the caches."""
-        from wan_torchax.models.vae_lines import decode_chunk
-
-        spec = partition_spec(self.config.sharding.vae.carry)
-        axes = next(filter(None, spec), None)
-        if self.config.model.architecture.vae.get("is_residual") or axes is None:
-            raise ConfigError(
-                "mesh.chip.vae_lines=true: is for Wan 2.1's VAE and a picture that sharding.vae.carry spreads; set it "
-                "to false"
-            )
-        carry = jax.sharding.PartitionSpec(None, axes)
-        chunk = functools.partial(decode_chunk, axes=axes, upright=spec[3] is not None)
-        specs = (jax.sharding.PartitionSpec(), spec, carry)
-        return jax.shard_map(chunk, mesh=self.mesh, in_specs=specs, out_specs=specs[1:], check_vma=False), carry
-
-    def run(self, resolved, values, tell):
+    def run(self, view, values, tell):
         chunks, caches, latents = [], None, values["latents"]
         for index in range(latents.shape[2]):
             latent = self.programs.put("first", (latents[:, :, index : index + 1],))
             frames, finite, caches = self("first", *latent) if index == 0 else self("later", *latent, caches)
             chunks.append((frames, finite))
             if index:  # the chunk before is copied out while the device works on this one
-                chunks[-2] = self.fetch(chunks[-2], index - 1, resolved.config, tell)
-        chunks[-1] = self.fetch(chunks[-1], len(chunks) - 1, resolved.config, tell)
+                chunks[-2] = self.fetch(chunks[-2], index - 1, view, tell)
+        chunks[-1] = self.fetch(chunks[-1], len(chunks) - 1, view, tell)
         return {"frames": numpy.concatenate(chunks)}
 
     @classmethod
-    def amount(cls, resolved):
-        return resolved.config.resolution.frames, "frame"
+    def amount(cls, name, job):
+        return job.config.resolution.frames, "frame"
 
-    def fetch(self, chunk, index, config, tell):
+    def fetch(self, chunk, index, view, tell):
         frames, finite = chunk
         if not bool(finite):
-            what = f"the decoded frames are not finite at latent frame {index}"
-            raise NotFinite(what, config, "vae")
+            raise NotFinite(f"the decoded frames are not finite at latent frame {index}", view.config, "vae")
         frames = numpy.asarray(frames)
         tell(Advanced(self.name, len(frames)))
         tell(Decoded(frames))
@@ -105,9 +81,9 @@ class Decode(Stage):
 
     @classmethod
     def temporaries(cls, resolved):
-        """Six of the widest activations of a latent frame, eight where shortcuts run beside them."""
-        size, vae = resolved.config.resolution, resolved.config.model.architecture.vae
-        width = 2 * (vae.get("decoder_base_dim") or vae.get("base_dim", 96))
-        pixels = size.height * size.width * resolved.geometry.frame_scale / (vae.get("patch_size") or 1) ** 2
-        item = jnp.dtype(resolved.config.model.dtype.vae).itemsize
-        return (8 if vae.get("is_residual") else 6) * pixels * width * item / resolved.config.mesh.devices
+        """The widest activations of a latent frame."""
+        size, codec = resolved.config.resolution, resolved.family.codec
+        width = codec.decoder_width(resolved.config.model.architecture[codec.component])
+        pixels = size.height * size.width * resolved.geometry.frame_scale
+        item = jnp.dtype(resolved.config.model.dtype[codec.component]).itemsize
+        return pixels * width * item / device_count(resolved.config.mesh)

@@ -1,4 +1,5 @@
 """Noise to latents: one compiled step, guidance and scheduler included, called as often as there are steps."""
+import itertools
 import logging
 import math
 import re
@@ -9,30 +10,24 @@ import jax
 import numpy
 
 from wan_torchax.config import caches
-from wan_torchax.config.geometry import (
-    Geometry,
-    expert_at,
-    guidance_at,
-    prompt_count,
-    reference_count,
-    steps_skipped,
-)
+from wan_torchax.config.attention import parallel_of
+from wan_torchax.config.geometry import device_count, expert_at, guidance_at, prompt_count, steps_skipped
+from wan_torchax.config.resolve import plain
 from wan_torchax.devices.mesh import memory_bytes
 from wan_torchax.devices.sharding import replicated, struct
 from wan_torchax.events import Advanced, Stepped
 from wan_torchax.kernels.settings import Kernel, Parallel, Products
+from wan_torchax.models.family import Forward
+from wan_torchax.records.store import Store
 from wan_torchax.runtime import weights
 from wan_torchax.runtime.programs import NotFinite, Program, own_compilation, put
 from wan_torchax.stages import caching
-from wan_torchax.stages.image import Image
 from wan_torchax.stages.sampling import noises, scheduler_table
 from wan_torchax.stages.stage import Stage
 from wan_torchax.stages.step import Step
 
 log = logging.getLogger("wan")
 LANES = 128  # of a tile in a TPU's memory
-# Values that are the same in every step.
-CONDITIONS = ("embeddings", "condition", "first_latent", "image_embeddings", "control", "conditioning_scale")
 SPARE_BYTES = 2 * 2**30  # to leave free beside weights and what a step needs
 PROGRAMS = {caching.FULL: "step", caching.PROMPT: "prompt", caching.REUSE: "reuse"}
 
@@ -45,78 +40,118 @@ class Denoise(Stage):
         state       slots: the latents (slot 0) and what the scheduler remembers, (slots, videos, channels, frames, …)
         schedule    timestep, coefficients (slots, slots + 1), guidance_scale: of one step; with a scheduler that draws
                     noise also that, like the latents, and coefficients (slots, slots + 2)
-        conditions  embeddings (prompts · videos, tokens, width), those of all videos' prompts before those of their
-                    negative ones; condition (1, channels, frames, height, width), which joins the latents as further
-                    channels; first_latent (1, channels, 1, height, width), which is the first frame
-                    of the latents, without noise; image_embeddings (pictures, tokens, width); control (1, channels,
-                    frames, height, width), of which VACE's control blocks make hints that count conditioning_scale
+        conditions  what the family's transformer takes beside (Family.conditions): those of prompts have all videos'
+                    prompts in front of their negative ones; first_latent (1, channels, 1, height, width) is the first
+                    frame of the latents, without noise
 
-    Reference pictures are latent frames in front of the video's: denoised with them, and left out of the result.
+    Frames that a family puts in front of the video's are denoised with them, and left out of the result.
     """
 
+    label, share = "denoising", 85.0
     settings = (
-        "attention.self", "attention.cross", "products", "guidance", "model.text_tokens", "sharding.attention"
+        "attention.self", "attention.cross", "products", "guidance", "model.text_tokens", "model.scan_blocks",
+        "sharding.attention",
     )
-    result_settings = (
-        "seed", "steps", "guidance_scale", "guidance_scale_2", "model.experts", "model.boundary", "scheduler",
-        "resolution.height", "resolution.width", "resolution.frames", "resolution.flow_shift", "attention.self.window",
-        "cache", "precision",
+    reads = (
+        "seed", "steps", "strength", "guidance_scale", "guidance_scale_2", "model.experts", "model.boundary",
+        "scheduler", "resolution.height", "resolution.width", "resolution.frames", "resolution.flow_shift", "cache",
+        "pipeline.inputs",
     )
+    reads_beside = ("expert_weights", "mesh.chip", "model.name", "model.curve")
 
     @classmethod
-    def derived(cls, resolved):
-        mode, rests = resolved.config.cache.mode, caches.rests(resolved.config)
-        _, slots, terms = scheduler_table(resolved.config)[1].shape
-        pictures = "image" in resolved.graph.stages and Image.result_shapes(resolved.config)["image_embeddings"]
+    def derived(cls, name, job):
+        _, slots, terms = scheduler_table(job.config, Store.of(job.config)).coefficients.shape
         return {
-            "prompts": prompt_count(resolved.config),
-            "videos": resolved.videos,
-            "latent_shape": (resolved.videos, *resolved.denoised_shape[1:]),
-            "references": reference_count(resolved.config),
-            "tokens": resolved.tokens,
+            "prompts": prompt_count(job.config),
+            "videos": job.videos,
+            "latent_shape": (job.videos, *job.denoised_shape[1:]),
+            "grid": job.grid,
+            "extra_frames": job.family.extra_frames(job.config),
             "slots": slots,
             "renoised": terms == slots + 2,
-            "conditions": [name for name in resolved.graph.stages["denoise"].takes if name in CONDITIONS],
-            "pictures": pictures,
-            "mode": mode,
-            "rests": rests,
+            "conditions": {
+                value: job.family.conditions[value].shape(job)
+                for value in job.graph.stages[name].takes if value in job.family.conditions
+            },
+            "mode": job.config.cache.mode,
+            "rests": caches.rests(job.config),
         }
 
     @classmethod
-    def result_shapes(cls, config):
-        return {"latents": Geometry.of(config.model.architecture).latent_shape(config.resolution)}
+    def files(cls, job):
+        return {"curve": caches.curve_file(job.config)} if job.config.cache.mode == "magcache" else {}
+
+    @classmethod
+    def result_shapes(cls, name, job):
+        return {"latents": job.latent_shape}
+
+    @property
+    def usual_program(self):
+        return "step"
 
     def build(self):
         """One program for the exact step; with a cache, others beside it. The experts of a model share them."""
         derived = self.recipe.derived
-        step = self.step(self.spread_module(derived["prompts"]), derived["prompts"])
+        step = self.step(derived["prompts"])
         structs = self.arguments(step)
         programs = {"step": step.full}
         if step.mode in ("magcache", "easycache"):
             programs["reuse"] = step.reuse
         if step.rests:
-            programs["prompt"] = self.step(self.spread_module(1), 1).prompt
+            programs["prompt"] = self.step(1).prompt
         for name, function in programs.items():
             outputs = jax.tree.map(lambda struct: struct.sharding, structs[0]), *[replicated(self.mesh)] * 2
-            self.add(name, Program(function, "transformer", structs, outputs, donated=(1,)))
+            self.add(name, Program(function, self.recipe.derived["uses"][0], structs, outputs, donated=(1,)))
 
-    def step(self, module, prompts: int) -> Step:
-        """What the programs of a module compute."""
-        derived, config = self.recipe.derived, self.config
-        step = Step(
-            module, config.model.dtype.transformer, prompts, config.guidance == "batched", bool(self.given_tokens()),
-            derived["references"], replicated(self.mesh), derived["mode"], derived["rests"],
+    def step(self, prompts: int) -> Step:
+        """What the programs compute that take so many prompts at once."""
+        derived, config, conditions = self.recipe.derived, self.config, self.family.conditions
+        denoiser = self.family.denoiser(self.module(derived["uses"][0]), self.forward(prompts))
+        return Step(
+            denoiser, config.model.dtype.transformer, prompts, config.guidance == "batched",
+            tuple(name for name in derived["conditions"] if conditions[name].by_prompt), derived["extra_frames"],
+            replicated(self.mesh), derived["mode"], derived["rests"],
         )
-        if step.mode in ("magcache", "calibrate"):
-            from wan_torchax.models.transformer import keep_residual
 
-            keep_residual(module)
-        return step
+    def forward(self, prompts: int) -> Forward:
+        """How the transformer is computed and laid out where it takes so many prompts at once."""
+        config, derived, parallel = self.config, self.recipe.derived, self.parallel(prompts)
+        # Over several devices each would compute what the prompts share.
+        spread = parallel.batch and self.mesh.shape[parallel.batch] > 1
+        return Forward(
+            architecture=plain(config.model.architecture.transformer), dtype=config.model.dtype.transformer,
+            grid=tuple(derived["grid"]), text_tokens=config.model.text_tokens, conditions=tuple(derived["conditions"]),
+            mesh=self.mesh, parallel=parallel, self_attention=Kernel(**config.attention.self),
+            cross_attention=Kernel(**config.attention.cross), products=Products(**config.products),
+            precision=config.precision, gather=config.sharding.gather, scan=config.model.scan_blocks,
+            same_video=derived["videos"] == 1 and not spread, multiple=self.multiple(parallel),
+            pinned=prompts == 1 and derived["rests"],  # beside what two prompts have left on the devices
+        )
+
+    def multiple(self, parallel: Parallel) -> int:
+        """What tokens are padded to a multiple of. Programs that hand what the blocks add to each other pad alike."""
+        widest = self.parallel(1) if self.recipe.derived["rests"] else parallel
+        shards = math.prod(self.mesh.shape[axis] for axis in widest.token_axes)
+        return LANES * shards if shards > 1 else 1
+
+    def parallel(self, prompts: int) -> Parallel:
+        """Who shares heads, tokens and prompts. With one forward at a time there is no batch to spread: where tokens
+        are shared already, they are over the batch's axis too."""
+        config, parallel = self.config, parallel_of(self.config.sharding)
+        if prompts > 1 and config.guidance == "batched":
+            return parallel
+        axis, parts = parallel.batch, self.mesh.shape.get(parallel.batch, 1)
+        parallel = replace(parallel, batch=None)
+        heads, _ = self.family.heads(config.model.architecture)
+        if parts > 1 and parallel.ulysses and heads % (parts * self.mesh.shape[parallel.ulysses]) == 0:
+            return replace(parallel, ulysses=(axis, parallel.ulysses))
+        return parallel  # where it is idle, validation has said so
 
     def arguments(self, step: Step):
         """Structs of the state, the schedule and the conditions."""
-        derived, architecture = self.recipe.derived, self.config.model.architecture.transformer
-        slots, text = derived["slots"], (self.config.model.text_tokens, architecture.text_dim)
+        derived, dtype = self.recipe.derived, self.config.model.dtype.transformer
+        slots, videos = derived["slots"], derived["videos"]
 
         def array(*shape, dtype="float32"):
             return struct(self.mesh, shape, dtype)
@@ -125,123 +160,58 @@ class Denoise(Stage):
         schedule = {"timestep": array(), "coefficients": array(slots, terms), "guidance_scale": array()}
         if derived["renoised"]:
             schedule["noise"] = array(*derived["latent_shape"])
-        dtype = self.config.model.dtype.transformer
-        conditions = {"embeddings": array(derived["prompts"] * derived["videos"], *text, dtype=dtype)}
-        if "condition" in derived["conditions"]:
-            batch, channels, *sizes = derived["latent_shape"]
-            conditions["condition"] = array(batch, architecture.in_channels - channels, *sizes)
-        if "first_latent" in derived["conditions"]:
-            batch, channels, _, *sides = derived["latent_shape"]
-            conditions["first_latent"] = array(batch, channels, 1, *sides)
-        if "image_embeddings" in derived["conditions"]:
-            conditions["image_embeddings"] = array(*derived["pictures"], dtype=dtype)
-        if "control" in derived["conditions"]:
-            batch, _, *sizes = derived["latent_shape"]
-            conditions["control"] = array(batch, architecture.vace_in_channels, *sizes)
-            conditions["conditioning_scale"] = array(len(architecture.vace_layers))
         if derived["rests"]:
             schedule |= {"rest_weights": array(2), "resting": array()}
+        conditions = {}
+        for name, shape in derived["conditions"].items():
+            condition = self.family.conditions[name]
+            shape = (derived["prompts"] * videos, *shape) if condition.by_prompt else shape
+            conditions[name] = array(*shape, dtype=dtype if condition.half else "float32")
         residual = self.residual_struct(step) if step.mode in ("magcache", "calibrate") else None
         state = {"slots": array(slots, *derived["latent_shape"])}
         return [state | step.state_structs(array, derived["latent_shape"], residual), schedule, conditions]
 
     def residual_struct(self, step: Step):
         """Of what the blocks add: (prompts, tokens, channels), on the devices as the blocks leave it."""
-        architecture, blocks = self.config.model.architecture.transformer, step.module.blocks[0]
-        width = architecture.num_attention_heads * architecture.attention_head_dim
-        tokens = self.recipe.derived["tokens"]
-        shape = step.prompts, tokens + -tokens % blocks.multiple, width
-        sharding = self.token_sharding(self.parallel(step.prompts))
+        from wan_torchax.models.loop import token_sharding
+
+        tokens, parallel = math.prod(self.recipe.derived["grid"]), self.parallel(step.prompts)
+        shape = step.prompts, tokens + -tokens % self.multiple(parallel), width_of(self.family, self.config)
+        sharding = token_sharding(self.mesh, parallel)
         return jax.ShapeDtypeStruct(shape, self.config.model.dtype.transformer, sharding=sharding)
 
-    def token_sharding(self, parallel: Parallel) -> jax.sharding.NamedSharding:
-        """How (prompts, tokens, channels) lie on the devices between blocks."""
-        spec = jax.sharding.PartitionSpec(parallel.batch, parallel.token_axes or None)
-        return jax.sharding.NamedSharding(self.mesh, spec)
-
-    def given_tokens(self) -> int:
-        """Tokens of a first frame that is given, at the start of all."""
-        derived = self.recipe.derived
-        return derived["tokens"] // derived["latent_shape"][2] if "first_latent" in derived["conditions"] else 0
-
-    def parallel(self, prompts: int) -> Parallel:
-        """Who shares heads, tokens and prompts. With one forward at a time there is no batch to spread: where tokens
-        are shared already, they are over the batch's axis too."""
-        config, parallel = self.config, Parallel(**self.config.sharding.attention)
-        if prompts > 1 and config.guidance == "batched":
-            return parallel
-        axis, parts = parallel.batch, self.mesh.shape.get(parallel.batch, 1)
-        parallel = replace(parallel, batch=None)
-        heads = config.model.architecture.transformer.num_attention_heads
-        if parts > 1 and parallel.ulysses and heads % (parts * self.mesh.shape[parallel.ulysses]) == 0:
-            return replace(parallel, ulysses=(axis, parallel.ulysses))
-        return parallel  # where it is idle, validation has said so
-
-    def spread_module(self, prompts: int):
-        """The transformer with its attention and its loop over the blocks as the mesh wants them."""
-        from wan_torchax.kernels.attention import Attend
-        from wan_torchax.kernels.norm import Norm
-        from wan_torchax.kernels.product import Linear
-        from wan_torchax.models.transformer import AttentionProcessor, give_times_by_token
-
-        config, mesh, parallel = self.config, self.mesh, self.parallel(prompts)
-        module, head_dim = self.module("transformer"), config.model.architecture.transformer.attention_head_dim
-        kernels = {part: Kernel(**config.attention[part]) for part in ("self", "cross")}
-        joined = module.config.eps if config.products.kernel == "pallas" else None
-        module.set_attn_processor(AttentionProcessor(
-            to_video=Attend(
-                head_dim, kernels["self"], parallel, mesh, keys=self.recipe.derived["tokens"], norm_epsilon=joined
-            ),
-            to_text=Attend(head_dim, kernels["cross"], parallel, mesh, cross=True),
-            text_tokens=config.model.text_tokens,
-        ))
-        if config.model.scan_blocks:
-            # Programs that hand what the blocks add to each other pad alike.
-            widest = self.parallel(1) if self.recipe.derived["rests"] else parallel
-            blocks, shards = module.blocks[0], math.prod(mesh.shape[axis] for axis in widest.token_axes)
-            blocks.gathered = replicated(mesh) if config.sharding.transformer.gather else None
-            blocks.multiple = LANES * shards if shards > 1 else 1
-            if prompts == 1 and self.recipe.derived["rests"]:  # beside what two prompts have left on the devices
-                blocks.spread = self.token_sharding(parallel)
-            # Over several devices each would compute what the prompts share.
-            spread = parallel.batch and mesh.shape[parallel.batch] > 1
-            blocks.same_video = self.recipe.derived["videos"] == 1 and not spread
-            blocks.given_tokens = self.given_tokens()
-            if config.products.kernel == "pallas":
-                placed = Products(**config.products), self.token_sharding(parallel)
-                blocks.use_products(Linear(*placed), Norm(*placed))
-        if self.given_tokens():
-            give_times_by_token(module, self.given_tokens(), self.recipe.derived["tokens"])
-        return module
-
     @classmethod
-    def takes_several(cls, config) -> bool:
-        """Whether videos can be denoised together: where a text is all that tells them apart, and no cache judges by
+    def takes_several(cls, name: str, job) -> bool:
+        """Whether videos can be denoised together: where texts are all that tells them apart, and no cache judges by
         what it sees of one."""
-        return not caches.is_on(config) and list(config.pipeline.stages.denoise.takes) == ["embeddings"]
+        conditions = job.family.conditions
+        takes = job.graph.stages[name].takes
+        return not caches.is_on(job.config) and all(
+            value in conditions and conditions[value].by_prompt for value in takes
+        )
 
     @staticmethod
-    def joined(values: list[dict]) -> dict:
-        """What several videos take, as one."""
-        embeddings = numpy.stack([taken["embeddings"] for taken in values], axis=1)  # (prompts, videos, …)
-        return {"embeddings": embeddings.reshape(-1, *embeddings.shape[2:])}
+    def joined(values: list[dict], names: list[str]) -> dict:
+        """What several videos take, as one: (prompts, …) each to (prompts · videos, …)."""
+        stacked = {name: numpy.stack([taken[name] for taken in values], axis=1) for name in names}
+        return {name: array.reshape(-1, *array.shape[2:]) for name, array in stacked.items()}
 
     @classmethod
-    def amount(cls, resolved):
-        return resolved.config.steps - steps_skipped(resolved.config), "step"
+    def amount(cls, name, job):
+        return job.config.steps - steps_skipped(job.config), "step"
 
-    def components_first(self, resolved):
-        if self.are_resident(resolved):
+    def components_first(self, view):
+        if self.are_resident(view):
             return list(self.components)
-        return [expert_at(resolved.config, scheduler_table(resolved.config)[0][0])]
+        return [expert_at(view.config, scheduler_table(view.config, view.store).timesteps[0])]
 
-    def are_resident(self, resolved) -> bool:
+    def are_resident(self, view) -> bool:
         """Whether the weights of all experts are on the devices at once: as the config says, else if they fit."""
-        if resolved.config.expert_weights is not None or len(self.components) == 1:
-            return resolved.config.expert_weights != "swapped"
+        if view.config.expert_weights is not None or len(self.components) == 1:
+            return view.config.expert_weights != "swapped"
         weights_bytes = sum(tensor.bytes_per_device for part in self.tensors.values() for tensor in part.values())
-        limit = memory_bytes(resolved.mesh, resolved.config.mesh.chip)
-        return limit is None or weights_bytes + self.temporaries(resolved) + SPARE_BYTES < limit
+        limit = memory_bytes(self.mesh, view.config.mesh.chip)
+        return limit is None or weights_bytes + self.temporary_bytes + SPARE_BYTES < limit
 
     def bring(self, name: str, tell) -> None:
         """The weights of an expert in place of another's."""
@@ -252,9 +222,9 @@ class Denoise(Stage):
         with own_compilation():
             self.components[name].load(self.tensors[name], tell)
 
-    def run(self, resolved, values, tell):
-        config, table = resolved.config, scheduler_table(resolved.config)
-        draws = map(numpy.concatenate, zip(*(noises(seed, resolved.denoised_shape) for seed in resolved.seeds)))
+    def run(self, view, values, tell):
+        config, table = view.config, scheduler_table(view.config, view.store)
+        draws = map(numpy.concatenate, zip(*(self.noises(view, seed, table) for seed in view.seeds)))
         state, schedule, conditions = self.first_arguments(config, table, values, draws)
         rows = schedule_rows(config, table)
         experts = [expert_at(config, timestep) for timestep in table.timesteps]
@@ -262,8 +232,8 @@ class Denoise(Stage):
             if not self.components[name].is_loaded():
                 self.components[name].read_ahead()
         adaptive = caching.Adaptive(config, table) if config.cache.mode == "easycache" else None
-        work, resting, rescued = caching.plan(config, table), 0.0, []
-        tell_plan(config, work)
+        work, resting, rescued = caching.plan(config, table, view.files.get("curve")), 0.0, []
+        tell_plan(config, work, view.files.get("curve"))
         for index, expert in enumerate(experts):
             began = time.perf_counter()
             self.bring(expert, tell)
@@ -280,27 +250,31 @@ class Denoise(Stage):
             measures = numpy.asarray(state["measures"]) if "measures" in state else None
             if adaptive is not None:
                 adaptive.learn(measures, kind)
-            seconds, videos = time.perf_counter() - began, resolved.videos
+            seconds, videos = time.perf_counter() - began, len(view.seeds)
             again = tuple(numpy.asarray(report["rescued"]).tolist()) if "rescued" in report else None
             rescued.append(again or (0, 0))
             for video, one in enumerate(numpy.split(numpy.asarray(estimate), videos) if videos > 1 else [estimate]):
                 tell(Stepped(index + 1, len(experts), seconds, one, kind, measures, again, video, videos))
             tell(Advanced(self.name, 1))
         tell_rescued(rescued)
-        latents = numpy.array(state["slots"])[0][:, :, reference_count(config) :]
+        latents = numpy.array(state["slots"])[0][:, :, self.recipe.derived["extra_frames"] :]
         if "first_latent" in values:
             latents[:, :, :1] = values["first_latent"]
         return {"latents": latents}
+
+    def noises(self, view, seed: int, table):
+        """The first latents of a video, then what each step draws. Segments of a video go on with one generator."""
+        shape = 1, *self.recipe.derived["latent_shape"][1:]
+        drawn = 1 + (len(table.timesteps) if self.recipe.derived["renoised"] else 0)
+        return itertools.islice(noises(seed, shape), view.segment * drawn, None)
 
     def first_arguments(self, config, table, values, draws):
         """State, schedule and conditions of the first step, on the devices."""
         state, schedule, conditions = self.programs.entries["step"].arguments
         slots = numpy.zeros(state["slots"].shape, numpy.float32)
         slots[0] = first_latents(config, values, next(draws), table.sigmas[0])
-        given = {name: values[name] for name in values if name in CONDITIONS}
-        if "control" in given:
-            scale, layers = given["conditioning_scale"], config.model.architecture.transformer.vace_layers
-            given["conditioning_scale"] = numpy.full(len(layers), 1.0 if scale is None else scale)
+        architecture = plain(config.model.architecture)
+        given = {name: self.family.conditions[name].prepare(values[name], architecture) for name in conditions}
         with own_compilation():  # of zeros, which need not pass through the host
             kept = {name: weights.zeros(struct) for name, struct in state.items() if name != "slots"}
         empty = {name: numpy.zeros(struct.shape) for name, struct in schedule.items()}
@@ -309,58 +283,47 @@ class Denoise(Stage):
         return kept | first, schedule, conditions
 
     @classmethod
-    def flops(cls, resolved) -> dict[str, int]:
-        """Of a step's forwards, by kind.
-
-        Where the prompts share the first block's self-attention (ScannedBlocks) the step does up to 1.5 % less.
-        """
-        config, tokens, text = resolved.config, resolved.tokens, resolved.config.model.text_tokens
-        transformer = config.model.architecture.transformer
-        dim, controls = transformer.num_attention_heads * transformer.attention_head_dim, control_layers(transformer)
-        layers = transformer.num_layers + controls
-        flops = {
-            # q, k, v, out and q, out; k, v of the text; one of each control block
-            "projections": layers * (2 * tokens * dim * dim * 6 + 2 * text * dim * dim * 2)
-            + controls * 2 * tokens * dim * dim,
-            "feed-forward": layers * 4 * tokens * dim * transformer.ffn_dim,
-            "self-attention": layers * 4 * tokens * tokens * dim,
-            "cross-attention": layers * 4 * tokens * text * dim,
-        }
-        flops = {name: count * prompt_count(config) for name, count in flops.items()}
+    def flops(cls, job) -> dict[str, int]:
+        """Of a step's forwards, by part."""
+        flops = job.family.flops(job.config, job.tokens)
+        flops = {name: count * prompt_count(job.config) for name, count in flops.items()}
         return flops | {"total": sum(flops.values())}
 
     @classmethod
-    def product_flops(cls, resolved) -> dict[str, int]:
-        """Of a step's forwards, those that conf/products gives to its kernel (ScannedBlocks.use_products), by what the
-        chip's file has its share of peak as."""
-        from wan_torchax.models.transformer import PRODUCTS
-
-        config, transformer = resolved.config, resolved.config.model.architecture.transformer
+    def product_flops(cls, job) -> dict[str, int]:
+        """Of a step's forwards, those that conf/products gives to its kernel, by what the chip's file has its share of
+        peak as."""
+        config, precision, counts = job.config, job.config.precision, {}
         if config.products.kernel != "pallas":
             return {}
-        dim, precision, counts = transformer.num_attention_heads * transformer.attention_head_dim, config.precision, {}
-        for name, options in PRODUCTS.items():
-            flops = 2 * resolved.tokens * prompt_count(config) * dim * (transformer.ffn_dim if "ffn" in name else dim)
-            kind = "turned_product_share" if {"takes_turned", "gives_turned"} & set(options) else "product_share"
-            patterns = precision.layers.values() if precision.weights else ()
-            matched = any(re.fullmatch(pattern, f"blocks.{precision.first}.{name}") for pattern in patterns)
-            small = transformer.num_layers - precision.first - precision.last if matched else 0
-            format_ = "int8" if precision.weights == "int8" else "fp8"
-            for fact, layers in ((f"{format_}_{kind}", small), (kind, transformer.num_layers - small)):
-                counts[fact] = counts.get(fact, 0) + layers * flops
+        rules = [config.model.weights.transformer[rule].pattern for rule in precision.layers]
+        format_ = "int8" if precision.weights == "int8" else "fp8"
+        for name, (layers, flops) in job.family.products(config.model.architecture.transformer).items():
+            kind = "turned_product_share" if name in job.family.transposed else "product_share"
+            source = f"{name.replace('*', str(precision.first))}.weight"
+            in_eight = precision.weights and any(re.fullmatch(pattern, source) for pattern in rules)
+            small = layers - precision.first - precision.last if in_eight else 0
+            for fact, count in ((f"{format_}_{kind}", small), (kind, layers - small)):
+                counts[fact] = counts.get(fact, 0) + count * flops * job.tokens * prompt_count(config)
         return {name: count for name, count in counts.items() if count}
 
     @classmethod
     def floor_seconds(cls, resolved) -> float | None:
         """A step's time if every device did nothing but products at its peak; None where that is not known."""
-        peak = resolved.config.mesh.chip.peak_tflops
-        return peak and cls.flops(resolved)["total"] / (resolved.config.mesh.devices * peak * 1e12)
+        mesh = resolved.config.mesh
+        peak = mesh.chip.peak_tflops
+        return peak and cls.flops(resolved)["total"] / (device_count(mesh) * peak * 1e12)
+
+    @classmethod
+    def report(cls, resolved):
+        return {
+            "floor_seconds_per_step": cls.floor_seconds(resolved), "step_flops": cls.flops(resolved)["total"],
+        }
 
     @classmethod
     def temporaries(cls, resolved):
         """The widest layer in bf16 beside a float32 residual and a few copies."""
-        config, axes, parallel = resolved.config, resolved.placement["axes"], resolved.config.sharding.attention
-        transformer = config.model.architecture.transformer
+        config, axes, parallel = resolved.config, resolved.placement["axes"], parallel_of(resolved.config.sharding)
 
         def size(axis):
             return axes.get(axis, 1) if axis else 1
@@ -368,8 +331,15 @@ class Denoise(Stage):
         batch = resolved.videos * (prompt_count(config) if config.guidance == "batched" else 1)
         shards = size(parallel.ulysses) * size(parallel.ring)
         rows = math.ceil(batch / size(parallel.batch)) * resolved.tokens / shards
-        dim = transformer.num_attention_heads * transformer.attention_head_dim
-        return rows * (transformer.ffn_dim / size(parallel.heads) * 2 + dim * (4 + 2 * 4))
+        dim = width_of(resolved.family, config)
+        products = resolved.family.products(config.model.architecture.transformer)
+        widest = max(flops for _, flops in products.values()) / (2 * dim)
+        return rows * (widest / size(parallel.heads) * 2 + dim * (4 + 2 * 4))
+
+
+def width_of(family, config) -> int:
+    """Channels of the transformer's tokens."""
+    return math.prod(family.heads(config.model.architecture))
 
 
 def first_latents(config, values, noise: numpy.ndarray, sigma: float) -> numpy.ndarray:
@@ -377,10 +347,6 @@ def first_latents(config, values, noise: numpy.ndarray, sigma: float) -> numpy.n
     if "video_latents" not in values:
         return config.scheduler.noise_scale * noise
     return (1 - sigma) * values["video_latents"] + sigma * noise
-
-
-def control_layers(transformer) -> int:
-    return len(transformer.get("vace_layers", ()))
 
 
 def schedule_rows(config, table) -> dict[str, numpy.ndarray]:
@@ -408,10 +374,10 @@ def tell_rescued(rescued: list[tuple[int, int]]) -> None:
         )
 
 
-def tell_plan(config, work: list[str]) -> None:
+def tell_plan(config, work: list[str], curve) -> None:
     """Which steps a cache leaves out, and where its curve does not quite fit."""
     if caches.is_on(config) and config.cache.mode != "calibrate":
         log.info("cache %s: %s", config.cache.name, caching.summary(work))
     if config.cache.mode == "magcache":
-        for problem in caches.curve_warnings(config):
+        for problem in caches.curve_warnings(config, curve):
             log.warning("cache.curve=%s: %s; skips may be too many or too few", caches.curve_name(config), problem)

@@ -1,70 +1,62 @@
 """Pictures to the tokens that a transformer attends to."""
-import functools
 from pathlib import Path
 
 import numpy
 
+from wan_torchax.config.resolve import View
 from wan_torchax.devices.sharding import replicated, struct
+from wan_torchax.models.family import PictureEncoding
 from wan_torchax.runtime.programs import NotFinite, Program
-from wan_torchax.stages.pictures import clip_picture, read_preprocessing
 from wan_torchax.stages.stage import Stage
 
 
 class Image(Stage):
-    """One or two pictures to embeddings (pictures, tokens, width)."""
+    """Pictures, in the order in which the pipeline names them, through the family's image encoder: (pictures, …)."""
 
     settings = ("model.dtype.transformer",)
-    result_settings = ("model.path", "model.paths", "model.revision", "model.dtype.image_encoder", "ops")
     results_remembered = 16
 
     @classmethod
-    def result_shapes(cls, config):
-        encoder = config.model.architecture.image_encoder
-        tokens = (encoder.image_size // encoder.patch_size) ** 2 + 1
-        return {"image_embeddings": (pictures_taken(config.pipeline.stages), tokens, encoder.hidden_size)}
+    def encoding(cls, name, job) -> PictureEncoding:
+        return job.family.pictures[job.graph.stages[name].gives[0]]
 
     @classmethod
-    def derived(cls, resolved):
-        return {"pictures": pictures_taken(resolved.graph.stages)}
+    def result_shapes(cls, name, job):
+        stage = job.graph.stages[name]
+        return {stage.gives[0]: (len(stage.takes), *cls.encoding(name, job).shape(job.config))}
+
+    @classmethod
+    def derived(cls, name, job):
+        return {"pictures": list(job.graph.stages[name].takes)}
 
     def build(self):
-        from wan_torchax.models.image_encoder import encode_picture
-        from wan_torchax.patches import call_module
-
-        module, encoder = self.module("image_encoder"), self.config.model.architecture.image_encoder
-        module.forward = functools.partial(encode_picture, module)
-        dtype, given = self.config.model.dtype.image_encoder, self.config.model.dtype.transformer
+        encoding = self.family.pictures[self.gives[0]]
+        module, own = self.module(encoding.component), self.family.described_by(encoding.component)
+        dtype, given = self.config.model.dtype[own], self.config.model.dtype.transformer
 
         def encode(arrays, pixels):
-            return call_module(module, arrays, pixels.astype(dtype)).astype(given)
+            return encoding.encode(module, arrays, pixels.astype(dtype)).astype(given)
 
-        shape = (self.recipe.derived["pictures"], 3, encoder.image_size, encoder.image_size)
+        shape = len(self.recipe.derived["pictures"]), *encoding.pixels(self.config)
         pixels = struct(self.mesh, shape, "float32")
-        self.add("encode", Program(encode, "image_encoder", [pixels], replicated(self.mesh)))
+        self.add("encode", Program(encode, encoding.component, [pixels], replicated(self.mesh)))
 
-    def check(self, resolved):
-        read_preprocessing(processor_folder(resolved))
+    def folders(self, view: View) -> dict[str, Path]:
+        component = self.family.pictures[self.gives[0]].component
+        return {name: view.checkpoints[component].beside(name) for name in self.family.spec(component).beside}
 
-    def run(self, resolved, values, tell):
-        preprocessing = read_preprocessing(processor_folder(resolved))
-        paths = [Path(values[name]) for name in ("image", "last_image") if name in values]
-        pixels = numpy.stack([clip_picture(path, preprocessing) for path in paths])
+    def check(self, view):
+        self.family.pictures[self.gives[0]].check(self.folders(view))
+
+    def run(self, view, values, tell):
+        read, folders = self.family.pictures[self.gives[0]].read, self.folders(view)
+        pixels = numpy.stack([read(folders, Path(values[name])) for name in self.recipe.derived["pictures"]])
         embeddings = numpy.asarray(self("encode", *self.programs.put("encode", (pixels,)))).astype(numpy.float32)
         if not numpy.isfinite(embeddings).all():
-            raise NotFinite("the picture's embeddings are not finite", resolved.config, "image_encoder")
-        return {"image_embeddings": embeddings}
+            component = self.programs.entries["encode"].component
+            raise NotFinite("the picture's embeddings are not finite", view.config, component)
+        return {self.gives[0]: embeddings}
 
     @classmethod
     def temporaries(cls, resolved):
-        """A few copies of the widest layer."""
-        encoder = resolved.config.model.architecture.image_encoder
-        tokens = (encoder.image_size // encoder.patch_size) ** 2 + 1
-        return 4 * tokens * encoder.intermediate_size * 4 * pictures_taken(resolved.graph.stages)
-
-
-def pictures_taken(stages) -> int:
-    return sum(value in ("image", "last_image") for value in stages["image"].takes)
-
-
-def processor_folder(resolved) -> Path:
-    return resolved.checkpoints["image_encoder"].folder.parent / "image_processor"
+        return max(one.temporaries(resolved.config) for one in resolved.family.pictures.values())

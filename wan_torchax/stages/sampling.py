@@ -53,7 +53,7 @@ class Steps:
         return self.count - self.begin
 
 
-def scheduler_table(config) -> Table:
+def scheduler_table(config, store: Store | None = None) -> Table:
     """What diffusers' scheduler does in each step: timesteps (steps,) and coefficients (steps, slots, slots + 1).
 
     A scheduler's step is linear in the latents, the model's output, what it remembers of earlier steps and the noise it
@@ -65,7 +65,7 @@ def scheduler_table(config) -> Table:
     try:
         sigmas = config.scheduler.sigmas and tuple(config.scheduler.sigmas)
         steps = Steps(config.steps, sigmas, steps_skipped(config))
-        return find_table(target, json.dumps(arguments, sort_keys=True), steps, Store.of(config))
+        return find_table(target, json.dumps(arguments, sort_keys=True), steps, store)
     except ConfigError:
         raise
     except Exception as error:  # whatever the scheduler makes of arguments that are not its own

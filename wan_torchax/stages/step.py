@@ -6,6 +6,7 @@ The exact step is `full`. With a cache (stages/caching.py) three programs share 
     prompt      the prompt alone; the negative prompt's velocity is guessed from the last two that were computed
     reuse       no block at all: what the blocks added last time (MagCache), or the model as a whole (EasyCache)
 """
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy
 
+from wan_torchax.models.family import Output
 from wan_torchax.stages.sampling import advance
 
 LOW_FREQUENCIES = 1 / 8  # cycles a latent pixel: the lowest quarter
@@ -20,13 +22,13 @@ LOW_FREQUENCIES = 1 / 8  # cycles a latent pixel: the lowest quarter
 
 @dataclass(frozen=True)
 class Step:
-    """The functions of one module's programs."""
+    """The functions of one denoiser's programs."""
 
-    module: Any
+    denoiser: Callable[..., Output]
     dtype: str
     prompts: int  # in one step: prompt and negative prompt, or the prompt alone
     batched: bool
-    given: bool  # the first frame is given, at time 0
+    by_prompt: tuple[str, ...]  # conditions that are one for each prompt; the others are all prompts'
     references: int  # latent frames in front of the video's
     replicated: Any  # a sharding
     mode: str | None = None  # magcache | easycache | calibrate; null: nothing is kept
@@ -34,55 +36,38 @@ class Step:
 
     # ------------------------------------------------------------ the model
 
-    def forward(self, arrays, latents, timestep, conditions, embeddings, residual=None):
-        """Velocity of the model's input (videos, …) for each of the embeddings (batch, tokens, width), those of all
-        videos' prompts before those of their negative ones; what its blocks added, if that is kept; and the rows that
-        attention computed again (models.transformer)."""
-        from wan_torchax.models.transformer import rescued_rows
-        from wan_torchax.patches import call_module
-
-        batch, named = embeddings.shape[0], {}
-
-        def repeated(array):
-            return jnp.tile(array.astype(self.dtype), (batch // len(array),) + (1,) * (array.ndim - 1))
-
-        timestep = jnp.stack([jnp.zeros_like(timestep), timestep]) if self.given else timestep
-        times = jnp.broadcast_to(timestep, (batch, *timestep.shape))
-        if "image_embeddings" in conditions:
-            named["encoder_hidden_states_image"] = jnp.tile(conditions["image_embeddings"], (batch, 1, 1))
-        if "control" in conditions:
-            named["control_hidden_states"] = repeated(conditions["control"])
-            named["control_hidden_states_scale"] = conditions["conditioning_scale"].astype(self.dtype)
-        if residual is not None:
-            named["residual"] = residual
-        velocity, *kept = call_module(
-            self.module, arrays, repeated(latents), times, embeddings, **named, return_dict=False
-        )
+    def forward(self, arrays, latents, time, conditions, residual=None) -> Output:
+        """The model on latents (videos, …) for each prompt of the conditions, those of all videos' prompts before those
+        of their negative ones."""
+        batch = conditions[self.by_prompt[0]].shape[0]
+        repeated = jnp.tile(latents.astype(self.dtype), (batch // len(latents),) + (1,) * (latents.ndim - 1))
+        output = self.denoiser(arrays, repeated, time, conditions, residual)
         # Small, and what follows would otherwise be spread over the devices in pieces to be put together again.
-        velocity = jax.lax.with_sharding_constraint(velocity.astype(jnp.float32), self.replicated)
-        return velocity, kept[0] if kept else None, rescued_rows(self.module)
+        velocity = jax.lax.with_sharding_constraint(output.velocity.astype(jnp.float32), self.replicated)
+        return output._replace(velocity=velocity)
 
     def velocities(self, arrays, latents, schedule, conditions, residual=None):
         """One for each prompt of each video, (prompts · videos, channels, frames, height, width), what the blocks
         added, and how many rows of attention were computed again in how many layers, (2,)."""
-        if "condition" in conditions:
-            latents = jnp.concatenate([latents, conditions["condition"]], axis=1)
         latents = with_first(latents, conditions)
+        prompted = {name: conditions[name][: self.prompts * len(latents)] for name in self.by_prompt}
+        kept = {} if residual is None else {"residual": residual}
 
-        def one(embeddings, residual):
-            return self.forward(arrays, latents, schedule["timestep"], conditions, embeddings, residual)
+        def one(own: dict) -> Output:
+            own = dict(own)
+            residual = own.pop("residual", None)
+            return self.forward(arrays, latents, schedule["timestep"], conditions | own, residual)
 
-        embeddings = conditions["embeddings"][: self.prompts * len(latents)]
         if self.prompts == 1 or self.batched:
-            velocities, residual, rescued = one(embeddings, residual)
-            return velocities, residual, summed(rescued)
-        given = (embeddings,) if residual is None else (embeddings, residual)
-        each = [array.reshape(self.prompts, len(latents), *array.shape[1:]) for array in given]
-        *results, rescued = jax.lax.map(
-            lambda prompt: one(*prompt) if residual is not None else one(*prompt, None), each
-        )
-        results = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), results)
-        return *results, summed(rescued if rescued is None else rescued.sum(axis=0))
+            output = one(prompted | kept)
+            return output.velocity, output.residual, summed(output.rescued)
+
+        def apart(array):
+            return array.reshape(self.prompts, len(latents), *array.shape[1:])
+
+        output = jax.lax.map(one, jax.tree.map(apart, prompted | kept))
+        velocities, residual = (array.reshape(-1, *array.shape[2:]) for array in output[:2])
+        return velocities, residual, summed(None if output.rescued is None else output.rescued.sum(axis=0))
 
     # ------------------------------------------------------------ programs
 

@@ -19,6 +19,7 @@ from wan_torchax.events import Stepped, to_all
 from wan_torchax.records import provenance
 from wan_torchax.records.files import claimed, write_text
 from wan_torchax.session import session
+from wan_torchax.stages.stage import main_stage
 from wan_torchax.tasks.progress import Bars
 
 log = logging.getLogger("wan")
@@ -50,7 +51,7 @@ def measure(config, text: str | None) -> numpy.ndarray:
             ratios.append(event.measures)
 
     resolved = session.resolve(local, local.stages)
-    names = [name for name in resolved.graph.upstream("denoise") if name in local.stages]
+    names = [name for name in resolved.graph.upstream(main_stage(resolved.graph)) if name in local.stages]
     session.run(resolved, names, resolved.inputs(), to_all(Bars(), note))
     return numpy.stack(ratios)
 

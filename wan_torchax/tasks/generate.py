@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from wan_torchax.config import inputs
-from wan_torchax.config.graph import Graph
+from wan_torchax.config.resolve import Job, Resolved
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.devices import distributed
 from wan_torchax.devices.mesh import describe
@@ -16,9 +16,8 @@ from wan_torchax.records.clock import Clock
 from wan_torchax.records.files import claimed
 from wan_torchax.records.stored import compare_replay
 from wan_torchax.runtime import adapters
-from wan_torchax.runtime.checkpoint import find_present, fingerprints
+from wan_torchax.runtime.jobs import find_job
 from wan_torchax.session import phase, session
-from wan_torchax.stages.denoise import Denoise
 from wan_torchax.stages.stage import find, result_settings
 from wan_torchax.tasks.progress import Bars, Progress
 
@@ -34,15 +33,15 @@ def generate(config, folder: Path, overrides=(), listener: Listener = silence) -
 def generate_into(config, folder: Path, overrides, listener: Listener, clock: Clock | None = None) -> float:
     """With a `clock` of what was made of it before."""
     clock, config = clock or Clock(), inputs.with_texts(config)
-    settled, graph = outputs.settle(config), Graph.of(config.pipeline)
-    first = distributed.is_first()  # the process that writes
+    settled, first = outputs.settle(config), distributed.is_first()  # the process that writes
     if first:
         outputs.write_config(folder, settled, overrides)
         if config.output.copy_inputs:
             outputs.copy_pictures(folder, config)
-    values, weights = read_results(config, graph)
-    names = to_run(config, graph, values)
-    distributed.agree("stages", {"inputs": settled["prompt"], "stages to run": names, "weights": weights})
+    job = find_job(config)
+    values, segments = read_results(job)
+    names = to_run(job, values, segments)
+    distributed.agree("stages", {"inputs": settled["prompt"], "stages to run": names, "weights": fingerprints(job)})
 
     video = outputs.open_video(folder, settled)
 
@@ -50,84 +49,109 @@ def generate_into(config, folder: Path, overrides, listener: Listener, clock: Cl
         if isinstance(event, Decoded):
             video.add(event.frames)
 
-    tell = to_all(clock, Bars(), Progress(folder), saver(config, folder, weights), encode, listener) if first else clock
-    resolved = session.resolve(config, names, tell)
+    tell = to_all(clock, Bars(), Progress(folder), encode, listener) if first else clock
+    resolved = session.resolve(job, names, tell)
     log.info("%s on %s", config.model.name, describe(resolved.mesh))
-    weights |= fingerprints(resolved.checkpoints)
-    for stage in graph.stages:  # what was read, so that this run can be resumed too
-        read = {value: values[value] for value in graph.stages[stage].gives if value in values}
-        if read:
-            tell(Finished(stage, read))
+    if first:
+        tell = to_all(saver(resolved, folder), tell)
+        save_read(resolved, values, segments, tell)
     with contextlib.closing(video):
         with profiled(folder / "profile") if config.profile else contextlib.nullcontext():
-            values = session.run(resolved, names, resolved.inputs() | values, tell)
+            values = session.run(resolved, names, resolved.inputs() | values, tell, segments)
         if first:
-            metrics = outputs.metrics(settled, weights, resolved.mesh, overrides)
-            metrics["floor_seconds_per_step"] = Denoise.floor_seconds(resolved)
+            metrics = outputs.metrics(settled, fingerprints(resolved), resolved.mesh, overrides)
             metrics["adapters"] = adapters.described(config)
-            metrics["step_flops"] = Denoise.flops(resolved)["total"]
+            for name in resolved.graph.stages:
+                metrics |= find(name).report(resolved)
             with phase("write", tell):
                 made = outputs.write_outputs(folder, settled, values, metrics, video)
     if first:
         outputs.write_metrics(folder, metrics | clock.report() | outputs.described(settled, overrides))
         if made != folder and not config.output.keep_frames:  # there was a need for them until the video was written
-            results.path_of(folder, graph.giver("frames")).unlink(missing_ok=True)
+            for path in stage_files(folder, resolved, resolved.graph.giver("frames")):
+                path.unlink(missing_ok=True)
         compare_replay(config, metrics)
         show(made)
     return clock.median_step() or clock.report()["seconds"]["total"]
 
 
-def saver(config, folder: Path, weights: dict[str, str]) -> Listener:
+def fingerprints(job: Job) -> dict[str, str]:
+    """What a job is made from, by content: weights by component, pictures and videos by their key."""
+    return {name: checkpoint.fingerprint for name, checkpoint in job.checkpoints.items()} | dict(job.contents)
+
+
+def saver(resolved: Resolved, folder: Path) -> Listener:
     """A listener that keeps results of stages, with what they were made from, and previews."""
+    parts = {part.segment: part for part in resolved.segments()}
 
     def save(event: Event) -> None:
-        if isinstance(event, Finished) and config.output.save_stages:
-            results.save(folder, event.stage, event.values, result_settings(config, event.stage, weights))
+        if isinstance(event, Finished) and resolved.config.output.save_stages:
+            part = resolved if event.segment is None else parts[event.segment]
+            path = results.path_of(folder, event.stage, event.segment)
+            results.save(path, event.values, result_settings(part, event.stage))
         elif isinstance(event, Previewed):
             outputs.write_preview(folder, event.frame)
 
     return save
 
 
-def read_results(config, graph: Graph) -> tuple[dict, dict[str, str]]:
-    """The values in the folder named by `resume`, refused where they were made with other settings than these; and the
-    fingerprints of the weights: of those that are here, else of those that made them."""
-    weights = weights_here(config, graph)
-    values, folder = {}, config.resume and Path(config.resume)
-    for name in graph.stages if folder else ():
-        path = results.path_of(folder, name)
-        if path.is_file():
-            read, made_with = results.read(folder, name, find(name).result_shapes(config))
-            results.compare(path, made_with, result_settings(config, name, weights))
-            log.info("%s: taken from %s", name, path)
-            recorded = {key.removeprefix("weights."): value for key, value in made_with.items() if "weights." in key}
-            values, weights = values | read, recorded | weights
-    missing = graph.missing(to_run(config, graph, values), values)
+def save_read(resolved: Resolved, values: dict, segments: dict[int, dict], tell: Listener) -> None:
+    """Tell of what was read, so that this run can be resumed too."""
+    for number, known in {None: values, **segments}.items():
+        for name, stage in resolved.graph.stages.items():
+            read = {value: known[value] for value in stage.gives if value in known}
+            if read:
+                tell(Finished(name, read, number))
+
+
+def stage_files(folder: Path, job: Job, name: str) -> list[Path]:
+    """Where a stage's results are: one file, or one for each segment."""
+    parts = job.segments()
+    if name not in job.graph.repeated or len(parts) == 1:
+        return [results.path_of(folder, name)]
+    return [results.path_of(folder, name, part.segment) for part in parts]
+
+
+def read_results(job: Job) -> tuple[dict, dict[int, dict]]:
+    """The values in the folder named by `resume`, of the video and of its segments; refused where they were made with
+    other settings than these."""
+    values, segments, folder = {}, {}, job.config.resume and Path(job.config.resume)
+    for name in job.graph.stages if folder else ():
+        several = name in job.graph.repeated and len(job.segments()) > 1
+        for part, path in zip(job.segments() if several else [job], stage_files(folder, job, name)):
+            if path.is_file():
+                read, made_with = results.read(path, find(name).result_shapes(name, part))
+                results.compare(path, made_with, result_settings(part, name))
+                log.info("%s: taken from %s", name, path)
+                (segments.setdefault(part.segment, {}) if several else values).update(read)
+    missing = job.graph.missing(to_run(job, values, segments), values)
     if folder and missing:
         (name, value), *_ = missing
-        giver = graph.giver(value)
+        giver = job.graph.giver(value)
         raise ConfigError(
             f"resume={folder}: {name} takes {value}, and {results.path_of(folder, giver).name} is not there; "
             f"add {giver} to stages"
         )
-    return values, weights
+    return values, segments
 
 
-def weights_here(config, graph: Graph) -> dict[str, str]:
-    """Fingerprints of the pipeline's components, as far as they are on this machine, and of its pictures."""
-    present = find_present(config.model, graph.components(graph.stages))
-    return fingerprints(adapters.on(present, config, local_only=True)) | inputs.fingerprints(config)
+def to_run(job: Job, values: dict, segments: dict[int, dict]) -> list[str]:
+    """The stages asked for whose values are not all there yet."""
+    parts = job.segments()
 
+    def is_done(name: str) -> bool:
+        gives = set(job.graph.stages[name].gives)
+        if name in job.graph.repeated and len(parts) > 1:
+            return all(gives <= segments.get(part.segment, {}).keys() for part in parts)
+        return gives <= values.keys()
 
-def to_run(config, graph: Graph, values: dict) -> list[str]:
-    """The stages asked for whose values are not there yet."""
-    return [name for name in config.stages if not set(graph.stages[name].gives) <= values.keys()]
+    return [name for name in job.config.stages if not is_done(name)]
 
 
 def finished_before(config, folder: Path) -> float | None:
     """What this job gave in an earlier try at a sweep."""
-    config, graph = inputs.with_texts(config), Graph.of(config.pipeline)
-    return outputs.finished_before(outputs.settle(config), weights_here(config, graph), folder)
+    config = inputs.with_texts(config)
+    return outputs.finished_before(outputs.settle(config), fingerprints(find_job(config)), folder)
 
 
 def show(made: Path) -> None:

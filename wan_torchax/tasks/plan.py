@@ -18,39 +18,31 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 
 import jax
 from omegaconf import OmegaConf
 
-from wan_torchax.config.geometry import prompt_count
+from wan_torchax.config.geometry import device_count, prompt_count
 from wan_torchax.config.resolve import Resolved, resolve
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.devices.mesh import Described, Here
 from wan_torchax.devices.start import use_fake_devices
 from wan_torchax.records.store import Store
-from wan_torchax.runtime.checkpoint import find_all
+from wan_torchax.runtime.jobs import plan_job
 from wan_torchax.runtime.weights import gib
 from wan_torchax.session import Session
 from wan_torchax.stages import caching
-from wan_torchax.stages.denoise import Denoise
 from wan_torchax.stages.sampling import scheduler_table
-from wan_torchax.stages.stage import Stage, find
+from wan_torchax.stages.stage import Stage, find, main_stage
 from wan_torchax.tasks import compiler, plan_page
 
 log = logging.getLogger("wan")
 VERSIONS = "from importlib.metadata import version; print(*map(version, ('libtpu', 'jax', 'jaxlib')))"
+PROMPT_ALONE = "a step with the prompt alone"
 REUSED = 0.005  # of a step's time, at most, that one takes whose blocks are left out (measured: 0.0007 to 0.003)
-# The part of the program an op belongs to, by the names its scopes have; the first that matches counts.
-GROUPS = {
-    "rope": r"/rope/",
-    "norms": r"/(norm\w*)/",
-    "projections": r"/attn[12]/(to_\w+|0/linear)",
-    "feed-forward": r"/ffn/",
-    "attention": r"/attend/",
-    "embeddings": r"/(patch_embedding|condition_embedder|proj_out)/",
-}
 
 
 def plan(config, folder: Path, overrides=()) -> float:
@@ -63,8 +55,7 @@ def plan(config, folder: Path, overrides=()) -> float:
 
 def describe(config) -> Resolved:
     """The configuration on chips that need not be here. A local checkpoint adds what conf/model leaves to it."""
-    checkpoints = find_all(config.model, list(config.model.architecture), required=False)
-    return resolve(outlined(config), checkpoints, Described.by(config.mesh))
+    return resolve(plan_job(outlined(config)), Described.by(config.mesh))
 
 
 def outlined(config):
@@ -77,23 +68,24 @@ def outlined(config):
 
 def make(config, folder: Path) -> dict:
     """The whole plan, also written into the folder."""
-    resolved = describe(config)
-    size, chips = config.resolution, resolved.config.mesh.devices
+    resolved = describe(config).segments()[0]
+    size, chips, main = config.resolution, device_count(resolved.config.mesh), main_stage(resolved.graph)
     with jax.sharding.use_abstract_mesh(resolved.mesh):
         stages = Session().build(resolved, resolved.graph.stages)
+    steps = find(main)
     report = {
         "model": config.model.name, "mesh": config.mesh.name, "axes": resolved.placement["axes"], "chips": chips,
         "sharding": config.sharding.name, "resolution": [size.width, size.height, size.frames],
         "guidance": config.guidance, "tokens": resolved.tokens, "forwards": prompt_count(config),
         "components": components(stages),
-        "flops_per_step": Denoise.flops(resolved), "floor_seconds_per_step": Denoise.floor_seconds(resolved),
+        "flops_per_step": steps.flops(resolved), "floor_seconds_per_step": steps.floor_seconds(resolved),
         "communication": communication(config, chips),
-        "compiler": None,
+        "compiler": None, "main_stage": main,
     }
     if tpu_compiler(config):
         report["compiler"] = {name: compile_stage(resolved, stages[name]) for name in config.stages}
-        if "denoise" in config.stages and "prompt" in stages["denoise"].programs.entries:
-            report["compiler"]["denoise, prompt alone"] = compile_stage(resolved, stages["denoise"], "prompt")
+        if main in config.stages and "prompt" in stages[main].programs.entries:
+            report["compiler"][PROMPT_ALONE] = compile_stage(resolved, stages[main], "prompt")
     report["memory"] = memory(resolved, stages, report)
     report["fits"] = all(row["fits"] for row in report["memory"].values())
     report["estimate"] = estimate(resolved, report)
@@ -142,9 +134,10 @@ def communication(config, chips: int) -> dict:
     devices = jax.devices("cpu")
     if len(devices) < chips:
         return {"source": f"not counted: needs {chips} fake CPU devices, this process has {len(devices)}", "rows": []}
-    checkpoints = find_all(config.model, list(config.model.architecture), required=False)
-    resolved = resolve(local, checkpoints, Here(devices[:chips]))
-    step = Session().build(resolved, ["denoise"])["denoise"].programs.lower()["step"].compile()
+    resolved = resolve(plan_job(local), Here(devices[:chips])).segments()[0]
+    name = main_stage(resolved.graph)
+    stage = Session().build(resolved, [name])[name]
+    step = stage.programs.lower()[stage.usual_program].compile()
     axes = resolved.placement["axes"]
     sent = compiler.collectives(compiler.timeline(step.as_text(), axes))
     rows = [row for row in sent if row["axis"] != "none"]
@@ -181,13 +174,15 @@ def tpu_compiler(config) -> list[str] | None:
 def compile_stage(resolved: Resolved, stage: Stage, program: str | None = None) -> dict:
     """Export a stage's program, by default the one that runs most, and have libtpu compile it for the mesh's
     topology."""
-    program = program or ("step" if stage.name == "denoise" else list(stage.programs.entries)[-1])
+    program = program or stage.usual_program
     with jax.sharding.use_abstract_mesh(resolved.mesh), tempfile.TemporaryDirectory() as scratch:
         lowered = stage.programs.lower(platforms=("tpu",))
         jitted, structs = stage.programs.jitted(program, lowered)
         artifact = Path(scratch) / "program.bin"
         artifact.write_bytes(jax.export.export(jitted, platforms=["tpu"])(*structs).serialize())
-        return call_compiler(resolved.config, artifact)
+        report = call_compiler(resolved.config, artifact)
+        report["cycles_by_group"] = by_group(report.pop("ops"), resolved.family.groups)
+        return report
 
 
 def call_compiler(config, artifact: Path) -> dict:
@@ -208,7 +203,6 @@ def call_compiler(config, artifact: Path) -> dict:
         report = json.loads(answer.read_text())
         if store:
             store.write("compiled", made_from, {"report": report}, {})
-    report["cycles_by_group"] = by_group(report.pop("ops"))
     return report
 
 
@@ -222,11 +216,11 @@ def ask_compiler(config, arguments: list[str]) -> str:
     return ran.stdout
 
 
-def by_group(rows: list[dict]) -> dict[str, int]:
-    """Cycles by part of the model, loop bodies times their trips."""
+def by_group(rows: list[dict], groups: Mapping[str, str]) -> dict[str, int]:
+    """Cycles by part of the model, by the names that a family's ops have; loop bodies times their trips."""
     cycles = {}
     for row in rows:
-        matches = (group for group, pattern in GROUPS.items() if re.search(pattern, row["name"] + "/"))
+        matches = (group for group, pattern in groups.items() if re.search(pattern, row["name"] + "/"))
         group = next(matches, "modulation and rest")
         cycles[group] = cycles.get(group, 0) + row["cycles"]
     return dict(sorted(cycles.items(), key=lambda item: -item[1]))
@@ -260,7 +254,7 @@ def denoising(resolved: Resolved, report: dict) -> dict:
     """How many steps of which kind a video takes, and their seconds, where those were estimated."""
     work = caching.plan(resolved.config, scheduler_table(resolved.config))
     counts = {kind: work.count(kind) for kind in dict.fromkeys(work)}
-    alone = estimate(resolved, report, "denoise, prompt alone", 0.5)
+    alone = estimate(resolved, report, PROMPT_ALONE, 0.5)
     seconds = {
         caching.FULL: report["estimate"] and report["estimate"]["seconds_per_step"],
         caching.PROMPT: alone and alone["seconds_per_step"],
@@ -279,23 +273,24 @@ def video(resolved: Resolved, report: dict) -> dict[str, float | None]:
     parts = {"weights from disk": weights / (resolved.config.plan.disk_gbs * 1e9)}
     for name in resolved.graph.stages:
         parts[name] = run_seconds(resolved, name, compiled[name]) if name in compiled else None
-    return parts | {"denoise": report["denoising"]["seconds"]}
+    return parts | {main_stage(resolved.graph): report["denoising"]["seconds"]}
 
 
 def run_seconds(resolved: Resolved, name: str, compiled: dict) -> float:
     """Of a stage beside denoising: its program as often as it runs, the first piece of a video counted as a later one.
     """
-    chip, (frames, _) = resolved.config.mesh.chip, find(name).amount(resolved)
+    chip, (frames, _) = resolved.config.mesh.chip, find(name).amount(name, resolved)
     pieces = math.ceil(frames / resolved.geometry.frame_scale) if frames else 1
     sent = sum(travel_seconds(row, resolved.placement["axes"], chip.link_gbs * 1e9) for row in compiled["collectives"])
     once = compiled["cycles"] / (chip.clock_ghz * 1e9) + sent
     return pieces * once * chip_fact(resolved.config, "correction")
 
 
-def estimate(resolved: Resolved, report: dict, program: str = "denoise", share: float = 1.0) -> dict | None:
+def estimate(resolved: Resolved, report: dict, program: str | None = None, share: float = 1.0) -> dict | None:
     """Seconds of a step: the compiler's cycles, and what it gives none for: Pallas kernels and communication. `share`
     is that of a whole step's arithmetic."""
-    compiled = (report["compiler"] or {}).get(program)
+    main = main_stage(resolved.graph)
+    compiled = (report["compiler"] or {}).get(program or main)
     if compiled is None:
         return None
     chip, flops = resolved.config.mesh.chip, report["flops_per_step"]
@@ -304,7 +299,7 @@ def estimate(resolved: Resolved, report: dict, program: str = "denoise", share: 
     for kind in ("self", "cross"):
         reached = chip_fact(resolved.config, f"{kind}_attention_share")
         parts[f"{kind}-attention kernel"] = flops[f"{kind}-attention"] * share / all_chips / reached
-    for fact, count in Denoise.product_flops(resolved).items():
+    for fact, count in find(main).product_flops(resolved).items():
         kind = fact.removesuffix("product_share").strip("_").replace("_", " ")
         name = f"product kernel, {kind}" if kind else "product kernel"
         parts[name] = count * share / all_chips / chip_fact(resolved.config, fact)
@@ -321,11 +316,11 @@ def estimate(resolved: Resolved, report: dict, program: str = "denoise", share: 
 
 
 def chip_fact(config, name: str) -> float:
-    """What the plan says, else what the chip's file says."""
-    value = config.plan[name] if config.plan[name] is not None else config.mesh.chip[name]
+    """What the chip's file says."""
+    value = config.mesh.chip[name]
     if value is None:
         kind = config.mesh.chip.kind
-        raise ConfigError(f"plan.{name}: not known for {kind}; give it, or add it to its file in conf/chip")
+        raise ConfigError(f"mesh.chip.{name}: not known for {kind}; give it, or add it to its file in conf/chip")
     return value
 
 

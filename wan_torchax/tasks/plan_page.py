@@ -56,7 +56,7 @@ def render(config, report: dict) -> str:
         lines += ["", "| where a step's time goes (estimate) | s |", "|---|---|"]
         parts = sorted(report["estimate"]["parts"].items(), key=lambda item: -item[1])
         lines += [f"| {name} | {seconds:.3f} |" for name, seconds in parts]
-        compiled = report["compiler"]["denoise"]
+        compiled = report["compiler"][report["main_stage"]]
         code, cycles = compiled["code_bytes"] / 2**20, compiled["cycles"] / 1e6
         made = f"{code:.0f} MiB of code, {cycles:,.0f} M cycles outside kernels"
         lines += ["", f"libtpu compiled the step in {compiled['compile_seconds']:.0f} s: {made}."]

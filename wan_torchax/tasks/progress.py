@@ -71,14 +71,14 @@ class Progress:
         if isinstance(event, Began):
             self.state = {"phase": event.phase, "done": 0, "total": event.total, "unit": event.unit}
             self.write()
-            steps = f": {event.total} steps" if event.phase == "denoise" else ""
+            steps = f": {event.total} steps" if event.unit == "step" else ""
             self.log(f"{label(event.phase)}{steps}")
         elif isinstance(event, Advanced) and event.phase == self.state.get("phase"):
             self.state["done"] += event.count
-            if event.phase == "denoise" or time.monotonic() - self.written > WRITE_SECONDS:
+            if self.state["unit"] == "step" or time.monotonic() - self.written > WRITE_SECONDS:
                 self.write()
         elif isinstance(event, Stepped) and self.is_tenth(event):
-            self.log(f"denoise: {event.step} of {event.steps} steps, {event.seconds:.3f} s each")
+            self.log(f"{event.step} of {event.steps} steps, {event.seconds:.3f} s each")
 
     def is_tenth(self, event: Stepped) -> bool:
         """Whether this step completes another tenth of them."""

@@ -12,15 +12,15 @@ import numpy
 from omegaconf import DictConfig
 
 from wan_torchax.config import inputs
-from wan_torchax.config.graph import Graph
-from wan_torchax.config.resolve import Resolved
+from wan_torchax.config.resolve import Job, Resolved
 from wan_torchax.devices.mesh import memory_bytes
 from wan_torchax.events import Event, Finished, Listener, to_all
 from wan_torchax.records.clock import Clock
-from wan_torchax.runtime.checkpoint import fingerprints
+from wan_torchax.runtime.jobs import find_job
 from wan_torchax.runtime.weights import gib
 from wan_torchax.session import session
-from wan_torchax.stages.denoise import SPARE_BYTES, Denoise
+from wan_torchax.stages.denoise import SPARE_BYTES
+from wan_torchax.stages.stage import find, main_stage
 from wan_torchax.tasks.generate import read_results, saver
 
 log = logging.getLogger("wan")
@@ -41,30 +41,38 @@ class Video:
 
 def denoise_together(videos: list[Video]) -> None:
     """Texts one by one, then all latents at once. Where that cannot be, or is not worth it, nothing is done."""
-    if not Denoise.takes_several(videos[0].config):
-        return
     for video in videos:
         encode(video)
-    missing = [video for video in videos if "latents" not in video.values]
+    first = videos[0].resolved
+    name = main_stage(first.graph)
+    if not takes_several(first):
+        return
+    (value,) = first.graph.stages[name].gives
+    missing = [video for video in videos if value not in video.values]
     several = several_of(missing[0].resolved, [video.config.seed for video in missing]) if len(missing) > 1 else None
     if several is None:
         return
     log.info("%d videos are denoised together", len(missing))
-    taken = Denoise.joined([video.values for video in missing])
-    latents = session.run(several, ["denoise"], taken, to_each(missing))["latents"]
-    for video, part in zip(missing, numpy.split(latents, len(missing))):
-        video.tell(Finished("denoise", {"latents": part}))
+    taken = find(name).joined([video.values for video in missing], list(first.graph.stages[name].takes))
+    made = session.run(several, [name], taken, to_each(missing))[value]
+    for video, part in zip(missing, numpy.split(made, len(missing))):
+        video.tell(Finished(name, {value: part}))
+
+
+def takes_several(job: Job) -> bool:
+    """Whether videos like this can be denoised together."""
+    name = main_stage(job.graph)
+    return len(job.segments()) == 1 and find(name).takes_several(name, job)
 
 
 def encode(video: Video) -> None:
     """What comes before denoising, or was made of it in an earlier try."""
-    config = inputs.with_texts(video.config)
-    graph = Graph.of(config.pipeline)
-    values, weights = read_results(config, graph)
-    video.resolved = session.resolve(config, list(graph.stages), video.listener)
-    weights |= fingerprints(video.resolved.checkpoints)
-    video.tell = to_all(video.clock, saver(config, video.folder, weights), video.listener)
-    before = [name for name in graph.upstream("denoise") if name != "denoise"]
+    job = find_job(inputs.with_texts(video.config))
+    values, _ = read_results(job)
+    video.resolved = session.resolve(job, list(job.graph.stages), video.listener)
+    video.tell = to_all(video.clock, saver(video.resolved, video.folder), video.listener)
+    main = main_stage(job.graph)
+    before = [name for name in job.graph.upstream(main) if name != main] if takes_several(job) else []
     video.values = session.run(video.resolved, before, video.resolved.inputs() | values, video.tell)
 
 
@@ -73,7 +81,7 @@ def several_of(resolved: Resolved, seeds: list[int]) -> Resolved | None:
     several = replace(resolved, seeds=tuple(seeds))
     loaded = [component for component in session.components.values() if component.is_loaded()]
     weights = sum(tensor.bytes_per_device for component in loaded for tensor in component.tensors.values())
-    needed = weights + Denoise.temporaries(several) + SPARE_BYTES
+    needed = weights + find(main_stage(resolved.graph)).temporaries(several) + SPARE_BYTES
     limit = memory_bytes(resolved.mesh, resolved.config.mesh.chip)
     if limit is not None and needed > limit:
         words = "%d videos are denoised one by one: together they need %.1f GiB of a device's %.1f"

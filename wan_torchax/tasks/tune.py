@@ -20,6 +20,7 @@ import jax
 import yaml
 from omegaconf import OmegaConf
 
+from wan_torchax.config.attention import parallel_of
 from wan_torchax.config.commandline import CONF
 from wan_torchax.config.geometry import prompt_count
 from wan_torchax.config.resolve import Resolved
@@ -27,9 +28,11 @@ from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import search_lists, validate
 from wan_torchax.devices.sharding import replicated
 from wan_torchax.kernels.attention import Attend
-from wan_torchax.kernels.settings import Kernel, Parallel
+from wan_torchax.kernels.settings import Kernel
 from wan_torchax.runtime import weights
+from wan_torchax.runtime.jobs import plan_job
 from wan_torchax.session import session
+from wan_torchax.stages.stage import main_stage
 from wan_torchax.tasks.progress import bar
 
 log = logging.getLogger("wan")
@@ -37,7 +40,7 @@ log = logging.getLogger("wan")
 
 def tune(config, folder: Path, overrides=(), conf: Path = CONF) -> float:
     """Time every combination, write tune.json and the winner's config; returns the winner's seconds."""
-    lists, resolved = search_lists(config), session.resolve(config, ["denoise"], weights=False)
+    lists, resolved = search_lists(config), session.place(plan_job(config))
     config = with_kernels(config, resolved)
     rows = []
     combinations = [dict(zip(lists, values)) for values in itertools.product(*lists.values())]
@@ -75,7 +78,7 @@ def try_one(config, values: dict) -> dict:
         for key, value in values.items():
             OmegaConf.update(changed, key, value)
         validate(changed)
-        resolved = session.resolve(changed, ["denoise"], weights=False)
+        resolved = session.place(plan_job(changed))
         seconds = median_seconds(program(resolved, values), config.tune.repeats)
         return {"values": values, "seconds": seconds, "error": None}
     except Exception as error:
@@ -92,20 +95,17 @@ def program(resolved: Resolved, values: dict) -> Callable:
 
 def attention_call(resolved: Resolved, part: str) -> Callable:
     """One attention of the transformer, at the config's shape, on the config's mesh."""
-    config, mesh = resolved.config, resolved.mesh
-    transformer, dtype = config.model.architecture.transformer, config.model.dtype.transformer
-    width = transformer.num_attention_heads * transformer.attention_head_dim
+    config, mesh, dtype = resolved.config, resolved.mesh, resolved.config.model.dtype.transformer
+    heads, head_dim = resolved.family.heads(config.model.architecture)
     batch = prompt_count(config) if config.guidance == "batched" else 1
     keys = resolved.tokens if part == "self" else config.model.text_tokens
-    attend = Attend(
-        transformer.attention_head_dim, Kernel(**config.attention[part]), Parallel(**config.sharding.attention), mesh,
-        cross=part == "cross",
-    )
+    kernel = Kernel(**config.attention[part])
+    attend = Attend(head_dim, kernel, parallel_of(config.sharding), mesh, cross=part == "cross")
 
     # On every device whole: each takes its part, and nothing travels that the step would not send too.
     @functools.partial(jax.jit, static_argnums=1, out_shardings=replicated(mesh))
     def make(seed, length):
-        return jax.random.normal(jax.random.key(seed), (batch, length, width), dtype)
+        return jax.random.normal(jax.random.key(seed), (batch, length, heads * head_dim), dtype)
 
     inputs = [make(seed, length) for seed, length in enumerate((resolved.tokens, keys, keys))]
     return functools.partial(jax.jit(attend), *inputs)
@@ -113,9 +113,10 @@ def attention_call(resolved: Resolved, part: str) -> Callable:
 
 def step_call(resolved: Resolved) -> Callable:
     """One denoising step on weights of zeros, which take as long as any."""
-    stage = session.build(resolved, ["denoise"])["denoise"]
-    compiled = stage.programs.lower()["step"].compile()
-    step = stage.programs.entries["step"]
+    name = main_stage(resolved.graph)
+    stage = session.build(resolved, [name])[name]
+    compiled = stage.programs.lower()[stage.usual_program].compile()
+    step = stage.programs.entries[stage.usual_program]
     arrays = {name: weights.zeros(tensor.struct) for name, tensor in stage.tensors[step.component].items()}
     state, *rest = step.arguments
     rest = jax.tree.map(weights.zeros, rest)

@@ -1,17 +1,86 @@
-"""Wan's causal video VAE, run chunk by chunk with its caches carried from one call to the next."""
+"""Wan's causal video VAE, run piece by piece with its caches carried from one call to the next."""
 import diffusers
+import jax
+import numpy
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, patchify, unpatchify
 
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.devices.sharding import partition_spec
+from wan_torchax.models.activations import constrain_pictures
 from wan_torchax.models.modules import construct
+from wan_torchax.models.wan import vae_lines
+from wan_torchax.patches import call_function
+
+PICTURES = r"decoder\.(conv_in|mid_block|up_blocks\.\d+)|encoder\.(conv_in|mid_block|down_blocks\.\d+)"
 
 
-class Vae:
-    ignored = ()
+def build(architecture) -> torch.nn.Module:
+    return construct(diffusers.AutoencoderKLWan, architecture)
 
-    @staticmethod
-    def build(config) -> torch.nn.Module:
-        return construct(diffusers.AutoencoderKLWan, config.model.architecture.vae)
+
+def decoder(module, config, mesh):
+    """See models.family.VideoCodec."""
+    if config.mesh.chip.vae_lines:
+        return decoder_by_lines(config, mesh)
+    module.encoder = module.quant_conv = None
+    constrain_pictures(module, PICTURES, config.sharding.picture, mesh)
+    mean, deviation = statistics(config.model.architecture.vae)
+
+    def decode(arrays, latent, caches):
+        latent = (latent * deviation + mean).astype(config.model.dtype.vae)
+        return call_function(decode_chunk, module, arrays, latent, caches)
+
+    return decode, cache_spec(config)
+
+
+def decoder_by_lines(config, mesh):
+    """The same with every chip at its own columns (vae_lines.py)."""
+    spec = partition_spec(config.sharding.picture)
+    axes = next(filter(None, spec), None)
+    if config.model.architecture.vae.get("is_residual") or axes is None:
+        raise ConfigError(
+            "mesh.chip.vae_lines=true: is for Wan 2.1's VAE and a picture that sharding.picture spreads; set it to "
+            "false"
+        )
+    caches_spec = jax.sharding.PartitionSpec(None, axes)
+    specs = (jax.sharding.PartitionSpec(), spec, caches_spec)
+    mean, deviation = statistics(config.model.architecture.vae)
+
+    def chunk(arrays, latent, caches):
+        return vae_lines.decode_chunk(arrays, latent, caches, axes, upright=spec[3] is not None)
+
+    spread = jax.shard_map(chunk, mesh=mesh, in_specs=specs, out_specs=specs[1:], check_vma=False)
+
+    def decode(arrays, latent, caches):
+        return spread(arrays, (latent * deviation + mean).astype(config.model.dtype.vae), caches)
+
+    return decode, caches_spec
+
+
+def encoder(module, config, mesh):
+    """See models.family.VideoCodec."""
+    module.decoder = module.post_quant_conv = None
+    constrain_pictures(module, PICTURES, config.sharding.picture, mesh)
+    mean, deviation = statistics(config.model.architecture.vae)
+
+    def encode(arrays, pixels, caches):
+        pixels = pixels.astype(config.model.dtype.vae)
+        latents, caches = call_function(encode_chunk, module, arrays, pixels, caches)
+        return (latents.astype("float32") - mean) / deviation, caches
+
+    return encode, cache_spec(config)
+
+
+def cache_spec(config) -> jax.sharding.PartitionSpec:
+    """Caches lie as pictures do, with their channels last."""
+    spec = partition_spec(config.sharding.picture)
+    return jax.sharding.PartitionSpec(*spec[:1], *spec[2:], *spec[1:2])
+
+
+def statistics(architecture) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Mean and deviation of the VAE's latents, by channel: the transformer sees them normalised."""
+    return tuple(numpy.float32(architecture[key]).reshape(1, -1, 1, 1, 1) for key in ("latents_mean", "latents_std"))
 
 
 def decode_chunk(vae, latent, caches):

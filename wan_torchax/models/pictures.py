@@ -1,5 +1,6 @@
 """Pictures and videos that the user gives, as a model wants them."""
 import functools
+import itertools
 import json
 import logging
 from dataclasses import dataclass
@@ -30,13 +31,13 @@ def fitted(picture: Image.Image, size: tuple[int, int], fit: str) -> Image.Image
     return {"cover": ImageOps.fit, "contain": ImageOps.pad}[fit](picture, size, filtering)
 
 
-def read_video(path: Path, size, fit: str) -> numpy.ndarray:
-    """Uint8 (frames, height, width, 3): as many frames as the resolution says, at its rate, in its size. A picture is a
-    video that stands still."""
+def read_video(path: Path, size, fit: str, first: int = 0) -> numpy.ndarray:
+    """Uint8 (frames, height, width, 3): as many frames from the first on as the resolution says, at its rate, in its
+    size. A picture is a video that stands still."""
     if is_picture(path):
         frame = numpy.asarray(fitted(open_picture(path), (size.width, size.height), fit))
         return numpy.broadcast_to(frame, (size.frames, *frame.shape))
-    frames = clips.read_frames(path, size.frames, size.fps)
+    frames = itertools.islice(clips.read_frames(path, first + size.frames, size.fps), first, None)
     return numpy.stack([
         numpy.asarray(fitted(Image.fromarray(frame), (size.width, size.height), fit)) for frame in frames
     ])

@@ -1,0 +1,244 @@
+"""Equal blocks under one loop over stacked weights, and how their linear layers and norms are computed.
+
+    blocks = Blocks.of(arrays, "blocks", 40, forward)           # arrays "blocks.*.attn1.to_q.weight" (40, …)
+    hidden, counted = blocks.run(block, hidden, counted)        # block(layer, hidden) -> (hidden, rescued rows)
+
+A block is a pure function of one `Layer`, which has its weights, and of what goes from block to block: one array, or a
+tuple of several. The program does not grow with depth.
+
+What changes how a block computes is a function from one linear layer to another, put together in `linear_of` in this
+order, the first that takes a layer computing it: a Pallas kernel (conf/products), eight bits (conf/precision), XLA.
+"""
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from wan_torchax.kernels import quantized
+from wan_torchax.kernels.norm import Norm
+from wan_torchax.kernels.product import Linear
+from wan_torchax.models.family import Forward
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One block's weights, each taken from its stack when it is asked for: layer["norm2.weight"]."""
+
+    blocks: "Blocks"
+    index: Any  # an int, or a number that is known when the program runs
+    eight_bits: bool = False
+
+    def __getitem__(self, name: str) -> jax.Array:
+        array = jax.lax.dynamic_index_in_dim(*self.stacked(name), keepdims=False)
+        sharding = self.blocks.gathered.get(name)
+        return array if sharding is None else jax.lax.with_sharding_constraint(array, sharding)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.blocks.arrays
+
+    def stacked(self, name: str) -> tuple[jax.Array, Any]:
+        """A weight's stack, and where in it this layer is: linear layers of eight bits have two, for the blocks that
+        have them and for those that have not."""
+        stack, index, first = self.blocks.arrays[name], self.index, self.blocks.eight_bits.start
+        if stack.shape[0] == self.blocks.count:
+            return stack, index
+        if self.eight_bits:
+            return stack, index - first
+        return stack, jnp.where(index < first, index, index - len(self.blocks.eight_bits))
+
+    def linear(self, name: str, array, **options):
+        """array · weightᵀ + bias of the linear layer of this name, and what `plain_linear` says of options."""
+        with jax.named_scope(name.replace(".", "/")):
+            return self.blocks.linear(self, name, array, **options)
+
+    def norm(self, name: str, array, scale, shift):
+        """Layer norm, times scale, plus shift: (batch, channels) or by token (batch, tokens, channels) each."""
+        with jax.named_scope(name):
+            return self.blocks.norm(array, scale, shift, self.blocks.epsilon)
+
+    def rms_norm(self, name: str, array):
+        with jax.named_scope(name):
+            return self.blocks.norm(array, self[f"{name}.weight"][None], None, self.blocks.epsilon)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A list of equal blocks."""
+
+    arrays: Mapping[str, jax.Array]  # by name in a block: (layers, …)
+    count: int
+    linear: Callable
+    norm: Callable
+    epsilon: float = 1e-6
+    eight_bits: range = range(0)  # blocks in which some linear layers have eight bits
+    gathered: Mapping[str, jax.sharding.NamedSharding] | Any = ()  # how weights lie that are stored in parts, when used
+    scan: bool = True
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, jax.Array], stack: str, count: int, forward: Forward, **settings) -> "Blocks":
+        """The blocks whose arrays are called "<stack>.*.…"."""
+        start = f"{stack}.*."
+        own = {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
+        precision = forward.precision
+        eight = range(precision.first, count - precision.last) if precision.weights else range(0)
+        whole = jax.sharding.NamedSharding(forward.mesh, jax.sharding.PartitionSpec())
+        gathered = dict.fromkeys(own, whole) if forward.gather else {}
+        return cls(
+            own, count, linear_of(forward), norm_of(forward), eight_bits=eight, gathered=gathered, scan=forward.scan,
+            **settings,
+        )
+
+    def layer(self, index, eight_bits: bool | None = None) -> Layer:
+        return Layer(self, index, index in self.eight_bits if eight_bits is None else eight_bits)
+
+    def run(self, block: Callable, carry, counted=None, begin: int = 0) -> tuple[Any, jax.Array | None]:
+        """All blocks from `begin` on. `counted` (layers, devices) takes the rows that attention rescued, if it counts
+        them."""
+        ends = sorted({begin, *(max(begin, end) for end in (self.eight_bits.start, self.eight_bits.stop)), self.count})
+        for first, last in itertools.pairwise(ends if self.eight_bits else [begin, self.count]):
+            step = functools.partial(self.step, block, first in self.eight_bits)
+            if self.scan:
+                carry, counted = jax.lax.fori_loop(first, last, step, (carry, counted))
+            else:
+                for index in range(first, last):
+                    carry, counted = step(index, (carry, counted))
+        return carry, counted
+
+    def step(self, block: Callable, eight_bits: bool, index, state):
+        carry, counted = state
+        carry, rescued = block(self.layer(index, eight_bits), carry)
+        return carry, counted if rescued is None else counted.at[index].add(rescued)
+
+
+# ---------------------------------------------------------------- linear layers
+
+
+def linear_of(forward: Forward) -> Callable:
+    """How the blocks' linear layers are computed: (layer, name, array, **options)."""
+    linear = plain_linear
+    if forward.precision.weights:
+        linear = functools.partial(linear_in_eight_bits, linear, forward.precision.activations)
+    if forward.products.kernel == "pallas":
+        placed = Linear(forward.products, token_sharding(forward.mesh, forward.parallel))
+        linear = functools.partial(linear_by_kernel, linear, placed)
+    return linear
+
+
+def plain_linear(
+    layer: Layer, name: str, array, gelu=False, residual=None, gate=None, kernel=False, takes_transposed=False,
+    gives_transposed=False,
+):
+    """array · weightᵀ + bias. Then GELU; or times `gate` and added to `residual`.
+
+    The rest are for `linear_by_kernel`: `kernel`, whether it may take this layer, and whether attention's kernel has
+    the array, or the result, with its tokens last in memory.
+    """
+    out = jnp.einsum("...a,ba->...b", array, layer[f"{name}.weight"]) + layer[f"{name}.bias"]
+    return finish(out, gelu, residual, gate)
+
+
+def finish(out, gelu, residual, gate):
+    if gelu:
+        out = jax.nn.gelu(out, approximate=True)
+    if residual is None:
+        return out
+    added = out.astype(jnp.float32) if gate is None else out.astype(jnp.float32) * by_token(gate)
+    return (residual.astype(jnp.float32) + added).astype(residual.dtype)
+
+
+def by_token(rows):
+    """(batch, channels) as (batch, 1, channels)."""
+    return rows[:, None] if rows.ndim == 2 else rows
+
+
+def linear_in_eight_bits(inner: Callable, activations: bool, layer: Layer, name: str, array, **options):
+    """With weights of eight bits, and activations too, where the layer has such weights."""
+    if not (layer.eight_bits and f"{name}.quantized" in layer):
+        return inner(layer, name, array, **options)
+    weight, scale, bias = (layer[f"{name}.{part}"] for part in ("quantized", "scale", "bias"))
+    out = quantized.linear(array, weight, scale, bias, activations)
+    return finish(out, *map(options.get, ("gelu", "residual", "gate")))
+
+
+def linear_by_kernel(inner: Callable, product: Linear, layer: Layer, name: str, array, kernel=False, **options):
+    """By a Pallas kernel, in bf16 or with both factors in eight bits, where it may take the layer."""
+    if not kernel:
+        return inner(layer, name, array, **options)
+    residual, gate = options.get("residual"), options.get("gate")
+    apart = residual is not None and gate is not None and gate.ndim == 3  # the kernel's gate is one for all tokens
+    if apart:
+        options = options | {"residual": None, "gate": None}
+    eight_bits = layer.eight_bits and f"{name}.quantized" in layer
+    part = f"{name}.quantized" if eight_bits else f"{name}.weight"
+    # Read from the stack, of which a slice would be a copy; unless it is gathered.
+    weight, index = (layer[part], None) if layer.blocks.gathered else layer.stacked(part)
+    scale = layer[f"{name}.scale"] if eight_bits else None
+    out = product(array, weight, layer[f"{name}.bias"], index, scale, **renamed(options))
+    return finish(out, False, residual, gate) if apart else out
+
+
+def renamed(options: dict) -> dict:
+    """Options as the kernel calls them."""
+    names = {"takes_transposed": "takes_turned", "gives_transposed": "gives_turned"}
+    return {names.get(name, name): value for name, value in options.items()}
+
+
+# ---------------------------------------------------------------- norms
+
+
+def norm_of(forward: Forward) -> Callable:
+    """How the blocks' norms are computed: (array, scale, shift, epsilon); without a shift it is an RMS norm."""
+    if forward.products.kernel != "pallas":
+        return plain_norm
+    placed = Norm(forward.products, token_sharding(forward.mesh, forward.parallel))
+    return functools.partial(norm_by_kernel, placed)
+
+
+def plain_norm(array, scale, shift, epsilon):
+    """Mean and variance in one pass, which XLA joins to what made the array."""
+    wide = array.astype(jnp.float32)
+    mean = 0 if shift is None else wide.mean(axis=-1, keepdims=True)
+    variance = (wide * wide).mean(axis=-1, keepdims=True) - mean * mean
+    variance = variance if shift is None else jnp.maximum(variance, 0)
+    out = (wide - mean) * jax.lax.rsqrt(variance + epsilon) * by_token(scale)
+    return (out if shift is None else out + by_token(shift)).astype(array.dtype)
+
+
+def norm_by_kernel(norm: Norm, array, scale, shift, epsilon):
+    """By a Pallas kernel, whose scale and shift are one for all tokens; others are left to XLA."""
+    return (norm if scale.ndim == 2 else plain_norm)(array, scale, shift, epsilon)
+
+
+# ---------------------------------------------------------------- tokens
+
+
+def token_sharding(mesh, parallel, batch: int | None = None) -> jax.sharding.NamedSharding:
+    """How (batch, tokens, channels) lie on the devices between blocks. A batch of one cannot be spread: its axis takes
+    a share of the tokens, where those are spread."""
+    axes = parallel.token_axes
+    if batch == 1 and parallel.batch:
+        spec = jax.sharding.PartitionSpec(None, (parallel.batch, *axes) if axes else None)
+    else:
+        spec = jax.sharding.PartitionSpec(parallel.batch, axes or None)
+    return jax.sharding.NamedSharding(mesh, spec)
+
+
+def pad_tokens(array, multiple: int):
+    """Zeros behind the last token of (batch, tokens, …), so that every device's share fills whole tiles of its memory:
+    18,900 tokens would not, and XLA copies an array wherever its tiles shift."""
+    return jnp.pad(array, [(0, 0), (0, -array.shape[1] % multiple)] + [(0, 0)] * (array.ndim - 2))
+
+
+def no_rows(layers: int, mesh, guarded: bool) -> jax.Array | None:
+    """Zeros for how many rows attention's guards compute again, (layers, devices); None where it has no guard."""
+    if not guarded:
+        return None
+    zeros = jnp.zeros((layers, math.prod(mesh.shape.values())), jnp.int32)
+    # As the devices report them: brought together after the last block, not after each.
+    spec = jax.sharding.PartitionSpec(None, mesh.axis_names)
+    return jax.lax.with_sharding_constraint(zeros, jax.sharding.NamedSharding(mesh, spec))

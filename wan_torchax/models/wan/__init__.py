@@ -1,0 +1,274 @@
+"""Wan 2.1 and 2.2: text, picture, first and last frame, video and control to video."""
+import html
+import re
+from collections.abc import Iterator
+
+import numpy
+
+from wan_torchax.config.geometry import Geometry
+from wan_torchax.models.family import (
+    ComponentSpec,
+    Condition,
+    Family,
+    LatentEncoding,
+    PictureEncoding,
+    TextEncoding,
+    VideoCodec,
+    lazily,
+)
+from wan_torchax.models.wan.adapters import NAMES
+
+HERE = "wan_torchax.models.wan"
+
+
+def geometry(architecture) -> Geometry:
+    vae, transformer = architecture["vae"], architecture["transformer"]
+    scales = vae["scale_factor_temporal"], vae["scale_factor_spatial"]
+    return Geometry(vae["z_dim"], *scales, tuple(transformer["patch_size"]))
+
+
+def heads(architecture) -> tuple[int, int]:
+    transformer = architecture["transformer"]
+    return transformer["num_attention_heads"], transformer["attention_head_dim"]
+
+
+# ---------------------------------------------------------------- text and pictures
+
+
+def clean(prompt: str) -> str:
+    """A prompt as Wan's own pipeline cleans it: broken Unicode mended, HTML's entities read, also where they were
+    written twice, and one space wherever there is any."""
+    if not (prompt.isascii() and prompt.isprintable()) or "&" in prompt:  # ftfy leaves all others as they are
+        import ftfy
+
+        prompt = html.unescape(html.unescape(ftfy.fix_text(prompt)))
+    return re.sub(r"\s+", " ", prompt).strip()
+
+
+def tokenize(folders, prompts, tokens, store):
+    from wan_torchax.models.tokens import tokenize
+
+    return tokenize(folders["tokenizer"], prompts, tokens, store, clean)
+
+
+def encoded_shape(config) -> dict[str, tuple[int, int]]:
+    return {"embeddings": (config.model.text_tokens, config.model.architecture.text_encoder.d_model)}
+
+
+def check_clip(folders) -> None:
+    from wan_torchax.models.pictures import read_preprocessing
+
+    read_preprocessing(folders["image_processor"])
+
+
+def read_for_clip(folders, path):
+    from wan_torchax.models.pictures import clip_picture, read_preprocessing
+
+    return clip_picture(path, read_preprocessing(folders["image_processor"]))
+
+
+def clip_tokens(config) -> int:
+    encoder = config.model.architecture.image_encoder
+    return (encoder.image_size // encoder.patch_size) ** 2 + 1
+
+
+def clip_shape(config) -> tuple[int, int]:
+    return clip_tokens(config), config.model.architecture.image_encoder.hidden_size
+
+
+def clip_pixels(config) -> tuple[int, int, int]:
+    return 3, *[config.model.architecture.image_encoder.image_size] * 2
+
+
+# ---------------------------------------------------------------- conditions
+
+
+def pictures_given(job) -> int:
+    """Pictures whose tokens are attended to."""
+    return len(job.graph.stages[job.graph.giver("image_embeddings")].takes)
+
+
+def reference_count(config) -> int:
+    """Pictures that stand before the video while it is denoised."""
+    return len(config.references) if "references" in config.pipeline.inputs.values() else 0
+
+
+def like_latents(job, channels: int) -> tuple[int, ...]:
+    """Of a condition that is a video of latents."""
+    batch, _, *sizes = job.denoised_shape
+    return batch, channels, *sizes
+
+
+def first_latent_shape(job) -> tuple[int, ...]:
+    batch, channels, _, *sides = job.latent_shape
+    return batch, channels, 1, *sides
+
+
+def control_channels(geometry: Geometry) -> int:
+    """Of what stays, of what is made anew, and of the mask."""
+    return 2 * geometry.channels + geometry.size_scale**2
+
+
+def text_shape(config) -> tuple[int, int]:
+    return config.model.text_tokens, config.model.architecture.transformer.text_dim
+
+
+CONDITIONS = {
+    "embeddings": Condition(lambda job: text_shape(job.config), half=True, by_prompt=True),
+    # More channels of the latents.
+    "condition": Condition(lambda job: like_latents(job, job.geometry.channels + job.geometry.frame_scale)),
+    # The first latent frame, without noise.
+    "first_latent": Condition(first_latent_shape),
+    # A picture's tokens beside the text's.
+    "image_embeddings": Condition(lambda job: (pictures_given(job), *clip_shape(job.config)), half=True),
+    # Of which VACE's control blocks make hints, and how much the hint of each counts.
+    "control": Condition(lambda job: like_latents(job, control_channels(job.geometry))),
+    "conditioning_scale": Condition(
+        lambda job: (len(job.config.model.architecture.transformer.vace_layers),),
+        prepare=lambda value, architecture: numpy.full(
+            len(architecture["transformer"]["vace_layers"]), 1.0 if value is None else value
+        ),
+    ),
+}
+ENCODINGS = {
+    "condition": LatentEncoding(
+        CONDITIONS["condition"].shape, lambda job: job.config.resolution.frames,
+        lazily(f"{HERE}.conditions", "first_and_last"),
+    ),
+    "first_latent": LatentEncoding(first_latent_shape, lambda job: 1, lazily(f"{HERE}.conditions", "first_alone")),
+    "video_latents": LatentEncoding(
+        lambda job: job.latent_shape, lambda job: job.config.resolution.frames,
+        lazily(f"{HERE}.conditions", "whole_video"), settings=("resolution.fps",),
+    ),
+    "control": LatentEncoding(
+        CONDITIONS["control"].shape,
+        lambda job: (1 if job.config.video is None else 2) * job.config.resolution.frames + reference_count(job.config),
+        lazily(f"{HERE}.conditions", "control"), settings=("resolution.fps",),
+    ),
+}
+
+
+def problems(config) -> Iterator[str]:
+    """What the transformer takes against what the pipeline gives it."""
+    size, transformer = geometry(config.model.architecture), config.model.architecture["transformer"]
+    given = {value for stage in config.pipeline.stages.values() for value in stage.takes}
+    model, pipeline = f"model={config.model.name}", f"pipeline={config.pipeline.name}"
+    needed = size.channels + (size.frame_scale + size.channels if "condition" in given else 0)
+    if transformer["in_channels"] != needed:
+        remedy = "choose another model, or the pipeline that is its own"
+        takes = f"and {config.model.name} takes {transformer['in_channels']}"
+        yield f"{pipeline}: gives the transformer {needed} channels, {takes}; {remedy}"
+    if transformer.get("image_dim") is not None and "image_embeddings" not in given:
+        yield f"{model} wants a picture's tokens, and {pipeline} gives none; choose a pipeline with an image encoder"
+    elif transformer.get("image_dim") is None and "image_embeddings" in given:
+        yield f"{model} has no use for a picture's tokens, which {pipeline} gives; choose a pipeline without them"
+    controlled, channels = "vace_layers" in transformer, control_channels(size)
+    if controlled and "control" not in given:
+        yield f"{model} wants control, and {pipeline} gives none; use pipeline=vace"
+    elif "control" in given and not controlled:
+        yield f"{model} has no blocks for control, which {pipeline} gives; use model=wan21_vace_1_3b or wan21_vace_14b"
+    elif controlled and transformer["vace_in_channels"] != channels:
+        key = "model.architecture.transformer.vace_in_channels"
+        yield f"{key}={transformer['vace_in_channels']}: {pipeline} gives {channels}"
+    if controlled and config.precision.weights is not None:
+        yield f"precision={config.precision.name}: control blocks (VACE) are not in it yet; use precision=none"
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+def products(transformer) -> dict[str, tuple[int, int]]:
+    """Linear layers that a kernel can compute: how many blocks have one, and its FLOPs a token."""
+    width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
+    square, wide = 2 * width * width, 2 * width * transformer["ffn_dim"]
+    own = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0", "attn2.to_q", "attn2.to_out.0")
+    flops = dict.fromkeys(own, square) | {"ffn.net.0.proj": wide, "ffn.net.2": wide}
+    stacks = {"blocks": transformer["num_layers"], "vace_blocks": len(transformer.get("vace_layers", ()))}
+    return {
+        f"{stack}.*.{name}": (layers, count)
+        for stack, layers in stacks.items() if layers for name, count in flops.items()
+    }
+
+
+def flops(config, tokens: int) -> dict[str, int]:
+    """Of one forward for one prompt, by part. Where the prompts of a batch share the first block's self-attention it is
+    up to 1.5 % less."""
+    transformer, text = config.model.architecture.transformer, config.model.text_tokens
+    width = transformer.num_attention_heads * transformer.attention_head_dim
+    controls = len(transformer.get("vace_layers", ()))
+    layers = transformer.num_layers + controls
+    return {
+        # q, k, v, out and q, out; k, v of the text; one of each control block
+        "projections": layers * (2 * tokens * width * width * 6 + 2 * text * width * width * 2)
+        + controls * 2 * tokens * width * width,
+        "feed-forward": layers * 4 * tokens * width * transformer.ffn_dim,
+        "self-attention": layers * 4 * tokens * tokens * width,
+        "cross-attention": layers * 4 * tokens * text * width,
+    }
+
+
+def decoder_width(vae) -> float:
+    """Six of the widest activations, eight where shortcuts run beside them."""
+    width = 2 * (vae.get("decoder_base_dim") or vae.get("base_dim", 96))
+    return (8 if vae.get("is_residual") else 6) * width / (vae.get("patch_size") or 1) ** 2
+
+
+FAMILY = Family(
+    name="wan",
+    modules=tuple(f"{HERE}.{name}" for name in ("blocks", "vae", "text", "clip")),
+    components={
+        "text_encoder": ComponentSpec(lazily(f"{HERE}.text", "build"), beside=("tokenizer",)),
+        "image_encoder": ComponentSpec(
+            lazily(f"{HERE}.clip", "build"), unused=lazily(f"{HERE}.clip", "unused"), prefix="vision_model.",
+            beside=("image_processor",),
+        ),
+        "transformer": ComponentSpec(
+            lazily(f"{HERE}.blocks", "build"), stacks=("blocks", "vace_blocks"), tables=lazily(f"{HERE}.blocks", "tables"),
+            unused=lambda architecture: (r".*norm_added_q",),  # no version of the model uses it
+        ),
+        "transformer_2": ComponentSpec(lazily(f"{HERE}.blocks", "build"), twin_of="transformer"),
+        "vae": ComponentSpec(lazily(f"{HERE}.vae", "build")),
+    },
+    geometry=geometry,
+    heads=heads,
+    denoiser=lazily(f"{HERE}.blocks", "denoiser"),
+    conditions=CONDITIONS,
+    codec=VideoCodec(
+        "vae", lazily(f"{HERE}.vae", "decoder"), lazily(f"{HERE}.vae", "encoder"),
+        decoder_part=r"(decoder|post_quant_conv)\..*", encoder_part=r"(encoder|quant_conv)\..*",
+        decoder_width=decoder_width, encoder_width=lambda vae: 6 * vae.get("base_dim", 96),
+        settings=("mesh.chip.vae_lines",),
+    ),
+    texts=(
+        TextEncoding(
+            "text_encoder", lambda config: config.model.text_tokens, encoded_shape, 2, tokenize, lazily(f"{HERE}.text", "encode"), clean,
+            # Scores of one layer.
+            lambda config: 16 * config.model.architecture.text_encoder.num_heads * config.model.text_tokens**2,
+        ),
+    ),
+    pictures={
+        "image_embeddings": PictureEncoding(
+            "image_encoder", clip_shape, clip_pixels, check_clip, read_for_clip, lazily(f"{HERE}.clip", "encode"),
+            # A few copies of the widest layer.
+            lambda config: 16 * clip_tokens(config) * config.model.architecture.image_encoder.intermediate_size,
+        ),
+    },
+    encodings=ENCODINGS,
+    extra_frames=reference_count,
+    problems=problems,
+    flops=flops,
+    products=products,
+    transposed=frozenset(
+        f"{stack}.*.{name}" for stack in ("blocks", "vace_blocks")
+        for name in ("attn1.to_v", "attn1.to_out.0", "attn2.to_out.0")
+    ),
+    adapters=NAMES,
+    groups={
+        "rope": r"/rope/",
+        "norms": r"/(norm\w*)/",
+        "projections": r"/attn[12]/(to_\w+|add_\w+)",
+        "feed-forward": r"/ffn/",
+        "attention": r"/attend/",
+        "embeddings": r"/(patch_embedding|vace_patch_embedding|condition_embedder|proj_out)/",
+    },
+)

@@ -1,0 +1,63 @@
+"""How trainers name the modules of Wan's transformer: as Wan's own code does, with dots or underscores, or as diffusers."""
+import re
+from collections.abc import Mapping
+
+from wan_torchax.models.family import AdapterNames
+
+# Wan's own names -> diffusers', of a block and of the rest.
+ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
+BLOCK = {
+    **{f"self_attn.{name}": f"attn1.{theirs}" for name, theirs in ATTENTION.items()},
+    **{f"cross_attn.{name}": f"attn2.{theirs}" for name, theirs in ATTENTION.items()},
+    "cross_attn.k_img": "attn2.add_k_proj", "cross_attn.v_img": "attn2.add_v_proj",
+    "cross_attn.norm_k_img": "attn2.norm_added_k", "ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2",
+    "norm1": "norm1", "norm2": "norm3", "norm3": "norm2", "modulation": "scale_shift_table",
+    "before_proj": "proj_in", "after_proj": "proj_out",
+}
+EMBEDDER = "condition_embedder"
+REST = {
+    "patch_embedding": "patch_embedding", "vace_patch_embedding": "vace_patch_embedding", "head.head": "proj_out",
+    "head.modulation": "scale_shift_table", "time_projection.1": f"{EMBEDDER}.time_proj",
+    **{f"{kind}_embedding.{old}": f"{EMBEDDER}.{kind}_embedder.linear_{new}"
+       for kind in ("time", "text") for old, new in ((0, 1), (2, 2))},
+    "img_emb.proj.0": f"{EMBEDDER}.image_embedder.norm1", "img_emb.proj.4": f"{EMBEDDER}.image_embedder.norm2",
+    "img_emb.proj.1": f"{EMBEDDER}.image_embedder.ff.net.0.proj",
+    "img_emb.proj.3": f"{EMBEDDER}.image_embedder.ff.net.2", "img_emb.emb_pos": f"{EMBEDDER}.image_embedder.pos_embed",
+}
+BARE = ("scale_shift_table", "pos_embed")  # parameters that are not a module's weight
+PREFIX = r"(?:base_model\.model\.)?(?:(?:model\.)?diffusion_model\.|transformer\.|lora_unet__?)?"
+NATIVE = re.compile(rf"attn[12]|ffn[._]net|{EMBEDDER}|scale_shift_table|proj_(?:in|out)\b")  # diffusers' names alone
+
+
+def with_underscores(names: Mapping[str, str]) -> dict[str, str]:
+    """The same, also found by names in which the dots are underscores."""
+    return {spelt: theirs for name, theirs in names.items() for spelt in (name, name.replace(".", "_"))}
+
+
+def same(names: Mapping[str, str]) -> dict[str, str]:
+    return {theirs: theirs for theirs in names.values()}
+
+
+TABLES = {  # by whether a file has diffusers' names: of a block, and of the rest
+    False: (with_underscores(BLOCK), with_underscores(REST)),
+    True: (with_underscores(same(BLOCK)), with_underscores(same(REST))),
+}
+
+
+def translate(module: str, native: bool) -> str | None:
+    """A module of a file by diffusers' name: blocks_0_self_attn_q -> blocks.0.attn1.to_q; None if no Wan model has
+    it."""
+    blocks, rest = TABLES[native]
+    match = re.fullmatch(r"((?:vace_)?blocks)[._](\d+)[._](.+)", module)
+    if match is None:
+        return rest.get(module)
+    part = blocks.get(match[3])
+    return part and f"{match[1]}.{match[2]}.{part}"
+
+
+def modulation(module: str) -> str | None:
+    """A difference of the modulation is said of the block or the head."""
+    return translate(f"{module}.modulation", native=False)
+
+
+NAMES = AdapterNames(PREFIX, NATIVE, translate, BARE, modulation)

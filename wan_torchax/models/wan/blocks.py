@@ -1,0 +1,313 @@
+"""Wan's transformer as functions of its arrays: blocks, and what diffusers' module does before and behind them.
+
+    forward = denoiser(module, settings)                        # settings: models.family.Forward
+    output = forward(arrays, latents, time, conditions)         # inside jax.jit and torchax
+
+A block is self-attention of the video's tokens, cross-attention to the text's (and a picture's), a feed-forward; each
+behind a norm, the first and the last modulated by time. VACE's control blocks are the same blocks on tokens of a
+control video; what comes of each is added to the main ones in between.
+"""
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import diffusers
+import jax
+import jax.numpy as jnp
+import numpy
+import torch
+from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+
+from wan_torchax.kernels.attention import GUARDED, Attend
+from wan_torchax.models.family import Forward, Output
+from wan_torchax.models.modules import construct
+from wan_torchax.models.loop import Blocks, Layer, no_rows, pad_tokens, plain_norm, token_sharding
+from wan_torchax.patches import call_module
+
+
+class Context(NamedTuple):
+    """What all blocks see alike."""
+
+    text: jax.Array  # (prompts, tokens, channels)
+    pictures: jax.Array | None  # the same, of a picture
+    modulation: jax.Array  # (batch, 6, channels); with a frame that is given (batch, 2, 6, channels): its and the others'
+    rotary: tuple[jax.Array, jax.Array]  # cosines and sines (tokens, head_dim)
+
+
+class Attention(NamedTuple):
+    """How blocks attend."""
+
+    to_video: Attend
+    to_text: Attend
+    given_tokens: int  # at the start of all, of a frame that is given, at time 0
+
+
+def build(architecture) -> torch.nn.Module:
+    controlled = "vace_layers" in architecture
+    kind = diffusers.WanVACETransformer3DModel if controlled else diffusers.WanTransformer3DModel
+    return construct(kind, architecture)
+
+
+def tables(architecture) -> dict[str, numpy.ndarray]:
+    """RoPE's angles, which are computed when the module is made: the meta device does not do that."""
+    settings = build(architecture).config
+    rope = WanRotaryPosEmbed(settings.attention_head_dim, settings.patch_size, settings.rope_max_seq_len)
+    return {f"rope.{name}": buffer.float().numpy() for name, buffer in rope.named_buffers()}
+
+
+def denoiser(module, forward: Forward) -> Callable[..., Output]:
+    """(arrays, latents (batch, channels, frames, height, width), time, conditions, residual) -> Output. `residual` is
+    what the blocks added in another step, to be added in their place."""
+    forward = replace(forward, architecture=dict(module.config))  # with what the class itself decides
+    attention = attention_of(forward)
+
+    def velocity(arrays, latents, time, conditions, residual=None) -> Output:
+        if "condition" in conditions:
+            latents = jnp.concatenate([latents, repeated(conditions["condition"], latents)], axis=1)
+        hidden = patches(module.patch_embedding, part_of(arrays, "patch_embedding"), latents)
+        time, context = embed(module, arrays, forward, attention.given_tokens, time, conditions)
+        tokens, hidden = hidden.shape[1], pad_tokens(hidden, forward.multiple)
+        before = hidden = jax.lax.with_sharding_constraint(
+            hidden, token_sharding(forward.mesh, forward.parallel, hidden.shape[0])
+        )
+        counted = None
+        if residual is not None:
+            hidden = hidden + residual
+        elif "control" in conditions:
+            control = patches(module.vace_patch_embedding, part_of(arrays, "vace_patch_embedding"),
+                              repeated(conditions["control"], latents).astype(forward.dtype))
+            control = pad_tokens(control, forward.multiple), conditions["conditioning_scale"].astype(forward.dtype)
+            hidden, counted = run_controlled(arrays, forward, attention, context, hidden, control)
+        else:
+            hidden, counted = run_blocks(arrays, forward, attention, context, hidden)
+        hidden = jax.lax.with_sharding_constraint(
+            hidden, token_sharding(forward.mesh, forward.parallel, hidden.shape[0])
+        )
+        out = head(arrays, forward, attention.given_tokens, hidden[:, :tokens], time)
+        return Output(unpatched(out, latents.shape, forward.architecture["patch_size"]), hidden - before, counted)
+
+    return velocity
+
+
+def attention_of(forward: Forward) -> Attention:
+    head_dim, frames = forward.architecture["attention_head_dim"], forward.grid[0]
+    place = forward.parallel, forward.mesh
+    to_video = Attend(
+        head_dim, forward.self_attention, *place, keys=forward.tokens, grid=forward.grid,
+        norm_epsilon=forward.architecture["eps"],
+    )
+    given = forward.tokens // frames if "first_latent" in forward.conditions else 0
+    return Attention(to_video, Attend(head_dim, forward.cross_attention, *place, cross=True), given)
+
+
+# ---------------------------------------------------------------- before and behind the blocks
+
+
+def part_of(arrays: dict, name: str) -> dict:
+    """The arrays of one of the module's parts, by their names in it."""
+    return {key.removeprefix(f"{name}."): array for key, array in arrays.items() if key.startswith(f"{name}.")}
+
+
+def repeated(array, like):
+    """A condition of one video for every prompt of a batch."""
+    return jnp.tile(array, (like.shape[0] // array.shape[0],) + (1,) * (array.ndim - 1))
+
+
+def patches(module, arrays: dict, video):
+    """(batch, channels, frames, height, width) to tokens (batch, tokens, channels)."""
+    video = video.astype(arrays["weight"].dtype)
+    return call_module(module, arrays, video).reshape(video.shape[0], len(arrays["weight"]), -1).swapaxes(1, 2)
+
+
+def embed(module, arrays: dict, forward: Forward, given_tokens: int, time, conditions) -> tuple[Any, Context]:
+    """The embedding of the time, as the head takes it, and the context of the blocks."""
+    text, named = conditions["embeddings"], {}
+    batch = text.shape[0]
+    if given_tokens:
+        time, named["timestep_seq_len"] = jnp.stack([jnp.zeros_like(time), time]), 2
+    times = jnp.broadcast_to(time, (batch, *time.shape)).reshape(-1)
+    pictures = jnp.tile(conditions["image_embeddings"], (batch, 1, 1)) if "image_embeddings" in conditions else None
+    time, modulation, text, pictures = call_module(
+        module.condition_embedder, part_of(arrays, "condition_embedder"), times, text, pictures, **named
+    )
+    modulation = modulation.reshape(*modulation.shape[:-1], 6, -1)
+    cosine, sine = (expanded(arrays[f"rope.{name}"], forward) for name in ("freqs_cos", "freqs_sin"))
+    rotary = tuple(pad_tokens(table[None], forward.multiple)[0] for table in (cosine, sine))
+    return time, Context(text, pictures, modulation, rotary)
+
+
+def expanded(table, forward: Forward):
+    """RoPE's angles of every token (tokens, head_dim) from those of every place along an axis (places, head_dim): the
+    lanes of a head are shared out among time, height and width."""
+    head_dim = forward.architecture["attention_head_dim"]
+    side = 2 * (head_dim // 6)
+    starts = (0, head_dim - 2 * side, head_dim - side, head_dim)
+    parts = []
+    for axis, (size, start, end) in enumerate(zip(forward.grid, starts, starts[1:])):
+        shape = [1, 1, 1, end - start]
+        shape[axis] = size
+        parts.append(jnp.broadcast_to(table[:size, start:end].reshape(shape), (*forward.grid, end - start)))
+    return jnp.concatenate(parts, axis=-1).reshape(-1, head_dim)
+
+
+def head(arrays: dict, forward: Forward, given_tokens: int, hidden, time):
+    """Tokens to what each says of its patch (batch, tokens, channels · patch)."""
+    rows = arrays["scale_shift_table"]  # (1, 2, channels)
+    rows = rows + time[:, None] if time.ndim == 2 else rows[:, None] + time[:, :, None]
+    shift, scale = jnp.moveaxis(for_tokens(rows, given_tokens, hidden.shape[1]), -2, 0)
+    with jax.named_scope("norm_out"):
+        normed = plain_norm(hidden, 1 + scale, shift, forward.architecture["eps"])
+    with jax.named_scope("proj_out"):
+        return jnp.einsum("...a,ba->...b", normed, arrays["proj_out.weight"]) + arrays["proj_out.bias"]
+
+
+def unpatched(tokens, shape, patch):
+    """(batch, tokens, channels · patch) to (batch, channels, frames, height, width)."""
+    sizes = [size // side for size, side in zip(shape[2:], patch)]
+    video = tokens.reshape(tokens.shape[0], *sizes, *patch, -1).transpose(0, 7, 1, 4, 2, 5, 3, 6)
+    return video.reshape(*video.shape[:2], *shape[2:])
+
+
+def for_tokens(rows, given: int, tokens: int):
+    """Rows of modulation: (batch, rows, channels) as they are. Where a frame is given, (batch, 2, rows, channels) as
+    (batch, tokens, rows, channels): the first for its tokens, the second for the others.
+
+    Which is whose is said in each block anew, where XLA makes it part of the sums: all rows would be gigabytes.
+    """
+    if not given:
+        return rows
+    is_given = (jnp.arange(tokens) < given).reshape(1, tokens, 1, 1)
+    return jnp.where(is_given, rows[:, :1], rows[:, 1:])
+
+
+# ---------------------------------------------------------------- the blocks
+
+
+def run_blocks(arrays: dict, forward: Forward, attention: Attention, context: Context, hidden):
+    """All blocks on (batch, tokens, channels); and the rows that attention rescued, (layers, devices).
+
+    Where all of the batch is one video at one time, the first block's self-attention, which no text has reached yet, is
+    computed once for all: the block takes a batch of one and its cross-attention spreads it. That is 1 % of a guided
+    step's arithmetic.
+    """
+    blocks, counted = blocks_of(arrays, forward, "blocks"), count_of(forward, attention)
+    step = functools.partial(pinned_block, forward, attention, context)
+    first = int(forward.same_video and hidden.shape[0] > 1)
+    if first:
+        hidden, counted = blocks.step(step, 0 in blocks.eight_bits, 0, (hidden[:1], counted))
+    return blocks.run(step, hidden, counted, begin=first)
+
+
+def run_controlled(arrays: dict, forward: Forward, attention: Attention, context: Context, hidden, control):
+    """As run_blocks, with tokens of a control video and a scale for every control block: in front of some of the main
+    blocks runs a control block, and its hint is added behind them and is gone, where all hints together would be
+    gigabytes."""
+    blocks, counted = blocks_of(arrays, forward, "blocks"), count_of(forward, attention)
+    step = functools.partial(pinned_block, forward, attention, context)
+    controls = blocks_of(arrays, forward, "vace_blocks")
+    (control, scales), layers = control, list(forward.architecture["vace_layers"])
+    control = controls.layer(0, eight_bits=False).linear("proj_in", control) + hidden
+
+    def one_group(begin, size, number, state, control):
+        """A control block, the main block it is for, and those up to the next."""
+        layer = controls.layer(number, eight_bits=False)
+        control, rescued = block(attention, context, layer, control)
+        hint = layer.linear("proj_out", control)
+        hidden, counted = blocks.step(step, False, begin, state)
+        counted = counted if rescued is None else counted.at[begin].add(rescued)
+        state = hidden + scales[number] * hint, counted
+
+        def one_more(place, state):
+            return blocks.step(step, False, begin + place, state)
+
+        return jax.lax.fori_loop(1, size, one_more, state), control
+
+    sizes = [end - begin for begin, end in itertools.pairwise([*layers, blocks.count])]
+    state, first = (hidden, counted), int(forward.same_video and hidden.shape[0] > 1)
+    if first:
+        state, control = one_group(layers[0], sizes[0], 0, (hidden[:1], counted), control[:1])
+    if len(set(sizes)) > 1:  # not every n-th block has a control block
+        for number in range(first, len(layers)):
+            state, control = one_group(layers[number], sizes[number], number, state, control)
+        return state
+
+    def group(number, carry):
+        return one_group(number * sizes[0], sizes[0], number, *carry)
+
+    return jax.lax.fori_loop(first, len(layers), group, (state, control))[0]
+
+
+def blocks_of(arrays: dict, forward: Forward, stack: str) -> Blocks:
+    architecture = forward.architecture
+    count = len(architecture["vace_layers"]) if stack == "vace_blocks" else architecture["num_layers"]
+    return Blocks.of(arrays, stack, count, forward, epsilon=architecture["eps"])
+
+
+def count_of(forward: Forward, attention: Attention):
+    guarded = any(attend.kernel.kernel in GUARDED for attend in (attention.to_video, attention.to_text))
+    return no_rows(forward.architecture["num_layers"], forward.mesh, guarded)
+
+
+def pinned_block(forward: Forward, attention: Attention, context: Context, layer: Layer, hidden):
+    """A block; its tokens' place on the devices said where the compiler would not see it."""
+    if forward.pinned:
+        hidden = jax.lax.with_sharding_constraint(hidden, token_sharding(forward.mesh, forward.parallel))
+    return block(attention, context, layer, hidden)
+
+
+def block(attention: Attention, context: Context, layer: Layer, hidden):
+    """(hidden, rescued) of one block on hidden (batch, tokens, channels)."""
+    rows = layer["scale_shift_table"] + context.modulation[: hidden.shape[0]].astype(jnp.float32)
+    rows = for_tokens(rows, attention.given_tokens, hidden.shape[1])
+    shift, scale, gate, forward_shift, forward_scale, forward_gate = jnp.moveaxis(rows, -2, 0)
+    normed = layer.norm("norm1", hidden, 1 + scale, shift)
+    hidden, counts = attend_to_video(attention, context, layer, normed, hidden, gate)
+    normed = hidden
+    if "norm2.weight" in layer:
+        normed = layer.norm("norm2", hidden, layer["norm2.weight"][None], layer["norm2.bias"][None])
+    hidden, more = attend_to_text(attention, context, layer, normed, hidden)
+    normed = layer.norm("norm3", hidden, 1 + forward_scale, forward_shift)
+    wide = layer.linear("ffn.net.0.proj", normed, gelu=True, kernel=True)
+    hidden = layer.linear("ffn.net.2", wide, residual=hidden, gate=forward_gate, kernel=True)
+    rescued = [count for count in (*counts, *more) if count is not None]
+    return hidden, sum(rescued) if rescued else None
+
+
+def attend_to_video(attention: Attention, context: Context, layer: Layer, normed, hidden, gate):
+    query, key = (layer.linear(f"attn1.to_{name}", normed, kernel=True) for name in "qk")
+    value = layer.linear("attn1.to_v", normed, kernel=True, gives_transposed=True)
+    norms = [layer[f"attn1.norm_{name}.weight"] for name in "qk"]
+    with jax.named_scope("attn1/attend"):
+        out, rescued = attention.to_video.counted(query, key, value, context.rotary, norms)
+    hidden = layer.linear("attn1.to_out.0", out, residual=hidden, gate=gate, kernel=True, takes_transposed=True)
+    return hidden, [rescued]
+
+
+def attend_to_text(attention: Attention, context: Context, layer: Layer, normed, hidden):
+    """To the text's tokens, and in a softmax of their own to a picture's."""
+    query = layer.rms_norm("attn2.norm_q", layer.linear("attn2.to_q", normed, kernel=True))
+    batch = context.text.shape[0]  # one video, several prompts: see run_blocks
+    query = jnp.broadcast_to(query, (batch, *query.shape[1:]))
+    hidden = jnp.broadcast_to(hidden, (batch, *hidden.shape[1:]))
+
+    def attend(tokens, key, value, norm):
+        key, value = text_norm(layer, norm, layer.linear(key, tokens)), layer.linear(value, tokens)
+        with jax.named_scope("attn2/attend"):
+            return attention.to_text.counted(query, key, value)
+
+    out, rescued = attend(context.text, "attn2.to_k", "attn2.to_v", "attn2.norm_k")
+    counts = [rescued]
+    if context.pictures is not None:
+        more, rescued = attend(context.pictures, "attn2.add_k_proj", "attn2.add_v_proj", "attn2.norm_added_k")
+        out, counts = out + more, [*counts, rescued]
+    return layer.linear("attn2.to_out.0", out, residual=hidden, kernel=True, takes_transposed=True), counts
+
+
+def text_norm(layer: Layer, name: str, array):
+    """The RMS norm of a text's few keys, which XLA takes in no time."""
+    with jax.named_scope(name.replace(".", "/")):
+        return plain_norm(array, layer[f"{name}.weight"][None], None, layer.blocks.epsilon)
+
+

@@ -1,0 +1,117 @@
+"""What Wan's transformers are conditioned on, made of pictures and videos: their latents, and which frames they are.
+
+`encode(frames, pixels)` gives latents (1, channels, latent frames, height, width) of a video whose pixels (1, 3, frames,
+height, width) from -1 to 1 come piece by piece: `pixels(range of frames)`.
+"""
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from wan_torchax.config.geometry import Geometry
+from wan_torchax.models.pictures import on_white, pixels_of, read_picture, read_video
+
+
+def first_and_last(view, values: dict[str, Any], encode: Callable) -> numpy.ndarray:
+    """(1, mask + channels, frames, height, width) of a first picture, and a last if there is one.
+
+    The VAE encodes a video of these pictures with grey between them. In front of its latents goes a mask: a channel for
+    every frame that a latent frame stands for, 1 where a picture is given.
+    """
+    size = view.config.resolution
+    given = {0: "image", size.frames - 1: "last_image"}
+    pictures = {
+        frame: read_picture(Path(values[name]), size.height, size.width, view.config.fit)
+        for frame, name in given.items()
+        if name in values
+    }
+    latents = encode(size.frames, lambda piece: video(pictures, piece, size))
+    marks = mask(pictures, view.geometry.frame_scale, latents.shape)
+    return numpy.concatenate([marks, latents], axis=1)
+
+
+def first_alone(view, values: dict[str, Any], encode: Callable) -> numpy.ndarray:
+    """(1, channels, 1, height, width) of a picture: the first latent frame of the video, as it is."""
+    size = view.config.resolution
+    picture = read_picture(Path(values["image"]), size.height, size.width, view.config.fit)
+    return encode(1, lambda _: picture[None, :, None])
+
+
+def whole_video(view, values: dict[str, Any], encode: Callable) -> numpy.ndarray:
+    """(1, channels, frames, height, width) of a video, for a sampling that starts from it."""
+    frames = read_video(Path(values["video"]), view.config.resolution, view.config.fit, view.first_frame)
+    return encode(len(frames), lambda piece: pixels_of(frames[piece.start : piece.stop]))
+
+
+def video(pictures: dict[int, numpy.ndarray], frames: range, size) -> numpy.ndarray:
+    """Some frames of a video (1, 3, frames, height, width): the pictures in their places, mid grey elsewhere."""
+    grey = numpy.zeros((3, size.height, size.width), numpy.float32)
+    return numpy.stack([pictures.get(frame, grey) for frame in frames], axis=1)[None]
+
+
+def mask(pictures: dict[int, numpy.ndarray], scale: int, latent_shape) -> numpy.ndarray:
+    """(1, scale, latent frames, height, width): 1 where a picture is given. The first latent frame stands for one frame
+    only, which all its channels show."""
+    batch, _, frames, height, width = latent_shape
+    given = numpy.zeros(frames * scale, numpy.float32)
+    for frame in pictures:
+        given[frame + scale - 1] = 1
+    given[: scale - 1] = given[scale - 1]
+    channels = given.reshape(1, frames, scale, 1, 1).transpose(0, 2, 1, 3, 4)
+    return numpy.broadcast_to(channels, (batch, scale, frames, height, width))
+
+
+# ---------------------------------------------------------------- VACE
+
+
+def control(view, values: dict[str, Any], encode: Callable) -> numpy.ndarray:
+    """(1, channels, frames, height, width) of a video, a mask and references, any of which may be absent.
+
+    Its channels: latents of what stays (where the mask is black), latents of what is made anew (white), and the mask
+    itself, the pixels that a latent pixel stands for side by side. Without a video all is grey, without a mask all is
+    made anew. References stand in front, a latent frame each; the last one first, as diffusers has them.
+    """
+    size, scale = view.config.resolution, view.geometry.size_scale
+    frames, white = read_control(view, values)
+
+    def part(is_new: bool) -> numpy.ndarray:
+        def pixels(piece: range):
+            if frames is None:
+                return numpy.zeros((1, 3, len(piece), size.height, size.width), numpy.float32)
+            chosen = (white[piece.start : piece.stop] > 127) == is_new
+            return pixels_of(frames[piece.start : piece.stop]) * chosen.transpose(3, 0, 1, 2)[None]
+
+        return encode(size.frames, pixels)
+
+    stays = part(False)
+    latents = [numpy.concatenate([stays, stays if frames is None else part(True)], axis=1)]
+    folded = fold(white[..., 0], view.geometry)
+    for path in values["references"] or ():
+        picture = on_white(Path(path), size.height, size.width, scale)
+        latent = encode(1, lambda _, picture=picture: picture)
+        latents.insert(0, numpy.concatenate([latent, numpy.zeros_like(latent)], axis=1))
+    latents = numpy.concatenate(latents, axis=2)
+    before = numpy.zeros((*folded.shape[:2], latents.shape[2] - folded.shape[2], *folded.shape[3:]), folded.dtype)
+    return numpy.concatenate([latents, numpy.concatenate([before, folded], axis=2)], axis=1)
+
+
+def read_control(view, values: dict[str, Any]) -> tuple[numpy.ndarray | None, numpy.ndarray]:
+    """Frames of the video, if there is one, and of the mask: uint8 (frames, height, width, 3)."""
+    size, fit = view.config.resolution, view.config.fit
+    frames, mask = (
+        None if values[name] is None else read_video(Path(values[name]), size, fit, view.first_frame)
+        for name in ("video", "mask")
+    )
+    white = numpy.broadcast_to(numpy.uint8(255), (size.frames, size.height, size.width, 3))
+    return frames, white if mask is None else mask
+
+
+def fold(mask: numpy.ndarray, geometry: Geometry) -> numpy.ndarray:
+    """Uint8 (frames, height, width) to float32 (1, pixels of a latent pixel, latent frames, height, width), 0 to 1. A
+    latent frame shows the mask of the frame in the middle of its share of time."""
+    count, side = (len(mask) - 1) // geometry.frame_scale + 1, geometry.size_scale
+    chosen = ((numpy.arange(count) + 0.5) * len(mask) / count).astype(int)
+    tiles = mask[chosen].astype(numpy.float32) / 255
+    tiles = tiles.reshape(count, tiles.shape[1] // side, side, tiles.shape[2] // side, side)
+    return tiles.transpose(2, 4, 0, 1, 3).reshape(1, side * side, count, *tiles.shape[1::2])

@@ -1,0 +1,20 @@
+"""UMT5's encoder, which turns a prompt into embeddings. Importing this imports torch and transformers."""
+import jax.numpy as jnp
+import torch
+import transformers
+
+from wan_torchax.patches import call_module
+
+
+def build(architecture) -> torch.nn.Module:
+    with torch.device("meta"):
+        module = transformers.UMT5EncoderModel(transformers.UMT5Config(**architecture)).eval()
+    if module.encoder.embed_tokens.weight is not module.shared.weight:
+        raise RuntimeError("transformers left the encoder's embedding untied from the shared table: it gives noise")
+    return module
+
+
+def encode(module, arrays, ids, mask):
+    """Embeddings (prompts, tokens, width), zero where there is padding."""
+    hidden = call_module(module, arrays, ids, attention_mask=mask, return_dict=False)[0]
+    return {"embeddings": jnp.where(mask[..., None] > 0, hidden, 0)}

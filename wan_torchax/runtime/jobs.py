@@ -1,0 +1,29 @@
+"""What is asked for, with its files: each found, and looked into, once a run. No JAX, no torch."""
+from collections.abc import Iterable
+
+from wan_torchax.config import inputs
+from wan_torchax.config.graph import Graph
+from wan_torchax.config.resolve import Job
+from wan_torchax.records.fingerprints import digest
+from wan_torchax.runtime import adapters
+from wan_torchax.runtime.checkpoint import find_all, find_present
+
+
+def find_job(config) -> Job:
+    """A config with those of its files that are on this machine; nothing is downloaded."""
+    graph = Graph.of(config.pipeline)
+    present = find_present(config, graph.components(graph.stages))
+    files = {key: inputs.paths(config, key) for key in inputs.taken(config)}
+    contents = {key: digest(paths) for key, paths in files.items() if paths}
+    return Job.of(config, adapters.on(present, config, local_only=True), contents)
+
+
+def with_weights(job: Job, components: Iterable[str]) -> Job:
+    """With the checkpoints of these components; those that are not on this machine are downloaded."""
+    absent = [name for name in components if name not in job.checkpoints]
+    return job.with_checkpoints(adapters.on(find_all(job.config, absent), job.config)) if absent else job
+
+
+def plan_job(config) -> Job:
+    """For a plan: of weights, only what a local checkpoint's config.json adds."""
+    return Job.of(config, find_all(config, list(config.model.architecture), required=False))
