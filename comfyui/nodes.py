@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from wan_torchax.config import commandline, inputs
 from wan_torchax.config.geometry import Geometry, guided
 from wan_torchax.config.graph import Graph
+from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import SEEDS
 
@@ -25,7 +26,13 @@ try:
     START = compose()  # what the widgets start with
 except (ConfigError, ValueError) as error:  # no workflow is open yet
     raise ImportError(f"{settings.OWNER}: {error}") from error
-GEOMETRY = Geometry.of(START.model.architecture)
+
+
+def geometry_of(config) -> Geometry:
+    return family_of(config).geometry(config.model.architecture)
+
+
+GEOMETRY = geometry_of(START)
 MODEL_ID = settings.model_paths()[START.model.name]
 
 
@@ -46,7 +53,7 @@ def run_stages(names, config, values=None, helpers=()):
     # threads: in both, torch is here as it is under run.py.
     with torch.inference_mode(False):
         config = inputs.with_texts(config)
-        check_values(config.model, values or {})
+        check_values(config, values or {})
         missing = Graph.of(config.pipeline).missing(names, values or {})
         if missing:
             remedy = "use Wan 2.1 TPU Full Pipeline for models that start from a picture or video"
@@ -55,14 +62,15 @@ def run_stages(names, config, values=None, helpers=()):
         return session.run(resolved, names, resolved.inputs() | (values or {}), host.Listener(config.steps))
 
 
-def check_values(model, values) -> None:
+def check_values(config, values) -> None:
     """Embeddings and latents must be those of a model like this one; compiled programs would say so less clearly."""
-    tokens = (model.text_tokens, model.architecture.transformer.text_dim)
+    model, shapes = config.model, family_of(config).texts[0].shapes(config)
+    tokens = shapes.get("embeddings")
     if "embeddings" in values and values["embeddings"].shape[1:] != tokens:
         shape = values["embeddings"].shape[1:]
         remedy = "connect one Config node to all nodes, or give all the same model_id"
         raise ValueError(f"embeddings of (tokens, width) {shape}: {model.name} takes {tokens}; {remedy}")
-    channels = Geometry.of(model.architecture).channels
+    channels = geometry_of(config).channels
     if "latents" in values and values["latents"].shape[1] != channels:
         remedy = "connect Wan 2.1 TPU Sampler, and the same Config node to both"
         raise ValueError(f"latents of {values['latents'].shape[1]} channels: {model.name} takes {channels}; {remedy}")
@@ -310,7 +318,7 @@ class Wan21TPUVAEDecoder:
             shape = tuple(samples.shape)
             raise ValueError(f"latents of shape {shape}: it takes one video, (1, channels, frames, height, width)")
         chosen = choose(config, model_id)
-        pixels = Geometry.of(compose([*chosen, *ANY_SIZE]).model.architecture).pixels(samples.shape)
+        pixels = geometry_of(compose([*chosen, *ANY_SIZE])).pixels(samples.shape)
         size = from_widgets(height=pixels["height"], width=pixels["width"], num_frames=pixels["frames"], fps=fps)
         values = run_stages(["decode"], compose([*chosen, *size]), {"latents": samples.float().cpu().numpy()})
         return as_image(values["frames"]), float(fps)
