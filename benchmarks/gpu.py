@@ -289,7 +289,7 @@ def peer_steps(case, config, column, what):
     latents, texts = random_inputs(config, dtype)
     hidden, timestep, pictures = peer_inputs(config, latents, dtype)
     if column != "a":
-        torch._dynamo.reset()  # what it compiled for other shapes
+        torch.compiler.reset()  # what it compiled for other shapes
         model.set_attention_backend("_native_cudnn")
         model.compile_repeated_blocks(fullgraph=True) if column == "b" else model.compile(fullgraph=True)
 

@@ -218,10 +218,9 @@ def known_keys() -> list[str]:
     """Every key that can be overridden, dotted, and every group."""
 
     def walk(node, prefix):
-        for name in node:
+        for name, child in node.items():
             yield prefix + name
-            child = node._get_node(name)
-            if OmegaConf.is_dict(child):
+            if isinstance(child, dict):
                 yield from walk(child, f"{prefix}{name}.")
 
-    return [*walk(schema.root(), ""), "preset", "negative_prompt"]
+    return [*walk(OmegaConf.to_container(schema.root()), ""), "preset", "negative_prompt"]

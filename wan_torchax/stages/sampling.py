@@ -212,7 +212,8 @@ def noises(seed: int, shape: tuple[int, ...]) -> Iterator[numpy.ndarray]:
     (Box and Muller). Torch's own differ by a last bit here and there, as they do from processor to processor.
     """
     twister, size = numpy.random.MT19937(), math.prod(shape)
-    twister._legacy_seeding(seed)  # seeds as torch and the twister's authors do; numpy's own way mixes them first
+    # RandomState seeds as torch and the twister's authors do; MT19937(seed) mixes them first.
+    twister.state = numpy.random.RandomState(seed).get_state(legacy=False)
     if size < GROUP:
         raise ValueError(f"noise of {size} values: torch draws fewer than {GROUP} in another way")
     while True:
