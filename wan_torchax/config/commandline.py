@@ -1,22 +1,19 @@
 """What happens to the command line before and after Hydra: free text in, clear errors out. No JAX, no torch."""
-import contextlib
 import functools
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.experimental.callback import Callback
-from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from wan_torchax import ROOT
+from wan_torchax import ROOT, private
 from wan_torchax.config import schema
 from wan_torchax.config.wording import nearest
 
@@ -44,7 +41,7 @@ WRONG_TYPES = {
     r"Cannot assign \w+ to Dict": "a mapping, e.g. {name: value}",
 }
 USER_ERRORS = (HydraException, OmegaConfBaseException)
-composing = threading.RLock()
+composing = threading.RLock()  # Hydra keeps its state for the whole process
 
 ConfigStore.instance().store("schema", schema.root())
 
@@ -54,23 +51,11 @@ ConfigStore.instance().store("schema", schema.root())
 
 def compose(overrides: Iterable[str]) -> DictConfig:
     """The config that `python run.py` would run with, from overrides in Hydra's grammar (see `rewrite`)."""
-    with apart(), hydra.initialize_config_dir(str(CONF), version_base=HYDRA_VERSION):
+    with composing, private.hydra_apart(), hydra.initialize_config_dir(str(CONF), version_base=HYDRA_VERSION):
         try:
             return hydra.compose("config", list(overrides))
         except USER_ERRORS as error:
             raise schema.ConfigError(explain(error)) from error
-
-
-@contextlib.contextmanager
-def apart() -> Iterator[None]:
-    """Hydra keeps its state for the whole process: one thread at a time, and others find theirs again."""
-    with composing:
-        others, base = GlobalHydra.instance().hydra, VersionBase.instance().version_base
-        GlobalHydra.instance().clear()
-        try:
-            yield
-        finally:
-            GlobalHydra.instance().hydra, VersionBase.instance().version_base = others, base
 
 
 def options(group: str) -> list[str]:
