@@ -10,35 +10,25 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from wan_torchax import private
+
 # torchax turns off torch's transformer fast path for the whole process when it is imported; outside
 # `torchax_on()` torch must behave as if torchax were not there.
 _fast_path = torch.backends.mha.get_fastpath_enabled()
 
 
-@contextlib.contextmanager
-def overloads_of_old():
+def overloads_of_old() -> contextlib.AbstractContextManager:
     """Inside, an overload for named dimensions that torch no longer has is its name, which stands for no op.
 
     torchax 0.0.13 lists such overloads (aten.prod.dim_Dimname, aten.all.dimname, aten.norm.names_dim, ...) in tables
     that it makes as it is imported, and torch 2.13 has removed them: without this the import fails. In the tables the
     name is a key that nothing asks for. This can go when torchax no longer lists them; its test then fails.
     """
-    packet = torch._ops.OpOverloadPacket
-    shipped = packet.__getattr__
 
-    def find(self, name):
-        try:
-            return shipped(self, name)
-        except AttributeError:
-            if not re.search("dimname|names", name, re.IGNORECASE):
-                raise
-            return f"{self._qualified_op_name}.{name}"
+    def name(op, overload):
+        return f"{op}.{overload}" if re.search("dimname|names", overload, re.IGNORECASE) else None
 
-    packet.__getattr__ = find
-    try:
-        yield
-    finally:
-        packet.__getattr__ = shipped
+    return private.missing_overloads(name)
 
 
 with overloads_of_old():
@@ -62,19 +52,17 @@ def torchax_on(ops=None):
     setting touched are afterwards what they were before. `ops` maps a torch op to its implementation.
     """
     environment = torchax.default_env()
-    saved = dict(environment._ops), environment.enabled, torchax.tensor.Tensor.type_as
+    saved = environment.enabled, torchax.tensor.Tensor.type_as
     fast_path = torch.backends.mha.get_fastpath_enabled()
     try:
-        for op, implementation in (ops or {}).items():
-            environment.override_op_definition(op, implementation)
         torchax.tensor.Tensor.type_as = type_as
         torch.backends.mha.set_fastpath_enabled(False)
-        with environment, torch.no_grad(), warnings.catch_warnings():
+        with private.overridden_ops(environment, ops or {}), environment, torch.no_grad(), warnings.catch_warnings():
             # JAX has no 64-bit integers unless asked; torch's indices fit in 32.
             warnings.filterwarnings("ignore", message="Explicitly requested dtype int64")
             yield environment
     finally:
-        environment._ops, environment.enabled, torchax.tensor.Tensor.type_as = saved
+        environment.enabled, torchax.tensor.Tensor.type_as = saved
         torch.backends.mha.set_fastpath_enabled(fast_path)
 
 

@@ -38,7 +38,7 @@ import wan_torchax
 wan_torchax.leave_sys_path()
 
 # What imports JAX or torchax is imported where it is used: the peers' process must not have them.
-from wan_torchax import ROOT  # noqa: E402
+from wan_torchax import ROOT, private  # noqa: E402
 from wan_torchax.config import inputs  # noqa: E402
 from wan_torchax.config.commandline import compose, rewrite  # noqa: E402
 from wan_torchax.config.geometry import Geometry, prompt_count  # noqa: E402
@@ -176,7 +176,7 @@ def random_module(make, dtype):
     torch.manual_seed(0)
     with torch.device(DEVICE):
         module = make().eval().requires_grad_(False)
-    exempt = getattr(module, "_keep_in_fp32_modules", None) or ()
+    exempt = private.float32_parts(module, "float16")  # the longer list, which the published figures were taken with
     for name, parameter in module.named_parameters():
         if parameter.ndim > 1:  # norms keep their ones
             torch.nn.init.normal_(parameter, std=0.02 if parameter.ndim == 2 else (parameter[0].numel()) ** -0.5)
@@ -289,7 +289,7 @@ def peer_steps(case, config, column, what):
     latents, texts = random_inputs(config, dtype)
     hidden, timestep, pictures = peer_inputs(config, latents, dtype)
     if column != "a":
-        torch._dynamo.reset()  # what it compiled for other shapes
+        torch.compiler.reset()  # what it compiled for other shapes
         model.set_attention_backend("_native_cudnn")
         model.compile_repeated_blocks(fullgraph=True) if column == "b" else model.compile(fullgraph=True)
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from wan_torchax import private
 from wan_torchax.kernels import parallel as schemes
 from wan_torchax.kernels import splash
 from wan_torchax.kernels.rotary import rotate
@@ -189,11 +190,8 @@ def cudnn(query, key, value, keys, head_dim, kernel):
 
 
 def cudnn_call(query, key, value, head_dim):
-    # jax.nn.dot_product_attention rounds the log-sum-exp to bf16, too coarse to merge with; this is what it calls.
-    from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention
-
     split = [x.reshape(*x.shape[:2], -1, head_dim) for x in (query, key, value)]
-    out, log_sum = dot_product_attention(*split, scale=head_dim**-0.5, return_residual=True)
+    out, log_sum = private.cudnn_attention(*split, scale=head_dim**-0.5)
     return out.reshape(query.shape), log_sum
 
 

@@ -20,12 +20,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, vector
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import FragmentedArray, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
 
+from wan_torchax import private
+
+mosaic = private.mosaic_gpu()
 ROWS = 64  # queries of a warpgroup
 GROUPS = 2  # compute warpgroups of a block of threads
 STAGES = 2  # buffers of a ring: one is filled while the other is used
@@ -395,11 +397,11 @@ def tell(limit, _, sums):
         arith.extui(number, arith.cmpf(arith.CmpFPredicate.UGE, vector.extract(register, [], [0]), limit))
         for register in sums.registers.flat
     ]
-    barrier = arith.addi(utils.warpgroup_idx(sync=False), arith.constant(number, 1))  # as Mosaic numbers them
-    told = llvm.inline_asm(
+    barrier = arith.addi(mosaic.warpgroup_idx(sync=False), arith.constant(number, 1))  # as Mosaic numbers them
+    told = mosaic.llvm.inline_asm(
         number, [reduce(arith.ori, flags), barrier],
         "{ .reg .pred own, any; .reg .b32 told; setp.ne.s32 own, $1, 0; bar.red.or.pred any, $2, 128, own;"
         "selp.b32 told, 1, 0, any; shfl.sync.idx.b32 $0, told, 0, 31, -1; }",
         "=r,r,r", has_side_effects=True,
     )
-    return FragmentedArray.splat(told, (), is_signed=True)
+    return mosaic.FragmentedArray.splat(told, (), is_signed=True)

@@ -24,13 +24,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import llvm, vector
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import vector
 
-from wan_torchax.kernels.hopper import GROUPS, LOG2_E, ROWS, STAGES, Ring, along, any_above, masked, row
+from wan_torchax import private
+from wan_torchax.kernels.hopper import GROUPS, LOG2_E, ROWS, STAGES, Ring, along, any_above, masked, mosaic, row
 
 FEWEST_KEYS = 2048  # of fewer, the sample would be a large part
 BLOCK = 192  # keys at a time
@@ -349,11 +349,11 @@ def pack(_, weights):
     registers = np.empty(layout.registers_shape(weights.shape), dtype=object)
     for place in np.ndindex(registers.shape):
         pairs = (weights.registers[place[0], 2 * place[1] + half, *place[2:]] for half in (0, 1))
-        word = llvm.inline_asm(
+        word = mosaic.llvm.inline_asm(
             number, [vector.extract(pair, [], [i]) for pair in pairs for i in (0, 1)],
             "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
             "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
             "=r,f,f,f,f",
         )
         registers[place] = vector.bitcast(four, vector.broadcast(ir.VectorType.get((1,), number), word))
-    return mosaic.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+    return private.fragmented_array(registers, layout)

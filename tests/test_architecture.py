@@ -10,6 +10,7 @@ from tests.conftest import ROOT
 
 # From the ground up. A module may import from its own floor and from those below; docs/architecture.md draws them.
 FLOORS = [
+    ("private",),
     ("kernels",),
     ("patches", "events"),
     ("config",),

@@ -1,23 +1,19 @@
 """What happens to the command line before and after Hydra: free text in, clear errors out. No JAX, no torch."""
-import contextlib
 import functools
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.experimental.callback import Callback
-from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from wan_torchax import ROOT
+from wan_torchax import ROOT, private
 from wan_torchax.config import schema
 from wan_torchax.config.wording import nearest
 
@@ -45,7 +41,7 @@ WRONG_TYPES = {
     r"Cannot assign \w+ to Dict": "a mapping, e.g. {name: value}",
 }
 USER_ERRORS = (HydraException, OmegaConfBaseException)
-composing = threading.RLock()
+composing = threading.RLock()  # Hydra keeps its state for the whole process
 
 ConfigStore.instance().store("schema", schema.root())
 
@@ -63,7 +59,7 @@ def compose(overrides: Iterable[str]) -> DictConfig:
     options = tuple(text for text in overrides if is_option(text))
     try:
         config = compose_options(options).copy()
-        apply_values(config, [text for text in overrides if text not in options])
+        private.apply_overrides(config, [text for text in overrides if text not in options])
         return config
     except USER_ERRORS as error:
         raise schema.ConfigError(explain(error)) from error
@@ -72,7 +68,7 @@ def compose(overrides: Iterable[str]) -> DictConfig:
 @functools.lru_cache(maxsize=64)
 def compose_options(overrides: tuple[str, ...]) -> DictConfig:
     """The config of some options of conf/'s groups."""
-    with apart(), hydra.initialize_config_dir(str(CONF), version_base=HYDRA_VERSION):
+    with composing, private.hydra_apart(), hydra.initialize_config_dir(str(CONF), version_base=HYDRA_VERSION):
         config = hydra.compose("config", list(overrides), return_hydra_config=True)
     choices = dict(config.hydra.runtime.choices)
     with open_dict(config):
@@ -93,26 +89,6 @@ def is_option(override: str) -> bool:
     """Whether an override chooses an option of a group, and does not set a value."""
     key = key_of(override)
     return "@" in key or key.startswith("hydra") or (CONF / key).is_dir()
-
-
-def apply_values(config: DictConfig, overrides: list[str]) -> None:
-    """What Hydra does with values once it has composed the files."""
-    from hydra._internal.config_loader_impl import ConfigLoaderImpl
-
-    parsed = OverridesParser.create().parse_overrides(overrides)
-    ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
-
-
-@contextlib.contextmanager
-def apart() -> Iterator[None]:
-    """Hydra keeps its state for the whole process: one thread at a time, and others find theirs again."""
-    with composing:
-        others, base = GlobalHydra.instance().hydra, VersionBase.instance().version_base
-        GlobalHydra.instance().clear()
-        try:
-            yield
-        finally:
-            GlobalHydra.instance().hydra, VersionBase.instance().version_base = others, base
 
 
 def options(group: str) -> list[str]:
@@ -260,10 +236,9 @@ def known_keys() -> list[str]:
     """Every key that can be overridden, dotted, and every group."""
 
     def walk(node, prefix):
-        for name in node:
+        for name, child in node.items():
             yield prefix + name
-            child = node._get_node(name)
-            if OmegaConf.is_dict(child):
+            if isinstance(child, dict):
                 yield from walk(child, f"{prefix}{name}.")
 
-    return [*walk(schema.root(), ""), "preset", "negative_prompt"]
+    return [*walk(OmegaConf.to_container(schema.root()), ""), "preset", "negative_prompt"]

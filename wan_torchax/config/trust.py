@@ -19,10 +19,9 @@ import typing
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import OverrideType
 from hydra.errors import HydraException
 
+from wan_torchax import private
 from wan_torchax.config import schema
 from wan_torchax.config.commandline import key_of, known_keys, options, plain_text, quote
 from wan_torchax.config.schema import ConfigError
@@ -49,10 +48,10 @@ def overrides(values: dict) -> list[str]:
 def repeated(text: str) -> list[str]:
     """An override that an artefact carries, in Hydra's grammar, as such that are safe to compose."""
     try:
-        parsed = OverridesParser.create().parse_override(text)
+        parsed = private.parse_override(text)
     except (HydraException, RecursionError) as error:
         raise ConfigError(f"{text[:80]}: not an override ({str(error).splitlines()[0]})") from error
-    if parsed.type is not OverrideType.CHANGE or parsed.package is not None:
+    if parsed.type.name != "CHANGE" or parsed.package is not None:
         raise ConfigError(f"{key_of(text)}: may only be added or removed on the command line")
     if parsed.is_sweep_override():
         raise ConfigError(f"{text[:80]}: several values, which may only be swept over on the command line")

@@ -210,8 +210,10 @@ def unknown_problems(config: Config) -> Iterator[str]:
         for name in node:
             if name not in names:
                 yield f"{prefix}{name}: no such key; {nearest(name, names)}"
-            elif OmegaConf.is_dict(child := node._get_node(name)) and not child._is_interpolation():
-                yield from walk(child, f"{prefix}{name}.")
+            elif OmegaConf.is_missing(node, name) or OmegaConf.is_interpolation(node, name):
+                continue
+            elif OmegaConf.is_dict(node[name]):
+                yield from walk(node[name], f"{prefix}{name}.")
 
     yield from walk(config, "")
 

@@ -29,6 +29,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from wan_torchax import private
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import flatten, listed
 from wan_torchax.records import provenance
@@ -111,11 +112,9 @@ def find(settings) -> tuple[str, int, int]:
 
     JAX knows Cloud TPU, GKE, Slurm and Open MPI.
     """
-    from jax._src.clusters import ClusterEnv  # what jax.distributed.initialize() asks; it has no public name
-
     place = settings.coordinator, settings.processes, settings.process
     if None in place:
-        place = ClusterEnv.auto_detect_unset_distributed_params(*place, None, None, settings.join_seconds)[:3]
+        place = private.find_cluster(*place, settings.join_seconds)
     keys = ("coordinator", "processes", "process")
     unknown = ", ".join(f"distributed.{key}" for key, value in zip(keys, place) if value is None)
     if unknown:

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 
+from wan_torchax import private
 from wan_torchax.config.geometry import device_count
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.devices import distributed
@@ -61,11 +62,7 @@ def in_words(flags: dict[str, list[str]]) -> str:
 
 def is_running() -> bool:
     """Whether JAX has looked for its devices yet."""
-    if "jax" not in sys.modules:
-        return False
-    from jax._src import xla_bridge  # it has no public name
-
-    return xla_bridge.backends_are_initialized()
+    return "jax" in sys.modules and private.has_devices()
 
 
 def use_fake_devices(config) -> None:

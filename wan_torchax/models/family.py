@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 
+from wan_torchax import private
 from wan_torchax.config.geometry import Geometry
 from wan_torchax.kernels.settings import Kernel, Parallel, Products
 
@@ -205,9 +206,7 @@ def lazily(module: str, name: str) -> Callable:
 
 
 def import_module(module: str) -> Any:
-    from diffusers.utils import import_utils
-
     # diffusers imports torch_xla where that is installed, for attention on its own devices. Kaggle's and Colab's TPU
     # machines have one, built for another torch than ours: its import fails. Nothing here uses it.
-    import_utils._torch_xla_available = False
+    private.hide_torch_xla()
     return importlib.import_module(module)

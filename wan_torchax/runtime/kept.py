@@ -5,7 +5,6 @@
 
 What an entry was made from is the recipe, and all that stands behind every recipe: versions, sources, devices, flags.
 """
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -13,17 +12,15 @@ import logging
 import os
 import platform
 import re
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy
-from jax._src import compilation_cache  # what says whether it is used has no public name
 from jax.experimental import serialize_executable
 
+from wan_torchax import private
 from wan_torchax.config.resolve import Recipe, Resolved
 from wan_torchax.devices import distributed
 from wan_torchax.devices.sharding import partition_spec
@@ -101,7 +98,7 @@ def is_external(implementation: str) -> bool:
 def environment(mesh) -> dict:
     """What every program depends on beside its recipe."""
     devices = mesh.devices.flat
-    options = {name: value for name, value in jax.config.values.items() if not PLACES.fullmatch(name)}
+    options = {name: value for name, value in private.jax_settings().items() if not PLACES.fullmatch(name)}
     return {
         "versions": provenance.versions(),
         "sources": provenance.sources(),
@@ -181,7 +178,7 @@ def load_program(kept: Kept, about: dict, arrays: dict[str, Tensor], mesh) -> tu
 
 def compile_and_keep(kept: Kept, about: dict, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Without JAX's own cache: on a CPU, an executable that came out of it cannot be written again."""
-    with uncached():
+    with private.uncached():
         compiled = lowered.compile()
     try:
         memory = compiled.memory_analysis()
@@ -190,21 +187,6 @@ def compile_and_keep(kept: Kept, about: dict, lowered: jax.stages.Lowered) -> ja
     except Exception as error:  # a platform that cannot write executables says so in its own way
         log.warning("a program is not kept for the next run: it cannot be written (%s)", error)
     return compiled
-
-
-here = threading.local()
-is_cache_used = compilation_cache.is_cache_used
-
-
-@contextlib.contextmanager
-def uncached() -> Iterator[None]:
-    """What this thread compiles in here is not looked up in JAX's cache. JAX reads its own switch once a process."""
-    compilation_cache.is_cache_used = lambda backend: not getattr(here, "uncached", False) and is_cache_used(backend)
-    here.uncached = True
-    try:
-        yield
-    finally:
-        here.uncached = False
 
 
 def structs(about: dict, mesh) -> list:

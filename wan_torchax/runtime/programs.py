@@ -15,6 +15,7 @@ import jax
 import numpy
 from omegaconf import OmegaConf
 
+from wan_torchax import private
 from wan_torchax.config.resolve import Recipe
 from wan_torchax.events import Compiled, Listener, Took
 from wan_torchax.runtime import weights
@@ -166,18 +167,16 @@ class NotFinite(RuntimeError):
 compilations = Counter()  # by what, counted by JAX's own events
 
 
-def count_event(event, **_):
-    if event == "/jax/compilation_cache/cache_hits" and threading.current_thread().name == "compile":
+def count_found():
+    if threading.current_thread().name == "compile":
         compilations["cache_hits"] += 1
 
 
-def count_duration(event, seconds, **_):
-    if event.endswith("backend_compile_duration"):
-        compilations[threading.get_ident()] += 1
+def count_compiled():
+    compilations[threading.get_ident()] += 1
 
 
-jax.monitoring.register_event_listener(count_event)
-jax.monitoring.register_event_duration_secs_listener(count_duration)
+private.on_compilation(count_found, count_compiled)
 
 
 class Unexpected(RuntimeError):

@@ -23,6 +23,7 @@ from types import MappingProxyType
 import jax
 import numpy
 
+from wan_torchax import private
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import listed, nearest
 from wan_torchax.devices.sharding import partition_spec, replicated, spec_problem
@@ -199,14 +200,8 @@ def rule_for(name: str, layout: Layout, problems: list[str]) -> str | None:
 
 
 def dtype_of(module, name: str, dtype: str) -> str:
-    """The configured dtype, or float32 where the model's authors want it.
-
-    diffusers keeps its list in float32 for any half precision, transformers for float16 only (its strict list for
-    both).
-    """
-    exempt = getattr(module, "_keep_in_fp32_modules", None) or ()
-    if dtype != "float16" and hasattr(module, "_keep_in_fp32_modules_strict"):
-        exempt = module._keep_in_fp32_modules_strict or ()
+    """The configured dtype, or float32 where the model's authors want it."""
+    exempt = private.float32_parts(module, dtype)
     return "float32" if any(part in exempt for part in name.split(".")) else dtype
 
 

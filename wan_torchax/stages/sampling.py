@@ -1,9 +1,7 @@
 """diffusers' schedulers as tables of numbers, so that a step of theirs runs inside the compiled program."""
-import contextlib
 import functools
 import json
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -11,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy
 from omegaconf import OmegaConf
 
+from wan_torchax import private
 from wan_torchax.config.geometry import steps_skipped
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.records.provenance import sources, versions
@@ -92,7 +91,7 @@ def read_off(target: str, arguments: str, steps: Steps) -> Table:
     slots, expected = rehearse(make_scheduler(target, arguments, steps), steps, *made_up)
     scheduler, count, rows = make_scheduler(target, arguments, steps), len(slots) + 3, []
     latents, *remembered, velocity, noise = (unit_vector(index, count) for index in range(count))
-    with given_noise(scheduler) as given:
+    with private.given_noise(scheduler) as given:
         for timestep in scheduler.timesteps[steps.begin :]:
             for slot, vector in zip(slots, remembered):
                 if slot.get(scheduler) is not None:
@@ -118,7 +117,7 @@ def rehearse(scheduler, steps: Steps, velocities, noises):
     """Where a scheduler keeps tensors between steps, and what it makes of made-up velocities, the last of them as first
     latents, and of made-up noise."""
     latents = velocities[-1]
-    with given_noise(scheduler) as given:
+    with private.given_noise(scheduler) as given:
         for timestep, velocity, noise in zip(scheduler.timesteps[steps.begin :], velocities, noises):
             given[:] = [noise]
             latents = scheduler.step(velocity, timestep, latents, return_dict=False)[0]
@@ -133,22 +132,6 @@ def rehearse(scheduler, steps: Steps, velocities, noises):
         elif isinstance(value, list):
             slots += [Slot(name, index) for index, item in enumerate(value) if is_remembered(item)]
     return slots, latents.numpy()
-
-
-@contextlib.contextmanager
-def given_noise(scheduler) -> Iterator[list]:
-    """A list that a scheduler's next step takes its noise from. diffusers' schedulers draw by a function that their
-    module has imported, if they draw any."""
-    module, given = sys.modules[type(scheduler).__module__], []
-    draw = getattr(module, "randn_tensor", None)
-    if draw is None:
-        yield given
-        return
-    module.randn_tensor = lambda *_, **__: given.pop()
-    try:
-        yield given
-    finally:
-        module.randn_tensor = draw
 
 
 def replay(coefficients: numpy.ndarray, velocities, noises) -> numpy.ndarray:
@@ -212,7 +195,8 @@ def noises(seed: int, shape: tuple[int, ...]) -> Iterator[numpy.ndarray]:
     (Box and Muller). Torch's own differ by a last bit here and there, as they do from processor to processor.
     """
     twister, size = numpy.random.MT19937(), math.prod(shape)
-    twister._legacy_seeding(seed)  # seeds as torch and the twister's authors do; numpy's own way mixes them first
+    # RandomState seeds as torch and the twister's authors do; MT19937(seed) mixes them first.
+    twister.state = numpy.random.RandomState(seed).get_state(legacy=False)
     if size < GROUP:
         raise ValueError(f"noise of {size} values: torch draws fewer than {GROUP} in another way")
     while True:
