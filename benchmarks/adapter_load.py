@@ -87,7 +87,7 @@ def load(folder: Path, layers: int, small: bool, dtype: str, adapted: bool) -> d
     architecture = f"model.architecture.transformer.num_layers={layers}"
     overrides = [
         "model=wan21_t2v_1_3b", "resolution=480p", f"model.path={folder}", architecture, "mesh.platform=cpu",
-        "mesh.devices=1", "attention=xla", f"model.dtype.transformer={dtype}", "prompt=x",
+        "mesh.axes.tp=1", "attention=xla", f"model.dtype.transformer={dtype}", "prompt=x",
         *(f"model.architecture.transformer.{name}={size}" for name, size in (SMALL if small else SIZES).items()),
         *([f"adapter.style={{path: {folder / 'adapter.safetensors'}, strength: 0.8}}"] if adapted else []),
     ]

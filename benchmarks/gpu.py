@@ -206,7 +206,7 @@ def hand_over(tensors, module):
     """A component's arrays from a torch module's weights, on the device."""
     import jax
 
-    from wan_torchax.kernels.quantised import quantise
+    from wan_torchax.kernels.quantized import quantize
 
     quantise_all = jax.jit(quantise, static_argnums=1)
     weights = dict(module.named_parameters())

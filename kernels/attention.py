@@ -19,7 +19,7 @@ from jax import lax
 from wan_torchax import private
 from wan_torchax.kernels import parallel as schemes
 from wan_torchax.kernels import splash
-from wan_torchax.kernels.rotary import rotate
+from wan_torchax.kernels.rotary import normalized, rotate
 from wan_torchax.kernels.settings import Kernel, Parallel
 
 MASKED = splash.LOWEST  # finite: a row masked so far must not become inf - inf
@@ -60,6 +60,10 @@ class Attend:
         """Attention, and of each device how many rows its kernel computed again, (devices,) int32; None of a kernel
         that has no need to. With `beside`, the output is a pair: of the tokens, and of those beside them."""
         keys = self.keys or key.shape[1]
+        if norms and self.mesh is not None and self.parallel.heads and norms[0].size != self.head_dim:
+            # A norm over all heads, which several devices have: before they go their own ways.
+            query, key = (self.normalized(array, weight) for array, weight in zip((query, key), norms))
+            norms = ()
         if self.mesh is not None:
             out, rescued = schemes.spread(self, (query, key, value), rotary, norms, keys, beside)
         else:
@@ -78,6 +82,10 @@ class Attend:
             total = jnp.sum(jnp.where(real[:, None], key, 0), axis=2, keepdims=True, dtype=jnp.float32)
             key = key - (lax.psum(total, place.axes) / keys).astype(key.dtype)
         return query, key
+
+    def normalized(self, array, weight):
+        wide = normalized(array.astype(jnp.float32), weight, self.norm_epsilon)
+        return wide.reshape(array.shape).astype(array.dtype)
 
     def rotated(self, array, rotary, parts, weight):
         if not rotary:

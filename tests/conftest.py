@@ -20,7 +20,6 @@ wan_torchax.leave_sys_path()  # as run.py does
 from wan_torchax.config.commandline import compose, rewrite  # noqa: E402
 from wan_torchax.config.resolve import resolve  # noqa: E402
 from wan_torchax.config.validation import validate  # noqa: E402
-from wan_torchax.runtime.checkpoint import find_all  # noqa: E402
 
 # The demo model as small and short as it goes.
 SMALL = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "steps=3", "output.keep_frames=true"]
@@ -111,20 +110,20 @@ def listed(folder):
 
 def resolve_here(*overrides):
     """A config on this process's devices, with what a local checkpoint adds."""
+    from wan_torchax.runtime.jobs import plan_job
     from wan_torchax.session import Session
 
-    config = make_config(*overrides)
-    return Session().resolve(config, config.pipeline.stages, weights=False)
+    return Session().place(plan_job(make_config(*overrides)))
 
 
 def resolve_there(*overrides):
     """A config on the devices that its mesh describes."""
     from wan_torchax.devices.mesh import Described
+    from wan_torchax.runtime.jobs import plan_job
 
     config = make_config(*overrides)
     validate(config)
-    checkpoints = find_all(config.model, list(config.model.architecture), required=False)
-    return resolve(config, checkpoints, Described.by(config.mesh))
+    return resolve(plan_job(config), Described.by(config.mesh))
 
 
 def build(resolved, name):
@@ -155,7 +154,7 @@ def two_layers(tmp_path_factory):
     from tests import tiny
 
     folder = tiny.make_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
-    return [*SMALL, *tiny.overrides(folder), "mesh.devices=1"]
+    return [*SMALL, *tiny.overrides(folder), "mesh.axes.tp=1"]
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from wan_torchax.config.commandline import rewrite
 from wan_torchax.config.geometry import expert_at
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
+from wan_torchax.models.pictures import read_picture
 from wan_torchax.records.stored import take_over
 from wan_torchax.session import session
-from wan_torchax.stages.pictures import read_picture
 from wan_torchax.stages.sampling import scheduler_table
 from wan_torchax.tasks.generate import generate as generate_into
 
@@ -266,9 +266,9 @@ FIVE_CASES = {
     "a prompt": ["pipeline=t2v"],
     "a picture": ["pipeline=ti2v"],
     "one prompt after the other": ["pipeline=ti2v", "guidance=sequential"],
-    "dp and tp": ["pipeline=ti2v", "mesh=cpu_8", "mesh.devices=4", "mesh.axes={dp:2,sp:1,tp:2}"],
+    "dp and tp": ["pipeline=ti2v", "mesh=cpu_8", "mesh.axes={dp:2,sp:1,tp:2}"],
     "tokens over sp": [
-        "pipeline=ti2v", "mesh=cpu_8", "mesh.devices=4", "mesh.axes={dp:1,sp:4,tp:1}", "sharding=sequence",
+        "pipeline=ti2v", "mesh=cpu_8", "mesh.axes={dp:1,sp:4,tp:1}", "sharding=sequence",
     ],
 }
 

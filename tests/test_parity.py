@@ -91,14 +91,12 @@ def run(checkpoint, tmp_path, cache):
 
 
 NO_DECODE = "stages=[text,denoise]"
-# Tokens over two axes, sp traded for heads and tp passed around a ring.
-SPREAD = "sharding.transformer.activations.blocks.spec=[dp,[tp,sp],null]"
-ULYSSES_RING = ["sharding=sequence", "sharding.attention.ring=tp", SPREAD]
+ULYSSES_RING = ["sharding=sequence", "sharding.attention.ring=tp"]  # sp traded for heads, tp passed around
 LAYOUTS = {  # those that spread the tokens at a size where every device has some, the others at a smaller one
     "one device": [NO_DECODE],
     "no scan": [*SMALL, "model.scan_blocks=false", NO_DECODE],
     "tp": [*SMALL, "mesh=cpu_8", "mesh.axes={dp:1,sp:1,tp:8}", NO_DECODE],
-    "dp": [*SMALL, "mesh=cpu_8", "mesh.devices=2", "mesh.axes={dp:2,sp:1,tp:1}", NO_DECODE],
+    "dp": [*SMALL, "mesh=cpu_8", "mesh.axes={dp:2,sp:1,tp:1}", NO_DECODE],
     "dp and tp": [*SMALL, "mesh=cpu_8"],
     "tokens over sp, Ulysses": ["mesh=cpu_8", "mesh.axes={dp:2,sp:4,tp:1}", "sharding=sequence", NO_DECODE],
     "tokens over sp, whole weights": ["mesh=cpu_8", "mesh.axes={dp:2,sp:4,tp:1}", "sharding=tokens", NO_DECODE],

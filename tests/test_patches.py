@@ -141,7 +141,7 @@ def test_convolutions_of_images_are_the_videos(kernel, stride, padding, ours):
     expected = torch.nn.functional.conv3d(video, weight, bias, stride, padding)
     arrays = [jnp.asarray(tensor.numpy()) for tensor in (video, weight, bias)]
     _, made = traced(lambda *x: torch.nn.functional.conv3d(*x, stride, padding), *arrays, overrides=shipped(ours))
-    numpy.testing.assert_allclose(made, expected.numpy(), atol=1e-5)
+    numpy.testing.assert_allclose(made, expected.numpy(), atol=2e-5)
 
 
 def row(op, implementation):

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from tests.conftest import build, make_config, resolve_here
 from wan_torchax.config.schema import ConfigError
-from wan_torchax.models import vae_lines
+from wan_torchax.models.wan import vae_lines
 from wan_torchax.session import Session
 
 
@@ -58,4 +58,4 @@ def test_the_stage_decodes_the_same_by_lines(cache):
 
 def test_what_it_cannot_decode_is_told_before_weights_load():
     with pytest.raises(ConfigError, match="mesh.chip.vae_lines=true: is for Wan 2.1's VAE and a picture that sharding"):
-        build(resolve_here("mesh.devices=1", "sharding.vae.carry=[]", "mesh.chip.vae_lines=true"), "decode")
+        build(resolve_here("mesh.axes.tp=1", "sharding.picture=[]", "mesh.chip.vae_lines=true"), "decode")

@@ -103,7 +103,7 @@ class Session:
         if stage is None or stage.recipe.key != recipe.key or not stage.programs.ready():
             self.stages.pop(place, None)
             stage = self.stages[place] = find(name)(name, recipe, components, resolved, kept)
-        stage.components = components
+        stage.components, stage.gives = components, tuple(resolved.graph.stages[name].gives)
         return stage
 
     def prepare(self, resolved: Resolved, names: Iterable[str], tell: Listener = silence) -> None:

@@ -417,7 +417,8 @@ def table_problems(config: Config) -> Iterator[str]:
         yield from axis_problems(f"sharding.attention.{key}", [sharding.attention[key]], axes)
     yield from axis_problems("sharding.gather", [sharding.gather], axes)
     if sharding.gather is not None and (sharding.axes.get("heads") or sharding.axes.get("mlp")):
-        yield f"sharding.gather={sharding.gather}: the blocks' weights are shared over {sharding.axes} already; set null"
+        key = f"sharding.gather={sharding.gather}"
+        yield f"{key}: heads and mlp of sharding.axes share the blocks' weights already; set one of the two to null"
 
 
 def axis_problems(key: str, spec, axes) -> Iterator[str]:

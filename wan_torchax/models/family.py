@@ -37,7 +37,7 @@ class ComponentSpec:
     """One model of a family's checkpoints: a folder of theirs."""
 
     build: Callable[[Architecture], torch.nn.Module]  # on the meta device: names and shapes, no memory
-    stacks: tuple[str, ...] = ()  # lists of equal blocks: their weights become arrays with a leading dimension, the layer
+    stacks: tuple[str, ...] = ()  # lists of equal blocks: their weights become arrays with a dimension more, the layer
     tables: Callable[[Architecture], dict[str, numpy.ndarray]] = lambda architecture: {}  # arrays no checkpoint has
     unused: Callable[[Architecture], tuple[str, ...]] = lambda architecture: ()  # patterns of tensors held in vain
     prefix: str = ""  # of names in checkpoints, which some versions of the libraries write
@@ -182,7 +182,7 @@ class Family:
     extra_frames: Callable[[DictConfig], int] = lambda config: 0  # latent frames in front of the video's
     problems: Callable[[DictConfig], Iterator[str]] = lambda config: iter(())  # what model and pipeline cannot do
     transposed: frozenset[str] = frozenset()  # of `products`, those at attention's values and outputs
-    # What parts of the program are called in plans -> patterns of the names that their ops have; the first match counts.
+    # What plans call parts of the program -> patterns of the names that their ops have; the first match counts.
     groups: Mapping[str, str] = field(default_factory=dict)
 
     def described_by(self, component: str) -> str:

@@ -51,10 +51,13 @@ class Layer:
             return stack, index - first
         return stack, jnp.where(index < first, index, index - len(self.blocks.eight_bits))
 
+    def has_eight_bits(self, name: str) -> bool:
+        return self.eight_bits and f"{name}.quantized" in self
+
     def linear(self, name: str, array, **options):
-        """array · weightᵀ + bias of the linear layer of this name, and what `plain_linear` says of options."""
+        """The linear layer of this name on (batch, tokens, inputs); `Options` says what else."""
         with jax.named_scope(name.replace(".", "/")):
-            return self.blocks.linear(self, name, array, **options)
+            return self.blocks.linear(self, name, array, Options(**options))
 
     def norm(self, name: str, array, scale, shift):
         """Layer norm, times scale, plus shift: (batch, channels) or by token (batch, tokens, channels) each."""
@@ -118,8 +121,20 @@ class Blocks:
 # ---------------------------------------------------------------- linear layers
 
 
+@dataclass(frozen=True)
+class Options:
+    """What a linear layer does beside array · weightᵀ + bias."""
+
+    gelu: bool = False  # behind it
+    residual: jax.Array | None = None  # what the result is added to
+    gate: jax.Array | None = None  # what it is multiplied with before: (batch, channels), or by token
+    kernel: bool = False  # a Pallas kernel may compute it
+    takes_transposed: bool = False  # attention's kernel has the array, or the result, with its tokens last in memory
+    gives_transposed: bool = False
+
+
 def linear_of(forward: Forward) -> Callable:
-    """How the blocks' linear layers are computed: (layer, name, array, **options)."""
+    """How the blocks' linear layers are computed: (layer, name, array, options)."""
     linear = plain_linear
     if forward.precision.weights:
         linear = functools.partial(linear_in_eight_bits, linear, forward.precision.activations)
@@ -129,26 +144,20 @@ def linear_of(forward: Forward) -> Callable:
     return linear
 
 
-def plain_linear(
-    layer: Layer, name: str, array, gelu=False, residual=None, gate=None, kernel=False, takes_transposed=False,
-    gives_transposed=False,
-):
-    """array · weightᵀ + bias. Then GELU; or times `gate` and added to `residual`.
-
-    The rest are for `linear_by_kernel`: `kernel`, whether it may take this layer, and whether attention's kernel has
-    the array, or the result, with its tokens last in memory.
-    """
+def plain_linear(layer: Layer, name: str, array, options: Options):
     out = jnp.einsum("...a,ba->...b", array, layer[f"{name}.weight"]) + layer[f"{name}.bias"]
-    return finish(out, gelu, residual, gate)
+    return finish(out, options)
 
 
-def finish(out, gelu, residual, gate):
-    if gelu:
+def finish(out, options: Options):
+    """GELU; gate and residual."""
+    if options.gelu:
         out = jax.nn.gelu(out, approximate=True)
-    if residual is None:
+    if options.residual is None:
         return out
-    added = out.astype(jnp.float32) if gate is None else out.astype(jnp.float32) * by_token(gate)
-    return (residual.astype(jnp.float32) + added).astype(residual.dtype)
+    out = out.astype(jnp.float32)
+    added = out if options.gate is None else out * by_token(options.gate)
+    return (options.residual.astype(jnp.float32) + added).astype(options.residual.dtype)
 
 
 def by_token(rows):
@@ -156,36 +165,30 @@ def by_token(rows):
     return rows[:, None] if rows.ndim == 2 else rows
 
 
-def linear_in_eight_bits(inner: Callable, activations: bool, layer: Layer, name: str, array, **options):
+def linear_in_eight_bits(inner: Callable, activations: bool, layer: Layer, name: str, array, options: Options):
     """With weights of eight bits, and activations too, where the layer has such weights."""
-    if not (layer.eight_bits and f"{name}.quantized" in layer):
-        return inner(layer, name, array, **options)
+    if not layer.has_eight_bits(name):
+        return inner(layer, name, array, options)
     weight, scale, bias = (layer[f"{name}.{part}"] for part in ("quantized", "scale", "bias"))
-    out = quantized.linear(array, weight, scale, bias, activations)
-    return finish(out, *map(options.get, ("gelu", "residual", "gate")))
+    return finish(quantized.linear(array, weight, scale, bias, activations), options)
 
 
-def linear_by_kernel(inner: Callable, product: Linear, layer: Layer, name: str, array, kernel=False, **options):
+def linear_by_kernel(inner: Callable, product: Linear, layer: Layer, name: str, array, options: Options):
     """By a Pallas kernel, in bf16 or with both factors in eight bits, where it may take the layer."""
-    if not kernel:
-        return inner(layer, name, array, **options)
-    residual, gate = options.get("residual"), options.get("gate")
-    apart = residual is not None and gate is not None and gate.ndim == 3  # the kernel's gate is one for all tokens
-    if apart:
-        options = options | {"residual": None, "gate": None}
-    eight_bits = layer.eight_bits and f"{name}.quantized" in layer
-    part = f"{name}.quantized" if eight_bits else f"{name}.weight"
+    if not options.kernel:
+        return inner(layer, name, array, options)
+    after = {"residual": options.residual, "gate": options.gate}
+    apart = options.gate is not None and options.gate.ndim == 3  # the kernel's gate is one for all tokens
+    part, scale = f"{name}.weight", None
+    if layer.has_eight_bits(name):
+        part, scale = f"{name}.quantized", layer[f"{name}.scale"]
     # Read from the stack, of which a slice would be a copy; unless it is gathered.
     weight, index = (layer[part], None) if layer.blocks.gathered else layer.stacked(part)
-    scale = layer[f"{name}.scale"] if eight_bits else None
-    out = product(array, weight, layer[f"{name}.bias"], index, scale, **renamed(options))
-    return finish(out, False, residual, gate) if apart else out
-
-
-def renamed(options: dict) -> dict:
-    """Options as the kernel calls them."""
-    names = {"takes_transposed": "takes_turned", "gives_transposed": "gives_turned"}
-    return {names.get(name, name): value for name, value in options.items()}
+    out = product(
+        array, weight, layer[f"{name}.bias"], index, scale, gelu=options.gelu, takes_turned=options.takes_transposed,
+        gives_turned=options.gives_transposed, **({} if apart else after),
+    )
+    return finish(out, Options(**after)) if apart else out
 
 
 # ---------------------------------------------------------------- norms

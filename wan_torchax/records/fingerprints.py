@@ -1,4 +1,4 @@
-"""What files hold, in a few letters: of whole files, and of checkpoints without reading all of them. No JAX, no torch."""
+"""What files hold, in a few letters: of whole files, and of checkpoints without reading all of them."""
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path

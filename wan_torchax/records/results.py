@@ -50,10 +50,11 @@ def read(path: Path, shapes: dict[str, tuple]) -> tuple[dict[str, numpy.ndarray]
 def compare(path: Path, made_with: dict, settings: dict) -> None:
     """Refuse a result that was made with other settings than these, or that does not say with which. Weights that are
     not on this machine are known by where they are from."""
-    unknown = {key.removeprefix("weights.") for key, value in settings.items() if key.startswith("weights.") and not value}
+    here = {key.partition(".")[2] for key, value in settings.items() if key.startswith("weights.") and value}
+    unused = {"path.": lambda component: component in here, "weights.": lambda component: component not in here}
     counted = {
         key: value for key, value in settings.items()
-        if not (key.startswith("path.") and key[5:] not in unknown) and not (key.startswith("weights.") and key[8:] in unknown)
+        if not any(key.startswith(kind) and leaves_out(key.removeprefix(kind)) for kind, leaves_out in unused.items())
     }
     differences = [
         f"{key}: {made_with[key]!r} there, {value!r} now" if key in made_with else f"{key}: not recorded there"

@@ -9,8 +9,8 @@ import jax
 
 from wan_torchax.config.resolve import Recipe, Resolved, key_of, plain
 from wan_torchax.events import Advanced, Began, Ended, Listener, Took
-from wan_torchax.records import provenance
 from wan_torchax.models.family import ComponentSpec, Family
+from wan_torchax.records import provenance
 from wan_torchax.runtime import adapters, weights
 from wan_torchax.runtime.kept import Kept, pack_plan, unpack_plan
 

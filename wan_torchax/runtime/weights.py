@@ -119,7 +119,7 @@ def plan(module, spec: ComponentSpec, architecture, layout: Layout, dtype: str, 
         rules = {rule_for(source, layout, problems) for source in part.sources}
         if len(rules) > 1:
             names = sorted(map(str, rules))
-            problems.append(f"{layout.key}: layers of {part.sources[0]} match different rules {names}; they are one array")
+            problems.append(f"{layout.key}: layers of {part.sources[0]}, one array, match different rules {names}")
         rule = rules.pop()
         used.add(rule)
         partition, is_scale = layout.spec(rule, part.parameter, part.stacked), part.name.endswith(".scale")

@@ -223,7 +223,7 @@ FAMILY = Family(
             beside=("image_processor",),
         ),
         "transformer": ComponentSpec(
-            lazily(f"{HERE}.blocks", "build"), stacks=("blocks", "vace_blocks"), tables=lazily(f"{HERE}.blocks", "tables"),
+            lazily(f"{HERE}.blocks", "build"), ("blocks", "vace_blocks"), lazily(f"{HERE}.blocks", "tables"),
             unused=lambda architecture: (r".*norm_added_q",),  # no version of the model uses it
         ),
         "transformer_2": ComponentSpec(lazily(f"{HERE}.blocks", "build"), twin_of="transformer"),
@@ -241,7 +241,8 @@ FAMILY = Family(
     ),
     texts=(
         TextEncoding(
-            "text_encoder", lambda config: config.model.text_tokens, encoded_shape, 2, tokenize, lazily(f"{HERE}.text", "encode"), clean,
+            "text_encoder", lambda config: config.model.text_tokens, encoded_shape, 2, tokenize,
+            lazily(f"{HERE}.text", "encode"), clean,
             # Scores of one layer.
             lambda config: 16 * config.model.architecture.text_encoder.num_heads * config.model.text_tokens**2,
         ),

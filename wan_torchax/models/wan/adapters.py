@@ -1,4 +1,4 @@
-"""How trainers name the modules of Wan's transformer: as Wan's own code does, with dots or underscores, or as diffusers."""
+"""How trainers name the modules of Wan's transformer: as Wan's own code, with dots or underscores, or as diffusers."""
 import re
 from collections.abc import Mapping
 

@@ -22,8 +22,8 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
 from wan_torchax.kernels.attention import GUARDED, Attend
 from wan_torchax.models.family import Forward, Output
-from wan_torchax.models.modules import construct
 from wan_torchax.models.loop import Blocks, Layer, no_rows, pad_tokens, plain_norm, token_sharding
+from wan_torchax.models.modules import construct
 from wan_torchax.patches import call_module
 
 
@@ -32,7 +32,7 @@ class Context(NamedTuple):
 
     text: jax.Array  # (prompts, tokens, channels)
     pictures: jax.Array | None  # the same, of a picture
-    modulation: jax.Array  # (batch, 6, channels); with a frame that is given (batch, 2, 6, channels): its and the others'
+    modulation: jax.Array  # (batch, 6, channels); where a frame is given (batch, 2, 6, channels): its and the others'
     rotary: tuple[jax.Array, jax.Array]  # cosines and sines (tokens, head_dim)
 
 

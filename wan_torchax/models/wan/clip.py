@@ -1,5 +1,7 @@
-"""CLIP's image encoder, whose tokens the transformers of Wan 2.1's image-to-video attend to beside the text's. Importing
-this imports torch and transformers."""
+"""CLIP's image encoder, whose tokens the transformers of Wan 2.1's image-to-video attend to beside the text's.
+
+Importing this imports torch and transformers.
+"""
 import torch
 import transformers
 

@@ -1,7 +1,7 @@
 """What Wan's transformers are conditioned on, made of pictures and videos: their latents, and which frames they are.
 
-`encode(frames, pixels)` gives latents (1, channels, latent frames, height, width) of a video whose pixels (1, 3, frames,
-height, width) from -1 to 1 come piece by piece: `pixels(range of frames)`.
+`encode(frames, pixels)` gives latents (1, channels, latent frames, height, width) of a video whose pixels (1, 3,
+frames, height, width) from -1 to 1 come piece by piece: `pixels(range of frames)`.
 """
 from collections.abc import Callable
 from pathlib import Path
