@@ -11,7 +11,7 @@ from tests.conftest import ROOT
 # From the ground up. A module may import from its own floor and from those below; docs/architecture.md draws them.
 FLOORS = [
     ("kernels",),
-    ("patches", "events"),
+    ("patches", "events", "interruption"),
     ("config",),
     ("models", "records"),
     ("devices",),

@@ -20,12 +20,14 @@ from typing import Any
 import numpy
 from omegaconf import OmegaConf
 
+from wan_torchax import interruption
 from wan_torchax.config import inputs
 from wan_torchax.config.graph import Graph
 from wan_torchax.config.resolve import Resolved, key_of, plain, resolve
 from wan_torchax.devices.start import start, warm_up
 from wan_torchax.events import (
     Advanced,
+    Background,
     Began,
     Ended,
     Finished,
@@ -33,7 +35,6 @@ from wan_torchax.events import (
     Previewed,
     Stepped,
     Took,
-    raise_interruption,
     silence,
 )
 from wan_torchax.records.provenance import sources, versions
@@ -71,7 +72,7 @@ class Session:
         checkpoints = adapters.on(checkpoints, config) if weights else checkpoints
         names, store = list(names), Store.of(config)
         with self.lock, phase("start", tell):
-            imports = threading.Thread(target=import_models, args=[tell], name="imports")
+            imports = Background(import_models)
             # Torch and diffusers are imported while the devices start, if this run will need them.
             warm = store is not None and weights and store.has("start", start_of(config, names))
             began = time.perf_counter()
@@ -79,8 +80,8 @@ class Session:
             resolved = resolve(config, checkpoints, devices)
             warm_up(resolved.mesh)
             tell(Took("devices", time.perf_counter() - began))
-            if imports.ident is not None:
-                imports.join()
+            imports.finish()
+            imports.hand_on(tell)
         return resolved
 
     def build(self, resolved: Resolved, names: Iterable[str], kept: Kept | None = None) -> dict[str, Stage]:
@@ -128,12 +129,12 @@ class Session:
                 for component in self.components.values():
                     component.check()
             fresh = {name: stage.programs for name, stage in stages.items() if not stage.programs.ready()}
-            with compiling(fresh, tell):
+            with compiling(fresh, tell) as tell_all:
                 for stage in stages.values():
                     for key in stage.components_first(resolved) if is_resident(resolved.config) else ():
-                        stage.components[key].load(stage.tensors[key], tell)
+                        stage.components[key].load(stage.tensors[key], tell_all)
                 for stage in stages.values():
-                    wait_for_programs(stage, tell)
+                    wait_for_programs(stage, tell_all)
                     stage.programs.raise_error()
 
     def run_alone(self, resolved: Resolved, names: list[str], values: dict[str, Any], tell: Listener) -> dict[str, Any]:
@@ -152,14 +153,14 @@ class Session:
         fresh = {name: stage.programs for name, stage in stages.items() if not stage.programs.ready()}
         if kept:
             tell_misses(kept, fresh)
-        with compiling(fresh, tell):
+        with compiling(fresh, tell) as tell_all:
             for name in names:
-                result = self.run_stage(name, stages, resolved, values, stopped_by_errors(fresh, tell))
+                result = self.run_stage(name, stages, resolved, values, tell_all)
                 if not is_resident(resolved.config):
                     self.free_unused([stages[other] for other in names[names.index(name) + 1 :]])
                 values |= result
                 self.remember(name, resolved, result, kept)
-                tell(Finished(name, result))
+                tell_all(Finished(name, result))
         if kept:
             kept.store.write("start", start_of(resolved.config, asked), {}, {})
         return values
@@ -293,7 +294,7 @@ def is_resident(config) -> bool:
 @contextlib.contextmanager
 def phase(name: str, tell: Listener, total: int | None = None, unit: str = "") -> Iterator[None]:
     began = time.perf_counter()
-    raise_interruption()
+    interruption.check()
     tell(Began(name, total, unit))
     yield
     tell(Ended(name, time.perf_counter() - began))
@@ -316,18 +317,6 @@ def wait_for_programs(stage: Stage, tell: Listener) -> None:
         with phase(name, tell):
             while wait(waiting, timeout=0.2).not_done:
                 tell(Advanced(name, 0))
-
-
-def stopped_by_errors(compiled: dict[str, Programs], tell: Listener) -> Listener:
-    """A listener that raises what the compiler stumbled over, also in a stage whose turn comes later."""
-
-    def listener(event):
-        raise_interruption()
-        for programs in compiled.values():
-            programs.raise_error()
-        tell(event)
-
-    return listener
 
 
 def with_previews(previewer: Stage, every: int, tell: Listener) -> Listener:
