@@ -24,6 +24,7 @@ from pathlib import Path
 import jax
 from omegaconf import OmegaConf
 
+from wan_torchax import interruption
 from wan_torchax.config.geometry import prompt_count
 from wan_torchax.config.resolve import Resolved, resolve
 from wan_torchax.config.schema import ConfigError
@@ -181,6 +182,7 @@ def tpu_compiler(config) -> list[str] | None:
 def compile_stage(resolved: Resolved, stage: Stage, program: str | None = None) -> dict:
     """Export a stage's program, by default the one that runs most, and have libtpu compile it for the mesh's
     topology."""
+    interruption.check()
     program = program or ("step" if stage.name == "denoise" else list(stage.programs.entries)[-1])
     with jax.sharding.use_abstract_mesh(resolved.mesh), tempfile.TemporaryDirectory() as scratch:
         lowered = stage.programs.lower(platforms=("tpu",))
