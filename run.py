@@ -11,16 +11,18 @@ prompt from there, each word a place in wan_torchax/ (docs/architecture.md has t
     config/   config/    session.py                       stages/  runtime/               stages/          records/
 """
 import gc
-import os
-import signal
+
+from wan_torchax import interruption
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until `main` knows better: nothing has been done yet
+    interruption.install()
     gc.set_threshold(100_000)  # what is imported stays: no need to look through it for garbage again and again
 
 import contextlib
+import os
 import sys
 import threading
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -29,48 +31,41 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 
 import wan_torchax
-from wan_torchax import events
 from wan_torchax.config import commandline, jobs
 from wan_torchax.devices import distributed
+from wan_torchax.events import Background
 from wan_torchax.tasks.attempt import attempt, explain, failures, report
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM: a scheduler wants this process to end."""
-
-
-def interrupt(*_) -> None:
-    events.interruptions.append(KeyboardInterrupt)
-    raise KeyboardInterrupt
-
-
-def terminate(*_) -> None:
-    events.interruptions.append(Terminated)
-    raise Terminated
-
-
-def ignore(lost) -> None:
-    """An interruption that was lost in a callback of Python's own is raised again at the next event."""
-    if not issubclass(lost.exc_type, KeyboardInterrupt):
-        sys.__unraisablehook__(lost)
 
 
 def main() -> None:
     """Compose the config, run the task, leave with 0, 1 (an error), 130 (Ctrl-C) or 143 (SIGTERM)."""
-    signal.signal(signal.SIGINT, interrupt)
-    signal.signal(signal.SIGTERM, terminate)
-    sys.unraisablehook = ignore
     # ffmpeg and git are started with fork and exec at once, which is safe beside JAX's threads.
     warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and `explain` says it better
     if {"--help", "-h"} & set(sys.argv):
         print(commandline.help_text())
         return
-    status = 0
+    try:
+        run_jobs()
+        write_reports()
+        distributed.finish()
+        leave(1 if failures or failed_elsewhere() else 0)
+    except interruption.Interrupted as reason:
+        advice = "finished stages are in the run folder; go on with resume=<run folder>"
+        print(f"{reason.word}: {advice}", file=sys.stderr)
+        distributed.leave(f"was {reason.word}", reason.status)
+        write_reports()
+        leave(reason.status)
+
+
+def run_jobs() -> None:
+    """One job, or those of a sweep; what none of them could tell of its own failure is told here."""
+    interruption.check()
     try:
         sys.argv[1:] = commandline.rewrite(sys.argv[1:])
         job()
     except Exception as error:
+        interruption.check()  # Ctrl-C reaches the processes of a launcher too
         failures.append(str(error))
         print(f"error: {explain(error)}", file=sys.stderr)
         if "traceback=true" in sys.argv:
@@ -78,18 +73,11 @@ def main() -> None:
         distributed.leave(f"failed: {explain(error)}")
         if type(error).__module__.startswith("submitit"):
             wait_for_workers()
-    except KeyboardInterrupt as reason:
-        word, status = ("terminated", 143) if isinstance(reason, Terminated) else ("interrupted", 130)
-        print(f"{word}: finished stages are in the run folder; go on with resume=<run folder>", file=sys.stderr)
-        distributed.leave(f"was {word}", status)
-    write_reports()
-    distributed.finish()
-    leave(status or (1 if failures or failed_elsewhere() else 0))
 
 
 def leave(status: int) -> None:
-    """End, also where a thread is still importing what is not needed any more: Python would wait for it."""
-    if any(thread.name == "imports" for thread in threading.enumerate()):
+    """End, also where a thread is still at something that is not needed any more: Python would wait for it."""
+    if interruption.asked or any(isinstance(thread, Background) for thread in threading.enumerate()):
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
@@ -108,7 +96,9 @@ def wait_for_workers() -> None:
     """Submitit gives up at the first worker that is lost; those on this machine go on, and belong into the report."""
     with contextlib.suppress(ChildProcessError):
         while True:
-            os.wait()
+            os.waitpid(-1, os.WNOHANG)
+            interruption.check()
+            time.sleep(interruption.LOOK_SECONDS)
 
 
 def write_reports() -> None:

@@ -25,11 +25,10 @@ class Listener:
         self.steps, self.bar = steps, None
 
     def __call__(self, event) -> None:
-        if isinstance(event, Compiled):  # told in the compiler's thread, where nothing is shown or cancelled
-            log.info("compiled %s in %.1f s", event.program, event.seconds)
-            return
         raise_if_cancelled()
-        if isinstance(event, Began):
+        if isinstance(event, Compiled):
+            log.info("compiled %s in %.1f s", event.program, event.seconds)
+        elif isinstance(event, Began):
             self.bar = ProgressBar(event.total) if ProgressBar is not None and event.total else None
         elif isinstance(event, Advanced) and self.bar is not None and event.count:
             self.bar.update(event.count)

@@ -26,7 +26,7 @@ SMALL = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "
 
 LONG = (
     "family", "distributed", "weights", "parity", "conf", "sweep", "keys", "bad_inputs", "serve", "launchers", "demo",
-    "benchmarks", "comfyui", "run", "caches", "splash",
+    "benchmarks", "comfyui", "run", "interruption", "caches", "splash",
 )
 
 

@@ -44,7 +44,8 @@ class Server:
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
 
     def start(self, arguments, environment=(), code: str | None = None) -> "Run":
-        """run.py, or some code, with these arguments, and with these variables beside the server's."""
+        """run.py, or some code that knows it as `run`, with these arguments, and with these variables beside the
+        server's."""
         folder = Path(tempfile.mkdtemp(dir=self.folder.name))
         order = {"arguments": list(map(str, arguments)), "environment": dict(environment), "code": code}
         order["folder"] = str(folder)
@@ -159,8 +160,8 @@ def reap(children: dict) -> None:
 
 def alone(run, order) -> None:
     """In the child: run.py as it would be from a shell."""
+    run.interruption.install()
     folder = Path(order["folder"])
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let what runs in the background ignore it
     for number in (1, 2):
         os.dup2(os.open(folder / str(number), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -172,7 +173,7 @@ def alone(run, order) -> None:
     sys.argv = ["run.py", *order["arguments"]]
     os._exit = functools.partial(end, folder, os._exit)
     try:
-        exec(order["code"], {"__name__": "__main__"}) if order["code"] else run.main()
+        exec(order["code"], {"__name__": "__main__", "run": run}) if order["code"] else run.main()
         os._exit(0)
     except SystemExit as error:
         os._exit(error.code or 0)

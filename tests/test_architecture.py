@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 FLOORS = [
     ("private",),
     ("kernels",),
-    ("patches", "events"),
+    ("patches", "events", "interruption"),
     ("config",),
     ("records",),
     ("devices",),

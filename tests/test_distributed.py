@@ -230,6 +230,7 @@ def test_mismatched_configurations_end_both_at_once(tmp_path):
 WAIT = """
 import os, sys, time
 from tests.conftest import make_config
+from wan_torchax import interruption
 from wan_torchax.devices import distributed
 try:
     config = make_config("distributed.lost_seconds=5", *sys.argv[1:])
@@ -239,9 +240,11 @@ try:
     print("joined", flush=True)
     if "ERROR" in os.environ:
         distributed.regroup(os.environ["ERROR"])
+    if "MEET" in os.environ:
+        distributed.meet(os.environ["MEET"], None)
     time.sleep(60)
-except KeyboardInterrupt:
-    distributed.leave("was interrupted", 130)
+except interruption.Interrupted as reason:
+    distributed.leave("was " + reason.word, reason.status)
 except Exception as error:
     # As attempt: an interpreter that ends by itself may find the watcher's thread inside the store, and abort.
     print(error, flush=True)
@@ -258,10 +261,10 @@ def slurm(port):
 
 
 def test_slurm_is_found_and_ctrl_c_on_one_ends_all(tmp_path):
-    pair = Pair([WAIT, "distributed=auto"], slurm(free_port()))
+    each = slurm(free_port())
+    pair = Pair([WAIT, "distributed=auto"], [each[0], each[1] | {"MEET": "what the other never says"}])
     for number in (0, 1):
         pair.wait_for(number, "joined")
-    time.sleep(1)  # it sleeps by then; a Ctrl-C that comes while memory is collected is lost
     pair.processes[1].send_signal(signal.SIGINT)
     assert pair.ends(60) == [1, 130]
     assert re.search(r"process 1 of 2 \(.*\) was interrupted; this process ends too", pair.text(0))

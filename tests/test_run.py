@@ -16,7 +16,6 @@ from safetensors.numpy import load_file, save, save_file
 
 from tests.conftest import ROOT, SMALL, make_config, resolve_here
 from tests.fork import warm
-from wan_torchax import events
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.devices import start
 from wan_torchax.events import Advanced, Began, Ended, Stepped
@@ -211,14 +210,6 @@ def test_a_schedulers_stop_leaves_finished_stages_and_status_143(finished, tmp_p
     assert text.exists() and not (tmp_path / "run" / "video.mp4").exists()
     assert "terminated: finished stages are in the run folder; go on with resume=" in errors
     assert "Traceback" not in errors
-
-
-def test_an_interruption_that_a_library_turned_into_an_error_is_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(events, "interruptions", [KeyboardInterrupt])
-    monkeypatch.setattr(attempt.registry, "load", lambda *_: lambda *_: 1 / 0)
-    with pytest.raises(KeyboardInterrupt):
-        attempt.attempt(make_config(*SMALL), tmp_path, [])
-    assert not (tmp_path / "failure.json").exists()
 
 
 def test_ctrl_c_at_any_moment_of_the_start_says_nothing_ugly(tmp_path):

@@ -1,5 +1,6 @@
 """task=serve as processes: killed, told to end, crowded; what was acknowledged is made, and made once."""
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -16,6 +17,8 @@ import pytest
 from tests.conftest import SMALL
 from tests.fork import warm
 from tests.serving import wait_for
+from wan_torchax.config.schema import FolderError
+from wan_torchax.records.files import claimed
 
 KILLS = int(os.environ.get("KILLS", 0))
 LOAD = int(os.environ.get("SERVE_LOAD", 0))  # videos
@@ -98,6 +101,25 @@ def test_a_killed_server_takes_up_its_queue_and_one_told_to_end_parks(tmp_path, 
     events = [json.loads(line) for line in (folder / fourth / "events.jsonl").read_text().splitlines()]
     assert events[-1]["event"] == "queued" and (folder / fourth / "text.safetensors").exists()
     assert not (folder / fourth / "failure.json").exists()
+
+
+def test_a_second_signal_ends_a_server_that_waits_for_its_video(tmp_path, cache, two_layers):
+    server = Processes(tmp_path / "queue", cache, *two_layers, "serve.drain_seconds=600").ready()
+    video = server.post(steps=900)
+    wait_for(lambda: server.get(video)["step"] >= 1)
+    server.run.send_signal(signal.SIGINT)
+    wait_for(lambda: server.client.post("/v1/videos", json={"prompt": "a"}).status_code == 503)
+    assert server.run.poll() is None
+    server.run.send_signal(signal.SIGINT)
+    assert server.run.wait(10) == 130, server.run.output
+    wait_for(lambda: is_free(tmp_path / "queue" / video))  # the worker ends with it
+
+
+def is_free(folder: Path) -> bool:
+    """Whether no process writes into it."""
+    with contextlib.suppress(FolderError), claimed(folder):
+        return True
+    return False
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path, cache):

@@ -90,13 +90,33 @@ def test_events_tell_the_whole_story(configure):
     assert finished == [("text", ["embeddings"]), ("denoise", ["latents"]), ("decode", ["frames"])]
     compiled = {event.program for event in heard if isinstance(event, events.Compiled)}
     assert compiled == {"text.encode", "denoise.step", "decode.first", "decode.later"}
-
-
-# ---------------------------------------------------------------- what stays, what goes
+    for place, event in enumerate(heard):
+        if isinstance(event, events.Compiled):
+            stage = event.program.partition(".")[0]
+            assert stage not in [earlier.phase for earlier in heard[:place] if isinstance(earlier, events.Began)]
 
 
 class Stop(Exception):
     pass
+
+
+@pytest.mark.parametrize("kind", [events.Took, events.Compiled])
+def test_a_listener_is_called_in_the_thread_that_runs_the_session(configure, kind):
+    """Also with what others do: what it raises there ends the run."""
+    threads, parts = set(), set()
+
+    def listen(event):
+        threads.add(threading.get_ident())
+        parts.add(getattr(event, "part", None))
+        if isinstance(event, kind) and {"imports", "tracing"} <= parts:
+            raise Stop
+
+    with pytest.raises(Stop):
+        run(Session(), configure(), tell=listen)
+    assert threads == {threading.get_ident()}
+
+
+# ---------------------------------------------------------------- what stays, what goes
 
 
 def stop_at(step):

@@ -1,7 +1,12 @@
-"""What a Session tells while it works. A listener is a function of one event; what it raises ends the run in order."""
+"""What a Session tells while it works. A listener is a function of one event; what it raises ends the run in order. It
+is only ever called in the thread that runs the session."""
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
+
+from wan_torchax import interruption
 
 
 @dataclass(frozen=True)
@@ -92,15 +97,6 @@ Event = Began | Advanced | Ended | Compiled | Took | Stepped | Previewed | Decod
 Listener = Callable[[Event], None]
 
 
-interruptions: list[type[BaseException]] = []  # that somebody asked this process to end by (run.py)
-
-
-def raise_interruption() -> None:
-    """Raise what was asked for once more: an exception in a callback of Python's own is lost."""
-    if interruptions:
-        raise interruptions[0]
-
-
 def silence(event: Event) -> None:
     """The listener nobody listens with."""
 
@@ -113,3 +109,22 @@ def to_all(*listeners: Listener) -> Listener:
             listener(event)
 
     return tell
+
+
+class Background(threading.Thread):
+    """A thread beside the one that runs the session. What it tells waits in a queue until that one hands it on."""
+
+    def __init__(self, work: Callable[[Listener], None]):
+        self.told: SimpleQueue[Event] = SimpleQueue()
+        super().__init__(target=work, args=[self.told.put])
+
+    def hand_on(self, tell: Listener) -> None:
+        """Tell what this thread has told so far."""
+        while not self.told.empty():
+            tell(self.told.get())
+
+    def finish(self) -> None:
+        """Wait for the end of its work, but not if this process is asked to end."""
+        while self.is_alive():
+            interruption.check()
+            self.join(interruption.LOOK_SECONDS)

@@ -9,6 +9,7 @@ are cheap to keep. So a sweep over seeds or prompts compiles and loads nothing t
 sharding frees the old before the new is loaded. Two threads may ask it at once: they queue.
 """
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -22,11 +23,13 @@ from typing import Any
 import numpy
 from omegaconf import DictConfig, OmegaConf
 
+from wan_torchax import interruption
 from wan_torchax.config.resolve import Job, Resolved, key_of, plain, resolve
 from wan_torchax.config.validation import raise_problems
 from wan_torchax.devices.start import start, warm_up
 from wan_torchax.events import (
     Advanced,
+    Background,
     Began,
     Decoded,
     Ended,
@@ -35,7 +38,6 @@ from wan_torchax.events import (
     Previewed,
     Stepped,
     Took,
-    raise_interruption,
     silence,
 )
 from wan_torchax.models.family import Family, import_module
@@ -72,14 +74,14 @@ class Session:
         """A job on the devices of this machine. Torch and diffusers are imported while these start, unless the start is
         `warm`: then nothing will need them."""
         with self.lock, phase("start", tell):
-            imports = threading.Thread(target=import_models, args=[job.family, tell], name="imports")
+            imports = Background(functools.partial(import_models, job.family))
             began = time.perf_counter()
             devices = start(job.config, meanwhile=(lambda: None) if warm else imports.start)
             resolved = resolve(job, devices)
             warm_up(resolved.mesh)
             tell(Took("devices", time.perf_counter() - began))
-            if imports.ident is not None:
-                imports.join()
+            imports.finish()
+            imports.hand_on(tell)
         return resolved
 
     def build(self, resolved: Resolved, names: Iterable[str], kept: Kept | None = None) -> dict[str, Stage]:
@@ -115,11 +117,11 @@ class Session:
                 for component in self.components.values():
                     component.check()
             fresh = {name: stage.programs for name, stage in stages.items() if not stage.programs.ready()}
-            with compiling(fresh, tell):
+            with compiling(fresh, tell) as tell_all:
                 for stage in stages.values() if is_resident(resolved.config) else ():
-                    load(stage, resolved, tell)
+                    load(stage, resolved, tell_all)
                 for stage in stages.values():
-                    wait_for_programs(stage, tell)
+                    wait_for_programs(stage, tell_all)
                     stage.programs.raise_error()
 
     # ------------------------------------------------------------ a run
@@ -148,15 +150,14 @@ class Session:
         fresh = {name: stage.programs for name, stage in stages.items() if not stage.programs.ready()}
         if kept:
             tell_misses(kept, fresh)
-        with compiling(fresh, tell):
-            listener = stopped_by_errors(fresh, tell)
+        with compiling(fresh, tell) as tell_all:
             for step in steps:
                 scope = scopes[step.segment]
                 if step.segment:  # what the one before gave
                     carried = resolved.graph.carry.items()
                     scope.update({value: scopes[step.segment - 1].get(source) for value, source in carried})
                 if step in left:
-                    result = self.run_step(step, stages, scope, joined(step, resolved, listener))
+                    result = self.run_step(step, stages, scope, joined(step, resolved, tell_all))
                     left.remove(step)
                     if not is_resident(resolved.config):
                         self.free_unused([stages[other.name] for other in left])
@@ -164,10 +165,10 @@ class Session:
                 elif step in recalled:
                     result = recalled[step]
                 else:
-                    joined(step, resolved, tell)(Decoded(scope["frames"])) if "frames" in step.gives else None
+                    joined(step, resolved, tell_all)(Decoded(scope["frames"])) if "frames" in step.gives else None
                     continue
                 (values if step.segment is None else scope).update(result)
-                tell(Finished(step.name, result, step.segment))
+                tell_all(Finished(step.name, result, step.segment))
         if kept:
             kept.store.write("start", start_of(resolved.config, names), {}, {})
         return values | whole(resolved, scopes)
@@ -389,7 +390,7 @@ def is_resident(config) -> bool:
 @contextlib.contextmanager
 def phase(name: str, tell: Listener, total: int | None = None, unit: str = "") -> Iterator[None]:
     began = time.perf_counter()
-    raise_interruption()
+    interruption.check()
     tell(Began(name, total, unit))
     yield
     tell(Ended(name, time.perf_counter() - began))
@@ -412,18 +413,6 @@ def wait_for_programs(stage: Stage, tell: Listener) -> None:
         with phase(name, tell):
             while wait(waiting, timeout=0.2).not_done:
                 tell(Advanced(name, 0))
-
-
-def stopped_by_errors(compiled: dict[str, Programs], tell: Listener) -> Listener:
-    """A listener that raises what the compiler stumbled over, also in a stage whose turn comes later."""
-
-    def listener(event):
-        raise_interruption()
-        for programs in compiled.values():
-            programs.raise_error()
-        tell(event)
-
-    return listener
 
 
 def with_previews(previewer: Stage, every: int, tell: Listener) -> Listener:

@@ -29,7 +29,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from wan_torchax import private
+from wan_torchax import interruption, private
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import flatten, listed
 from wan_torchax.records import provenance
@@ -185,10 +185,11 @@ def meet(what: str, value, seconds: float = PATIENCE) -> list:
     group.store.set(keys[group.process], sign(keys[group.process], value))
     deadline = time.monotonic() + seconds
     while missing := [name for name, key in zip(group.names, keys) if not group.store.check([key])]:
+        interruption.check()
         if time.monotonic() > deadline:
             late = ", ".join(missing)
             raise ConfigError(f"{late} did not arrive within {seconds:g} s; the same command must run on every host")
-        time.sleep(0.05)  # not the store's own wait, which would not hear Ctrl-C
+        time.sleep(0.05)  # not the store's own wait, which does not look at the flag
     return [verify(key, answer) for key, answer in zip(keys, group.store.multi_get(keys))]
 
 

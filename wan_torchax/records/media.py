@@ -13,6 +13,7 @@ import imageio_ffmpeg
 import numpy
 from PIL import Image
 
+from wan_torchax import interruption
 from wan_torchax.records.files import whole
 
 SHEET_FRAMES = 9
@@ -73,9 +74,9 @@ class Encoder:
 
     def finish(self, title: str, comment: dict) -> None:
         """Wait for the frames, then copy them behind their metadata and index, so that players start at once."""
-        self.writer.shutdown()
-        _, errors = self.process.communicate()
-        check(self.path, self.process.returncode, errors)
+        encoded = self.writer.submit(self.process.communicate)  # once the frames that wait are written
+        interruption.wait([encoded])
+        check(self.path, self.process.returncode, encoded.result()[1])
         # Through a file: no command line is as long as some prompts.
         with whole(self.path) as partial, tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt") as metadata:
             # ffmpeg takes a backslash at the end of a line for an escape, even one that is escaped itself.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from wan_torchax import own_path
+from wan_torchax import interruption, own_path
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.resolve import Checkpoint
 from wan_torchax.config.schema import ConfigError
@@ -71,6 +71,7 @@ def find_folder(path: str, revision: str | None, component: str, local_only: boo
 def download(path: str, revision: str | None, component: str, local_only: bool) -> Path:
     """Fetch one component's safetensors and configs from the Hub; only those, so no remote code can come along. Of a
     bucket only what is read."""
+    interruption.check()
     if remote.is_remote(path):
         return remote.mirror(path, component)
     from huggingface_hub import snapshot_download

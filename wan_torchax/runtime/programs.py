@@ -15,9 +15,9 @@ import jax
 import numpy
 from omegaconf import OmegaConf
 
-from wan_torchax import private
+from wan_torchax import interruption, private
 from wan_torchax.config.resolve import Recipe
-from wan_torchax.events import Compiled, Listener, Took
+from wan_torchax.events import Background, Compiled, Listener, Took
 from wan_torchax.runtime import weights
 from wan_torchax.runtime.kept import Kept, Missing, compile_and_keep, describe_program, load_program, structs
 
@@ -63,6 +63,7 @@ class Programs:
         return f"programs-{self.stage}"
 
     def __call__(self, name: str, arrays: dict, *arguments):
+        interruption.wait([self.compiled[name]])
         return self.compiled[name].result()(arrays, *arguments)
 
     def put(self, name: str, values: tuple) -> tuple:
@@ -118,9 +119,9 @@ class Programs:
     def compile(self, lowered: jax.stages.Lowered, about: dict | None) -> tuple[jax.stages.Compiled, Any, bool]:
         """A program, the memory it takes, and whether it was compiled before: by sources that lower to the same."""
         if about is None:
-            hits = compilations["cache_hits"]
+            hits = cache_hits[threading.get_ident()]
             compiled = lowered.compile()
-            return compiled, compiled.memory_analysis(), compilations["cache_hits"] > hits
+            return compiled, compiled.memory_analysis(), cache_hits[threading.get_ident()] > hits
         try:
             return self.load(about)
         except Exception as error:
@@ -164,12 +165,11 @@ class NotFinite(RuntimeError):
 # ---------------------------------------------------------------- compilation
 
 
-compilations = Counter()  # by what, counted by JAX's own events
+compilations, cache_hits = Counter(), Counter()  # by thread, counted by JAX's own events
 
 
 def count_found():
-    if threading.current_thread().name == "compile":
-        compilations["cache_hits"] += 1
+    cache_hits[threading.get_ident()] += 1
 
 
 def count_compiled():
@@ -207,36 +207,45 @@ def own_compilation() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compiling(stages: dict[str, Programs], tell: Listener) -> Iterator[None]:
+def compiling(stages: dict[str, Programs], tell: Listener) -> Iterator[Listener]:
     """Compile the programs of every stage in a thread, in order, while the `with` block loads and runs what is ready.
 
-    An error reaches whoever asks for the program. Leaving the block early waits for the program in the compiler's
-    hands, which cannot be stopped, and for no other.
+    The block tells its events to the listener it is given. That one tells those of the thread too, and then raises what
+    ends a run early: an interruption, or what the compiler stumbled over, also in a stage whose turn comes later.
+    Leaving the block early waits for the program in the compiler's hands, which cannot be stopped, and for no other.
     """
     stop = threading.Event()
     for programs in stages.values():
         programs.compiled = {name: Future() for name in programs.entries}
 
-    def work():
+    def work(tell_later):
         for programs in stages.values():
             try:
-                compile_all(programs, tell, stop)
+                compile_all(programs, tell_later, stop)
             except BaseException as error:
                 for future in programs.compiled.values():
                     if not future.done():
                         future.set_exception(error)
 
-    thread, interval = threading.Thread(target=work, name="compile"), sys.getswitchinterval()
+    def tell_all(event):
+        thread.hand_on(tell)
+        tell(event)
+        interruption.check()
+        for programs in stages.values():
+            programs.raise_error()
+
+    thread, interval = Background(work), sys.getswitchinterval()
     # Loading asks for the interpreter thousands of times, and tracing keeps it for this long each time; by default 5
     # ms.
     sys.setswitchinterval(1e-4)
     thread.start()
     try:
-        yield
+        yield tell_all
     finally:
         stop.set()
-        thread.join()
         sys.setswitchinterval(interval)
+        thread.finish()
+    thread.hand_on(tell)
 
 
 def compile_all(programs: Programs, tell: Listener, stop: threading.Event) -> None:

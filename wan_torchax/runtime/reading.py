@@ -6,21 +6,19 @@
 The next arrays are read while one is sent, as many as fit into AHEAD_BYTES; host memory never holds more than those and
 the one in hand. Plain reads at the offsets that a file's header names: a mapped file would stay in memory once read.
 """
-import _thread
 import contextlib
-import functools
 import math
 import os
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
 import jax
 import numpy
 
+from wan_torchax import interruption
 from wan_torchax.runtime.checkpoint import Stored
 from wan_torchax.runtime.remote import fill
 
@@ -52,46 +50,13 @@ class Reading:
 
     parts: dict[str, numpy.ndarray]  # by where they lie in it
     bytes: int
-    pieces: int  # it is read in
-    answers: SimpleQueue  # of those that have been: None, or what went wrong
+    pieces: list[Future]  # it is read in
 
     def result(self) -> dict[str, numpy.ndarray]:
-        for _ in range(self.pieces):
-            if error := self.answers.get():
-                raise error
+        interruption.wait(self.pieces)
+        for piece in self.pieces:
+            piece.result()  # raises what went wrong
         return self.parts
-
-
-class Readers:
-    """Threads that work off a queue. Not those of threading and concurrent.futures: who starts them or gives them work
-    shares conditions with them that are written in Python, and Ctrl-C or SIGTERM can leave one locked for ever."""
-
-    def __init__(self):
-        self.work, self.ended = SimpleQueue(), SimpleQueue()
-        for _ in range(READERS):
-            _thread.start_new_thread(self.read, ())
-
-    def read(self) -> None:
-        while given := self.work.get():
-            function, answers = given
-            try:
-                answers.put(function())
-            except BaseException as error:
-                answers.put(error)
-            del given, function, answers  # or a thread that waits would hold the memory that it read into
-        self.ended.put(None)
-
-    def close(self) -> None:
-        """Wait for the pieces in hand, and for no others."""
-        if sys.is_finalizing():  # Python ends and takes its threads along
-            return
-        with contextlib.suppress(Empty):
-            while True:
-                self.work.get_nowait()
-        for _ in range(READERS):
-            self.work.put(None)
-        for _ in range(READERS):
-            self.ended.get()
 
 
 def read_ahead(loads: Iterable[Load], ahead: int = AHEAD_BYTES) -> Iterator[dict[str, numpy.ndarray]]:
@@ -99,9 +64,9 @@ def read_ahead(loads: Iterable[Load], ahead: int = AHEAD_BYTES) -> Iterator[dict
     they fit into `ahead` bytes."""
     with contextlib.ExitStack() as stack:
         files: dict[Path, int] = {}
-        readers = Readers()
+        readers = ThreadPoolExecutor(READERS)
         stack.callback(lambda: [os.close(file) for file in files.values()])
-        stack.callback(readers.close)
+        stack.callback(close, readers)
         waiting: deque[Reading] = deque()
         for load in loads:
             while waiting and sum(reading.bytes for reading in waiting) + load_bytes(load) > ahead:
@@ -109,18 +74,23 @@ def read_ahead(loads: Iterable[Load], ahead: int = AHEAD_BYTES) -> Iterator[dict
             for stored in load.sources:
                 if stored.file not in files:
                     files[stored.file] = os.open(stored.file, os.O_RDONLY)
-            waiting.append(begin(load, files, readers.work))
+            waiting.append(begin(load, files, readers))
         while waiting:
             yield waiting.popleft().result()
+
+
+def close(readers: ThreadPoolExecutor) -> None:
+    """Wait for the pieces in hand, and for no others; for none if this process is asked to end."""
+    readers.shutdown(wait=interruption.asked is None, cancel_futures=True)
 
 
 def load_bytes(load: Load) -> int:
     return math.prod(load.shape) * numpy.dtype(load.dtype).itemsize
 
 
-def begin(load: Load, files: dict[Path, int], work: SimpleQueue) -> Reading:
+def begin(load: Load, files: dict[Path, int], readers: ThreadPoolExecutor) -> Reading:
     """Have the rows read that this process's devices hold, each once, also where several parts share them."""
-    buffers, parts, count, answers = {}, {}, 0, SimpleQueue()
+    buffers, parts, submitted = {}, {}, []
     lead = int(load.stacked)
     for part in load.sharding.addressable_devices_indices_map(load.shape).values():
         first, last, _ = part[lead].indices(load.shape[lead])
@@ -128,11 +98,10 @@ def begin(load: Load, files: dict[Path, int], work: SimpleQueue) -> Reading:
             buffer = aligned((len(load.sources), last - first, *load.shape[lead + 1 :]), numpy.dtype(load.dtype))
             for place, stored in zip(buffer, load.sources):
                 for rows in pieces(place, stored, first * stored.shape[0] // load.shape[lead] + load.begin):
-                    work.put((functools.partial(read_rows, files[stored.file], stored, *rows), answers))
-                    count += 1
+                    submitted.append(readers.submit(read_rows, files[stored.file], stored, *rows))
             buffers[first, last] = buffer if load.stacked else buffer[0]
         parts[str(part)] = buffers[first, last][(*part[:lead], slice(None), *part[lead + 1 :])]
-    return Reading(parts, sum(buffer.nbytes for buffer in buffers.values()), count, answers)
+    return Reading(parts, sum(buffer.nbytes for buffer in buffers.values()), submitted)
 
 
 def aligned(shape: tuple, dtype: numpy.dtype) -> numpy.ndarray:

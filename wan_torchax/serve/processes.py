@@ -1,9 +1,9 @@
 """Two processes and one that looks after them: the front answers, the worker computes, and the disk is between them.
 
 A worker that dies (the system may kill it for its memory) takes one video with it at most, and no request: it is
-started again. This process does nothing else, so that it can always fork. If it is killed, the others notice and end.
+started again. This process does nothing else, so that it can always fork: the thread that hears signals holds no lock.
+If it is killed, the others notice and end.
 """
-import contextlib
 import ctypes
 import errno
 import logging
@@ -16,6 +16,7 @@ import threading
 import time
 from multiprocessing.connection import wait
 
+from wan_torchax import interruption
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.serve import worker as work
 from wan_torchax.serve.front import run as run_front
@@ -67,13 +68,14 @@ def supervise(base: Base, queue: Queue) -> None:
     try:
         start("front"), start("worker")
         while True:
-            wait([process.sentinel for process in running.values()])
+            wait([process.sentinel for process in running.values()], interruption.LOOK_SECONDS)
+            interruption.check()
             for name, process in list(running.items()):
                 if not process.is_alive():
                     ready.value = ready.value and name != "worker"
                     look_after(name, process, base, queue)
                     start(name)
-    except KeyboardInterrupt:  # Ctrl-C or SIGTERM
+    except interruption.Interrupted:
         stop(running, base.config.serve.drain_seconds)
     except BaseException:
         stop(running, 0)
@@ -94,15 +96,14 @@ def look_after(name: str, process, base: Base, queue: Queue) -> None:
 
 def stop(running: dict, seconds: float) -> None:
     """No new requests; the worker finishes or parks what it has; then the front ends."""
-    with contextlib.suppress(KeyboardInterrupt):  # once more: at once
-        for name in ("front", "worker"):
-            if name in running:
-                running[name].terminate()
-        if "worker" in running:
-            running["worker"].join(seconds + KILL_SECONDS)
-        if "front" in running:
-            running["front"].terminate()
-            running["front"].join(10)
+    for name in ("front", "worker"):
+        if name in running:
+            running[name].terminate()
+    if "worker" in running:
+        running["worker"].join(seconds + KILL_SECONDS)
+    if "front" in running:
+        running["front"].terminate()
+        running["front"].join(10)
     for process in running.values():
         if process.is_alive():
             process.kill()
@@ -125,7 +126,6 @@ def end_with_parent() -> None:
 
 def front(base: Base, queue: Queue, ready, listening: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the parent says what to do
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent()
     run_front(base, queue, ready, listening)
 
@@ -148,7 +148,7 @@ def worker(base: Base, queue: Queue, ready, listening: socket.socket) -> None:
     end_with_parent()
     os.nice(NICE)
     try:
-        work.prepare(base, lambda event: end_if(must_stop))
+        work.prepare(base, lambda event: park_if(must_stop()))
         ready.value = True
         work.work(queue, base, must_end, must_stop)
     except ConfigError as error:
@@ -159,8 +159,8 @@ def worker(base: Base, queue: Queue, ready, listening: socket.socket) -> None:
     leave(0)
 
 
-def end_if(must_stop) -> None:
-    if must_stop() and threading.current_thread() is threading.main_thread():
+def park_if(told: bool) -> None:
+    if told:
         raise work.Parked
 
 

@@ -17,7 +17,7 @@ from wan_torchax.config.commandline import compose
 from wan_torchax.config.registry import STAGES
 from wan_torchax.config.schema import ConfigError, FolderError
 from wan_torchax.config.validation import validate
-from wan_torchax.events import Advanced, Began, Compiled, Event, Listener, Previewed, Stepped
+from wan_torchax.events import Advanced, Began, Event, Listener, Previewed, Stepped
 from wan_torchax.records import results
 from wan_torchax.records.clock import Clock
 from wan_torchax.records.files import claimed, sync
@@ -59,8 +59,6 @@ class Reporter:
         self.total, self.done = None, 0
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, Compiled):  # told in the compiler's thread
-            return
         self.stop_if_unwanted(at_once=isinstance(event, Stepped))
         if isinstance(event, Began):
             self.begin(event)

@@ -4,7 +4,7 @@ import logging
 import traceback
 from pathlib import Path
 
-from wan_torchax import events
+from wan_torchax import interruption
 from wan_torchax.config import commandline, jobs, registry, validation
 from wan_torchax.config.commandline import compose, sweep_folders
 from wan_torchax.config.schema import ConfigError, FolderError
@@ -19,6 +19,7 @@ def attempt(config, folder: Path, overrides: list[str]) -> float | None:
     """Run a config's task, or each of a list; an error is told and recorded, and does not stop the jobs that follow."""
     from wan_torchax.records.stored import take_over
 
+    interruption.check()
     try:
         distributed.join(config)
         distributed.begin()
@@ -31,7 +32,7 @@ def attempt(config, folder: Path, overrides: list[str]) -> float | None:
             return before
         return registry.load(registry.TASKS, config.task)(config, folder, overrides)
     except Exception as error:
-        events.raise_interruption()  # what it came to on its way through a library
+        interruption.check()  # Ctrl-C reaches ffmpeg too, and what it comes to there is no failure
         fail(folder, overrides, explain(error), record=not isinstance(error, FolderError))
         if config.traceback:
             log.error(traceback.format_exc())

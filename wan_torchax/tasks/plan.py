@@ -25,6 +25,7 @@ from pathlib import Path
 import jax
 from omegaconf import OmegaConf
 
+from wan_torchax import interruption
 from wan_torchax.config.geometry import device_count, prompt_count
 from wan_torchax.config.resolve import Resolved, resolve
 from wan_torchax.config.schema import ConfigError
@@ -174,6 +175,7 @@ def tpu_compiler(config) -> list[str] | None:
 def compile_stage(resolved: Resolved, stage: Stage, program: str | None = None) -> dict:
     """Export a stage's program, by default the one that runs most, and have libtpu compile it for the mesh's
     topology."""
+    interruption.check()
     program = program or stage.usual_program
     with jax.sharding.use_abstract_mesh(resolved.mesh), tempfile.TemporaryDirectory() as scratch:
         lowered = stage.programs.lower(platforms=("tpu",))
