@@ -84,11 +84,11 @@ class VideoCodec:
     component: str
     # (module, config, mesh) -> the function, and how its caches lie on the devices
     decoder: Callable[..., tuple[Callable, jax.sharding.PartitionSpec]]
-    encoder: Callable[..., tuple[Callable, jax.sharding.PartitionSpec]]
     decoder_part: str  # pattern of the tensors that the decoder takes
-    encoder_part: str
     decoder_width: Callable[[Architecture], float]  # numbers for each pixel that are alive at once while it decodes
-    encoder_width: Callable[[Architecture], float]
+    encoder: Callable[..., tuple[Callable, jax.sharding.PartitionSpec]] | None = None  # None: it only decodes
+    encoder_part: str = ""
+    encoder_width: Callable[[Architecture], float] = lambda architecture: 0.0
     settings: tuple[str, ...] = ()  # keys of the config that the functions are built from
 
 

@@ -26,6 +26,13 @@ class Encode(Stage):
         return job.family.encodings[job.graph.stages[name].gives[0]]
 
     @classmethod
+    def problems(cls, name, job):
+        value = job.graph.stages[name].gives[0]
+        if value not in job.family.encodings:
+            model, pipeline = f"model={job.config.model.name}", f"pipeline={job.config.pipeline.name}"
+            yield f"{pipeline}: {model} takes no {value}, which it gives; choose another pipeline"
+
+    @classmethod
     def settings_for(cls, family):
         return *cls.settings, *family.codec.settings
 

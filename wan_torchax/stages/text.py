@@ -1,4 +1,5 @@
 """Prompts to what a transformer attends to."""
+import jax.numpy as jnp
 import numpy
 
 from wan_torchax.config.geometry import prompt_count
@@ -33,7 +34,7 @@ class Text(Stage):
 
         def encode(arrays, *tokens):
             values = encoding.encode(module, arrays, *tokens)
-            return {name: value.astype(dtype) for name, value in values.items()}
+            return {name: value.astype(dtype) if is_float(value) else value for name, value in values.items()}
 
         ids = struct(self.mesh, shape, "int32")
         return Program(encode, encoding.component, [ids] * encoding.inputs, replicated(self.mesh))
@@ -72,3 +73,7 @@ class Text(Stage):
     @classmethod
     def temporaries(cls, resolved):
         return max(one.temporaries(resolved.config) for one in resolved.family.texts)
+
+
+def is_float(array) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.floating)

@@ -234,9 +234,8 @@ FAMILY = Family(
     denoiser=lazily(f"{HERE}.blocks", "denoiser"),
     conditions=CONDITIONS,
     codec=VideoCodec(
-        "vae", lazily(f"{HERE}.vae", "decoder"), lazily(f"{HERE}.vae", "encoder"),
-        decoder_part=r"(decoder|post_quant_conv)\..*", encoder_part=r"(encoder|quant_conv)\..*",
-        decoder_width=decoder_width, encoder_width=lambda vae: 6 * vae.get("base_dim", 96),
+        "vae", lazily(f"{HERE}.vae", "decoder"), r"(decoder|post_quant_conv)\..*", decoder_width,
+        lazily(f"{HERE}.vae", "encoder"), r"(encoder|quant_conv)\..*", lambda vae: 6 * vae.get("base_dim", 96),
         settings=("mesh.chip.vae_lines",),
     ),
     texts=(

@@ -1,0 +1,175 @@
+"""A family that nothing of the project knows: its folder and its configs are all that it takes."""
+import json
+import shutil
+from pathlib import Path
+
+import diffusers
+import numpy
+import pytest
+import torch
+from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_torch
+from safetensors.torch import save_file
+
+from tests.conftest import ROOT, make_config
+from tests.test_parity import relative_error
+from tests.toy import modules
+from wan_torchax.config import registry
+from wan_torchax.config.validation import validate
+from wan_torchax.models.tokens import tokenize
+from wan_torchax.session import session
+from wan_torchax.stages import sampling
+from wan_torchax.tasks.generate import generate
+from wan_torchax.tasks.plan import plan
+
+CONF = Path(__file__).parent / "toy" / "conf"
+SIZE = ["resolution.height=40", "resolution.width=48", "resolution.frames=7", "output.keep_frames=true"]
+PROMPTS = "a red star", "blue"
+ARCHITECTURES = {
+    "transformer": (modules.Transformer, dict(layers=3, heads=4, head_dim=16, text_width=24, channels=4)),
+    "text_encoder": (modules.Text, dict(width=24)),
+    "vae": (modules.Vae, dict(channels=4)),
+}
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch):
+    """Its row in the registry."""
+    monkeypatch.setitem(registry.FAMILIES, "toy", "tests.toy.FAMILY")
+    session.clear()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("toy") / "model"
+    shutil.copytree(ROOT / "models" / "demo" / "tokenizer", folder / "tokenizer")
+    torch.manual_seed(0)
+    for name, (kind, architecture) in ARCHITECTURES.items():
+        module = kind(**architecture)
+        for parameter in module.parameters():
+            parameter.data += 0.1 * torch.randn(parameter.shape)
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(architecture))
+        save_file(module.state_dict(), folder / name / "a.safetensors")
+    return folder
+
+
+def overrides(checkpoint, *more):
+    texts = [f"prompt={PROMPTS[0]}", f"negative_prompt={PROMPTS[1]}"]
+    return [f"hydra.searchpath=[file://{CONF}]", "model=toy", f"model.path={checkpoint}", *SIZE, *texts, *more]
+
+
+def run(checkpoint, folder, *more):
+    folder.mkdir(parents=True, exist_ok=True)
+    config = make_config(*overrides(checkpoint, *more))
+    validate(config)
+    generate(config, folder)
+    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+def load(checkpoint, name):
+    kind, architecture = ARCHITECTURES[name]
+    module = kind(**architecture)
+    module.load_state_dict(load_torch(checkpoint / name / "a.safetensors"))
+    return module.eval()
+
+
+@torch.no_grad()
+def in_torch(checkpoint, config, change=None):
+    """The whole pipeline by the plain modules and diffusers' scheduler."""
+    ids, mask = map(torch.from_numpy, tokenize(checkpoint / "tokenizer", list(PROMPTS), 24))
+    embeddings, transformer = load(checkpoint, "text_encoder")(ids.long()), load(checkpoint, "transformer")
+    if change is not None:
+        change(transformer)
+    scheduler = getattr(diffusers, config.scheduler.target)(**config.scheduler.arguments)
+    scheduler.set_timesteps(config.steps)
+    latents = torch.from_numpy(sampling.noise(config.seed, (1, 4, 4, 10, 12)))
+    for time in scheduler.timesteps:
+        prompt, negative = transformer(latents.expand(2, -1, -1, -1, -1), time, embeddings, mask.sum(1)).chunk(2)
+        latents = scheduler.step(negative + 3.0 * (prompt - negative), time, latents).prev_sample
+    pixels, before, vae = [], None, load(checkpoint, "vae")
+    for latent in latents.split(1, 2):
+        piece, before = vae(latent, before)
+        pixels.append(piece)
+    frames = ((torch.cat(pixels, 2)[0] + 1) * 127.5).round().permute(1, 2, 3, 0)
+    return embeddings.numpy(), latents.numpy(), frames.numpy()
+
+
+WITH_TOY = """
+from wan_torchax.config import registry
+registry.FAMILIES["toy"] = "tests.toy.FAMILY"
+run.main()
+"""
+LAYOUTS = {
+    "one device": [],
+    "written out": ["model.scan_blocks=false"],
+    "tp": ["mesh=cpu_8", "mesh.axes={dp:2,sp:1,tp:4}"],
+    "tokens over sp, weights gathered": ["mesh=cpu_8", "mesh.axes={dp:2,sp:4,tp:1}", "sharding=sequence"],
+    "ring": ["mesh=cpu_8", "mesh.axes={dp:1,sp:8,tp:1}", "sharding=ring"],
+    "heads over tp, tokens in a ring": ["mesh=cpu_8", "mesh.axes={dp:2,sp:2,tp:2}", "sharding=tp_ring"],
+}
+
+
+@pytest.mark.parametrize("placed", LAYOUTS.values(), ids=LAYOUTS)
+def test_it_is_its_own_modules(checkpoint, tmp_path, cache, placed):
+    placed = [*placed, cache, "sharding.picture=[]"]
+    values = run(checkpoint, tmp_path, *placed)
+    embeddings, latents, frames = in_torch(checkpoint, make_config(*overrides(checkpoint)))
+    assert relative_error(values["embeddings"], embeddings) < 1e-4
+    assert values["counts"][0] > values["counts"][1] > 0, "prompts of different lengths"
+    assert relative_error(values["latents"], latents) < 1e-4
+    assert values["frames"].shape == (7, 40, 48, 3) and numpy.abs(values["frames"] - frames).max() <= 1
+
+
+def test_a_run_goes_on_and_other_settings_are_refused(checkpoint, tmp_path, cache):
+    first = run(checkpoint, tmp_path / "first", cache, "stages=[text,denoise]")
+    again = run(checkpoint, tmp_path / "again", cache, f"resume={tmp_path / 'first'}")
+    assert numpy.array_equal(first["latents"], again["latents"]) and "frames" in again
+    with pytest.raises(Exception, match="guidance_scale: 3.0 there, 5.0 now"):
+        run(checkpoint, tmp_path / "other", cache, f"resume={tmp_path / 'first'}", "guidance_scale=5")
+
+
+def test_a_lora_is_added(checkpoint, tmp_path, cache):
+    torch.manual_seed(1)
+    down, up = torch.randn(2, 64), torch.randn(64, 2)
+    name = "layers.1.attention.q"
+    factors = {f"transformer.{name}.lora_A.weight": down, f"transformer.{name}.lora_B.weight": up}
+    save_file(factors, tmp_path / "style.safetensors")
+    row = f"adapter.style={{path: {tmp_path / 'style.safetensors'}, strength: 0.5}}"
+
+    def change(transformer):
+        transformer.get_submodule(name).weight += 0.5 * up @ down
+
+    values = run(checkpoint, tmp_path / "run", cache, row)
+    _, latents, _ = in_torch(checkpoint, make_config(*overrides(checkpoint)), change)
+    assert relative_error(values["latents"], latents) < 1e-4
+    _, without, _ = in_torch(checkpoint, make_config(*overrides(checkpoint)))
+    assert relative_error(values["latents"], without) > 1e-2
+
+
+def test_a_cache_and_eight_bits_serve_it(checkpoint, tmp_path, cache):
+    exact = run(checkpoint, tmp_path / "exact", cache)["latents"]
+    cached = run(checkpoint, tmp_path / "cached", cache, "cache=easycache", "steps=12")["latents"]
+    assert numpy.isfinite(cached).all()
+    eight = ["precision=int8_weights", "precision.first=1", "precision.last=1"]
+    small = run(checkpoint, tmp_path / "small", cache, *eight)["latents"]
+    assert 1e-5 < relative_error(small, exact) < 0.05
+
+
+def test_it_is_planned(checkpoint, tmp_path, capsys):
+    config = make_config(*overrides(checkpoint, "task=plan", "mesh=v6e_8", "plan.compiler=none", "sharding.picture=[]"))
+    validate(config)
+    plan(config, tmp_path)
+    report = json.loads((tmp_path / "plan.json").read_text())
+    assert report["model"] == "toy" and report["fits"] and report["tokens"] == 4 * 5 * 6
+    assert {row["axis"] for row in report["communication"]["rows"]} == {"tp", "dp"}
+    assert set(report["components"]["transformer"]["rules"]) >= {"attention_in", "attention_out", "feed_forward_in"}
+
+
+def test_run_py_makes_a_video_of_it(checkpoint, tmp_path, cache):
+    from tests.fork import warm
+
+    done = warm().start([*overrides(checkpoint, cache), f"hydra.run.dir={tmp_path}"], code=WITH_TOY)
+    done.wait(120)
+    assert done.returncode == 0, done.output
+    assert (tmp_path / "video.mp4").stat().st_size > 1000
