@@ -1,14 +1,11 @@
-"""Generate video with Wan from Hydra configs, on TPU, GPU or CPU.
+"""Generate video from Hydra configs, on TPU, GPU or CPU.
 
     python run.py                                             # the embedded demo model, on whatever this machine has
     python run.py prompt="a blue star moving left" seed=7
     python run.py model=wan21_t2v_14b mesh=v6e_8 resolution=720p prompt="a cat on the grass"
 
-This file is the command line: it composes the config, tries the task it names, and leaves with a status. The way of a
-prompt from there, each word a place in wan_torchax/ (docs/architecture.md has the floors):
-
-    compose → validate → resolve (checkpoints, devices) → build → compile beside loading → run the stages → write
-    config/   config/    session.py                       stages/  runtime/               stages/          records/
+`generate` below is the way of a prompt, `main` the command line around it. The rest is in wan_torchax/, in floors that
+stand on each other (docs/architecture.md).
 """
 import gc
 
@@ -33,8 +30,33 @@ from hydra.core.hydra_config import HydraConfig
 import wan_torchax
 from wan_torchax.config import commandline, jobs
 from wan_torchax.devices import distributed
-from wan_torchax.events import Background
+from wan_torchax.events import Background, silence
 from wan_torchax.tasks.attempt import attempt, explain, failures, report
+
+
+def generate(config, folder: Path, overrides=(), listener=silence, clock=None) -> float:
+    """The way of a prompt, from a composed and validated config to a video. Returns the median seconds of a step.
+
+    What a stage has finished stays in the folder, whatever ends the run; `listener` hears of all that happens.
+    """
+    from wan_torchax.runtime.jobs import find_job
+    from wan_torchax.session import session
+    from wan_torchax.tasks.generate import Making, read_results
+
+    with Making(config, folder, overrides, listener, clock) as video:
+        job = find_job(video.config)  # checkpoints, adapters, pictures: each found and looked into once
+        at_hand = read_results(job)  # what an earlier run has left
+        resolved = session.resolve(job, at_hand.missing, video.tell)  # weights here, devices started, nothing left open
+        video.begin(resolved, at_hand)
+        values = resolved.inputs() | at_hand.values
+        # Stages are built: programs to be traced, plans of arrays. From here on programs compile in a thread …
+        with session.open(resolved, at_hand.missing, values, video.tell, at_hand.segments) as work:
+            for step in work.steps:
+                work.run(step)  # … while weights stream in and stages run: text, denoise, decode
+        return video.write(work.result)  # the video, whose frames were encoded as they came, pictures, metrics
+
+
+# ---------------------------------------------------------------- the command line
 
 
 def main() -> None:
@@ -75,14 +97,6 @@ def run_jobs() -> None:
             wait_for_workers()
 
 
-def leave(status: int) -> None:
-    """End, also where a thread is still at something that is not needed any more: Python would wait for it."""
-    if interruption.asked or any(isinstance(thread, Background) for thread in threading.enumerate()):
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(status)
-    sys.exit(status)
-
-
 @hydra.main(version_base=commandline.HYDRA_VERSION, config_path="conf", config_name="config")
 def job(config) -> float | None:
     """One Hydra job: one composed config. Returns a number to minimise: seconds a step, or of the whole."""
@@ -90,6 +104,14 @@ def job(config) -> float | None:
     folder, overrides = Path(HydraConfig.get().runtime.output_dir), list(HydraConfig.get().overrides.task)
     jobs.check_launcher(HydraConfig.get().launcher, config.mesh)
     return attempt(commandline.with_names(config, HydraConfig.get().runtime.choices), folder, overrides)
+
+
+def leave(status: int) -> None:
+    """End, also where a thread is still at something that is not needed any more: Python would wait for it."""
+    if interruption.asked or any(isinstance(thread, Background) for thread in threading.enumerate()):
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def wait_for_workers() -> None:

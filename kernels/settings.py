@@ -25,6 +25,17 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Question:
+    """What a transformer asks of attention: kernels are held against it before anything loads."""
+
+    heads: int
+    head_dim: int
+    grid: Optional[tuple[int, int, int]] = None  # frames, height and width of the tokens; None: a text's are the keys
+    norm: Optional[str] = None  # of queries and keys: over the whole `width`, or each `head` by itself
+    beside: int = 0  # tokens beside the grid's that attend and are attended to, as many as count in each prompt
+
+
+@dataclass(frozen=True)
 class Products:
     """Which kernel the linear layers of the transformer's blocks have; conf/products/*.yaml says more."""
 

@@ -63,6 +63,8 @@ FAMILY = Family(
             "text_encoder", lambda config: config.model.text_tokens, shapes, 2, tokenize, lazily(BLOCKS, "encode_text")
         ),
     ),
+    norm="head",
+    beside=lambda config: config.model.text_tokens,
     flops=flops,
     products=lambda transformer: {
         "layers.*.mlp_in": (transformer["layers"], 4 * (transformer["heads"] * transformer["head_dim"]) ** 2)

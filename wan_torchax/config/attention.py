@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from wan_torchax import ROOT
 from wan_torchax.config.schema import Attention, ConfigError
 from wan_torchax.config.wording import nearest_multiple, one_of
-from wan_torchax.kernels.settings import Kernel, Parallel
+from wan_torchax.kernels.settings import Kernel, Parallel, Question
 
 KERNELS = ("auto", "splash", "hopper", "cudnn", "xla")
 HOPPER_BLOCKS = (64, 96, 128, 160)  # keys at a time: scores and sums of 64 queries fit a warpgroup's registers
@@ -22,11 +22,11 @@ def parallel_of(sharding) -> Parallel:
 # ---------------------------------------------------------------- the choice
 
 
-def choose(attention: Attention, devices, dtype: str, head_dim: int) -> Attention:
+def choose(attention: Attention, devices, dtype: str, questions: dict[str, Question]) -> Attention:
     """Replace every `kernel: auto` by what conf/attention/auto.yaml names for these devices.
 
     A device kind ("TPU v6 lite") goes before its platform ("gpu"). Where the kernel named there does not serve the
-    dtype or the head dim (only `xla` has float32; splash and hopper have head dims 64 and 128), `xla` does.
+    dtype or the question (only `xla` has float32; splash and hopper have head dims 64 and 128), `xla` does.
     """
     file = attention.devices.get(devices.kind) or attention.devices.get(devices.platform)
     parts = {}
@@ -37,16 +37,16 @@ def choose(attention: Attention, devices, dtype: str, head_dim: int) -> Attentio
         if file is None:
             listed = ", ".join(attention.devices)
             raise ConfigError(f"attention=auto: nothing in attention.devices for {devices.kind!r}; has {listed}")
-        parts[name] = serving_kernel(file, name, part, dtype, head_dim)
+        parts[name] = serving_kernel(file, name, part, dtype, questions[name])
     return replace(attention, **parts)
 
 
-def serving_kernel(file: str, name: str, part: Kernel, dtype: str, head_dim: int) -> Kernel:
+def serving_kernel(file: str, name: str, part: Kernel, dtype: str, question: Question) -> Kernel:
     """The kernel that a file of conf/attention names, or `xla` where that cannot serve."""
     kernel = read_kernel(file, name, part)
-    if not takes_dtype(kernel.kernel, dtype) or list(unserved(kernel, head_dim)):
+    if not takes_dtype(kernel.kernel, dtype) or list(unserved(kernel, question)):
         kernel = read_kernel("xla", name, part)
-    problems = list(kernel_problems(kernel, head_dim))
+    problems = list(kernel_problems(kernel, question))
     if problems:
         raise ConfigError(f"conf/attention/{file}.yaml: {name}.{problems[0]}")
     return kernel
@@ -61,10 +61,10 @@ def read_kernel(file: str, name: str, part: Kernel) -> Kernel:
 # ---------------------------------------------------------------- problems
 
 
-def attention_problems(attention, heads: int, head_dim: int, axes: dict[str, int], parallel: Parallel) -> Iterator[str]:
+def attention_problems(attention, questions: dict[str, Question], axes, parallel: Parallel) -> Iterator[str]:
     """What is wrong with the kernels and their spread over the mesh; an axis missing from `axes` counts as 1."""
-    for name in ("self", "cross"):
-        yield from (f"attention.{name}.{problem}" for problem in kernel_problems(getattr(attention, name), head_dim))
+    for name, question in questions.items():
+        yield from (f"attention.{name}.{problem}" for problem in kernel_problems(getattr(attention, name), question))
     if attention.cross.window is not None:
         window = attention.cross.window
         yield f"attention.cross.window={window}: text and video have no common positions; set null"
@@ -73,10 +73,10 @@ def attention_problems(attention, heads: int, head_dim: int, axes: dict[str, int
             f"attention.self.window={attention.self.window}: a ring passes keys without their positions; "
             "set window=null, or sharding.attention.ring=null and use ulysses or heads"
         )
-    yield from spread_problems(heads, axes, parallel)
+    yield from spread_problems(questions["self"].heads, axes, parallel)
 
 
-def kernel_problems(kernel: Kernel, head_dim: int) -> Iterator[str]:
+def kernel_problems(kernel: Kernel, question: Question) -> Iterator[str]:
     """Messages that start with the key, for one Kernel."""
     yield from one_of("kernel", kernel.kernel, KERNELS)
     if kernel.window is not None and kernel.window < 0:
@@ -95,11 +95,11 @@ def kernel_problems(kernel: Kernel, head_dim: int) -> Iterator[str]:
         if getattr(kernel, name) < 1:
             yield f"{name}={getattr(kernel, name)}: must be positive"
             return
-    yield from unserved(kernel, head_dim)
+    yield from unserved(kernel, question)
     if kernel.eight_bits and kernel.kernel != "hopper":
         yield f"eight_bits=true: only kernel=hopper has products of eight bits, not {kernel.kernel}; set false"
     if kernel.kernel == "splash":
-        yield from splash_problems(kernel, head_dim)
+        yield from splash_problems(kernel, question.head_dim)
     if kernel.kernel == "hopper":
         yield from hopper_problems(kernel)
 
@@ -109,8 +109,17 @@ def takes_dtype(kernel: str, dtype: str) -> bool:
     return kernel in ("auto", "xla") or dtype == "bfloat16" or (dtype == "float16" and kernel != "hopper")
 
 
-def unserved(kernel: Kernel, head_dim: int) -> Iterator[str]:
+def unserved(kernel: Kernel, question: Question) -> Iterator[str]:
     """What a kernel cannot do at all, whatever its blocks."""
+    head_dim = question.head_dim
+    if question.beside:  # tokens without a place in the grid, whose keys are merged with the others'
+        beside = "the model's text attends together with its video"
+        if kernel.window is not None:
+            yield f"window={kernel.window}: {beside}, and has no place in it; set null"
+        if kernel.smooth_keys:
+            yield f"smooth_keys=true: {beside}, and all keys need one mean; set false"
+        if kernel.eight_bits:
+            yield f"eight_bits=true: {beside}, which products of eight bits cannot be merged with; set false"
     if kernel.kernel == "cudnn" and kernel.window is not None:
         yield f"window={kernel.window}: cuDNN has only causal windows; use kernel=xla or window=null"
     if kernel.kernel == "cudnn" and (head_dim > 128 or head_dim % 8):

@@ -19,7 +19,7 @@ STAGES = {
     "decode": "wan_torchax.stages.decode.Decode",
 }
 TASKS = {
-    "generate": "wan_torchax.tasks.generate.generate",
+    "generate": "wan_torchax.run.generate",
     "plan": "wan_torchax.tasks.plan.plan",
     "tune": "wan_torchax.tasks.tune.tune",
     "presets": "wan_torchax.tasks.presets.presets",

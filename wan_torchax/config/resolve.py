@@ -210,10 +210,8 @@ def resolve(job: Job, devices: Devices) -> Resolved:
     complete = job.config.copy()
     OmegaConf.set_readonly(complete, False)
     complete.mesh.axes = size_axes(complete.mesh, devices)
-    _, head_dim = job.family.heads(complete.model.architecture)
-    chosen = attention.choose(
-        OmegaConf.to_object(complete.attention), devices, complete.model.dtype.transformer, head_dim
-    )
+    questions, dtype = job.family.questions(complete), complete.model.dtype.transformer
+    chosen = attention.choose(OmegaConf.to_object(complete.attention), devices, dtype, questions)
     OmegaConf.update(complete, "attention", asdict(chosen))
     validation.validate_resolved(complete, devices)
     OmegaConf.set_readonly(complete, True)

@@ -452,8 +452,8 @@ def kernel_problems(config: Config) -> Iterator[str]:
     """The attention kernels against the model and the mesh."""
     dtype, axes = config.model.dtype["transformer"], dict(config.mesh.axes)
     axes = {} if -1 in axes.values() else axes
-    heads, head_dim = family_of(config).heads(config.model.architecture)
-    yield from attention_problems(config.attention, heads, head_dim, axes, parallel_of(config.sharding))
+    questions = family_of(config).questions(config)
+    yield from attention_problems(config.attention, questions, axes, parallel_of(config.sharding))
     for part in ("self", "cross"):
         kernel = config.attention[part].kernel
         if not takes_dtype(kernel, dtype):

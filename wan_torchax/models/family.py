@@ -19,7 +19,7 @@ import numpy
 
 from wan_torchax import private
 from wan_torchax.config.geometry import Geometry
-from wan_torchax.kernels.settings import Kernel, Parallel, Products
+from wan_torchax.kernels.settings import Kernel, Parallel, Products, Question
 
 if TYPE_CHECKING:
     import jax
@@ -180,6 +180,8 @@ class Family:
     pictures: Mapping[str, PictureEncoding] = field(default_factory=dict)  # by the value they give
     encodings: Mapping[str, LatentEncoding] = field(default_factory=dict)  # by the value they give
     extra_frames: Callable[[DictConfig], int] = lambda config: 0  # latent frames in front of the video's
+    norm: str | None = None  # of attention's queries and keys: over the whole "width", or each "head" by itself
+    beside: Callable[[DictConfig], int] = lambda config: 0  # tokens that attend together with the video's
     problems: Callable[[DictConfig], Iterator[str]] = lambda config: iter(())  # what model and pipeline cannot do
     transposed: frozenset[str] = frozenset()  # of `products`, those at attention's values and outputs
     # What plans call parts of the program -> patterns of the names that their ops have; the first match counts.
@@ -191,6 +193,12 @@ class Family:
 
     def spec(self, component: str) -> ComponentSpec:
         return self.components[self.described_by(component)]
+
+    def questions(self, config: DictConfig) -> dict[str, Question]:
+        """What its blocks ask of attention: among the video's tokens, and to a text's."""
+        heads = self.heads(config.model.architecture)
+        grid = self.geometry(config.model.architecture).grid(config.resolution, self.extra_frames(config))
+        return {"self": Question(*heads, grid, self.norm, self.beside(config)), "cross": Question(*heads)}
 
 
 # ---------------------------------------------------------------- what families are made with

@@ -21,12 +21,12 @@ from wan_torchax.events import Advanced, Began, Event, Listener, Previewed, Step
 from wan_torchax.records import results
 from wan_torchax.records.clock import Clock
 from wan_torchax.records.files import claimed, sync
+from wan_torchax.run import generate
 from wan_torchax.serve.queue import Job, Queue, append, events_from, last_event
 from wan_torchax.serve.requests import Base, files_in
 from wan_torchax.session import session
 from wan_torchax.stages.stage import find, main_stage
 from wan_torchax.tasks.attempt import explain
-from wan_torchax.tasks.generate import generate_into
 from wan_torchax.tasks.together import Video, denoise_together, several_of, takes_several
 
 log = logging.getLogger("wan")
@@ -112,7 +112,7 @@ def make(job: Job, base: Base, reporter: Reporter) -> None:
     config, overrides = configure(job, base)
     validate(config)
     try:
-        generate_into(config, job.folder, overrides, reporter, reporter.clock)
+        generate(config, job.folder, overrides, reporter, reporter.clock)
     except ConfigError as error:
         if config.resume is None:
             raise
@@ -121,7 +121,7 @@ def make(job: Job, base: Base, reporter: Reporter) -> None:
         for path in stage_results(job.folder):
             path.unlink()
         config.resume = None
-        generate_into(config, job.folder, overrides, reporter)
+        generate(config, job.folder, overrides, reporter, Clock())
 
 
 def configure(job: Job, base: Base):

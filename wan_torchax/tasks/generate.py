@@ -1,9 +1,11 @@
-"""task=generate: a prompt in; a video, results of stages and metrics out."""
+"""What run.py needs to make a video beside the Session: the values of an earlier run, and all that a run leaves."""
 import contextlib
 import logging
 import os
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from wan_torchax.config import inputs
 from wan_torchax.config.resolve import Job, Resolved
@@ -17,62 +19,86 @@ from wan_torchax.records.files import claimed
 from wan_torchax.records.stored import compare_replay
 from wan_torchax.runtime import adapters
 from wan_torchax.runtime.jobs import find_job
-from wan_torchax.session import phase, session
 from wan_torchax.stages.stage import find, result_settings
 from wan_torchax.tasks.progress import Bars, Progress
+from wan_torchax.work import phase
 
 log = logging.getLogger("wan")
 
 
-def generate(config, folder: Path, overrides=(), listener: Listener = silence) -> float:
-    """The stages of the pipeline that the config names. Returns the median seconds of a step, or of the whole."""
-    with claimed(folder) if distributed.is_first() else contextlib.nullcontext():
-        return generate_into(config, folder, overrides, listener)
+@dataclass
+class AtHand:
+    """Values that an earlier run has left, and the stages that are still to be run."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    segments: dict[int, dict[str, Any]] = field(default_factory=dict)  # of a video that is made in several
+    missing: list[str] = field(default_factory=list)
 
 
-def generate_into(config, folder: Path, overrides, listener: Listener, clock: Clock | None = None) -> float:
-    """With a `clock` of what was made of it before."""
-    clock, config = clock or Clock(), inputs.with_texts(config)
-    settled, first = outputs.settle(config), distributed.is_first()  # the process that writes
-    if first:
-        outputs.write_config(folder, settled, overrides)
-        if config.output.copy_inputs:
-            outputs.copy_pictures(folder, config)
-    job = find_job(config)
-    values, segments = read_results(job)
-    names = to_run(job, values, segments)
-    distributed.agree("stages", {"inputs": settled["prompt"], "stages to run": names, "weights": fingerprints(job)})
+class Making:
+    """A video in the making: its folder, who is told, and the encoder that takes its frames as they come.
 
-    video = outputs.open_video(folder, settled)
+    Only the first of several processes writes. `claims`: whether the folder is to be claimed; a server has done that.
+    """
 
-    def encode(event: Event) -> None:
+    def __init__(self, config, folder: Path, overrides=(), listener: Listener = silence, clock: Clock | None = None):
+        self.config, self.folder, self.overrides = inputs.with_texts(config), folder, list(overrides)
+        self.clock, self.claims, self.first = clock or Clock(), clock is None, distributed.is_first()
+        self.settled = outputs.settle(self.config)
+        self.video = outputs.open_video(folder, self.settled)
+        self.tell = self.clock
+        if self.first:
+            self.tell = to_all(self.clock, Bars(), Progress(folder), self.encode, listener)
+
+    def __enter__(self) -> "Making":
+        with contextlib.ExitStack() as stack:
+            if self.first and self.claims:
+                stack.enter_context(claimed(self.folder))
+            stack.enter_context(contextlib.closing(self.video))
+            if self.first:
+                outputs.write_config(self.folder, self.settled, self.overrides)
+                if self.config.output.copy_inputs:
+                    outputs.copy_pictures(self.folder, self.config)
+            self.stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.stack.__exit__(*error)
+
+    def encode(self, event: Event) -> None:
         if isinstance(event, Decoded):
-            video.add(event.frames)
+            self.video.add(event.frames)
 
-    tell = to_all(clock, Bars(), Progress(folder), encode, listener) if first else clock
-    resolved = session.resolve(job, names, tell)
-    log.info("%s on %s", config.model.name, describe(resolved.mesh))
-    if first:
-        tell = to_all(saver(resolved, folder), tell)
-        save_read(resolved, values, segments, tell)
-    with contextlib.closing(video):
-        with profiled(folder / "profile") if config.profile else contextlib.nullcontext():
-            values = session.run(resolved, names, resolved.inputs() | values, tell, segments)
-        if first:
-            metrics = outputs.metrics(settled, fingerprints(resolved), resolved.mesh, overrides)
-            metrics["adapters"] = adapters.described(config)
-            for name in resolved.graph.stages:
-                metrics |= find(name).report(resolved)
-            with phase("write", tell):
-                made = outputs.write_outputs(folder, settled, values, metrics, video)
-    if first:
-        outputs.write_metrics(folder, metrics | clock.report() | outputs.described(settled, overrides))
-        if made != folder and not config.output.keep_frames:  # there was a need for them until the video was written
-            for path in stage_files(folder, resolved, resolved.graph.giver("frames")):
-                path.unlink(missing_ok=True)
-        compare_replay(config, metrics)
-        show(made)
-    return clock.median_step() or clock.report()["seconds"]["total"]
+    def begin(self, resolved: Resolved, at_hand: AtHand) -> None:
+        """From here on results are kept, also those that were read: this run can be resumed too."""
+        log.info("%s on %s", self.config.model.name, describe(resolved.mesh))
+        if self.config.profile:
+            self.stack.enter_context(profiled(self.folder / "profile"))
+        self.resolved = resolved
+        if self.first:
+            self.tell = to_all(saver(resolved, self.folder), self.tell)
+            for number, known in {None: at_hand.values, **at_hand.segments}.items():
+                for name, stage in resolved.graph.stages.items():
+                    if read := {value: known[value] for value in stage.gives if value in known}:
+                        self.tell(Finished(name, read, number))
+
+    def write(self, values: dict[str, Any]) -> float:
+        """Video, pictures and metrics. Returns the median seconds of a step, or of the whole."""
+        if self.first:
+            metrics = outputs.metrics(self.settled, fingerprints(self.resolved), self.resolved.mesh, self.overrides)
+            metrics["adapters"] = adapters.described(self.config)
+            for name in self.resolved.graph.stages:
+                metrics |= find(name).report(self.resolved)
+            with phase("write", self.tell):
+                made = outputs.write_outputs(self.folder, self.settled, values, metrics, self.video)
+            described = outputs.described(self.settled, self.overrides)
+            outputs.write_metrics(self.folder, metrics | self.clock.report() | described)
+            if made != self.folder and not self.config.output.keep_frames:  # needed until the video was written
+                for path in stage_files(self.folder, self.resolved, self.resolved.graph.giver("frames")):
+                    path.unlink(missing_ok=True)
+            compare_replay(self.config, metrics)
+            show(made)
+        return self.clock.median_step() or self.clock.report()["seconds"]["total"]
 
 
 def fingerprints(job: Job) -> dict[str, str]:
@@ -95,15 +121,6 @@ def saver(resolved: Resolved, folder: Path) -> Listener:
     return save
 
 
-def save_read(resolved: Resolved, values: dict, segments: dict[int, dict], tell: Listener) -> None:
-    """Tell of what was read, so that this run can be resumed too."""
-    for number, known in {None: values, **segments}.items():
-        for name, stage in resolved.graph.stages.items():
-            read = {value: known[value] for value in stage.gives if value in known}
-            if read:
-                tell(Finished(name, read, number))
-
-
 def stage_files(folder: Path, job: Job, name: str) -> list[Path]:
     """Where a stage's results are: one file, or one for each segment."""
     parts = job.segments()
@@ -112,40 +129,40 @@ def stage_files(folder: Path, job: Job, name: str) -> list[Path]:
     return [results.path_of(folder, name, part.segment) for part in parts]
 
 
-def read_results(job: Job) -> tuple[dict, dict[int, dict]]:
+def read_results(job: Job) -> AtHand:
     """The values in the folder named by `resume`, of the video and of its segments; refused where they were made with
     other settings than these."""
-    values, segments, folder = {}, {}, job.config.resume and Path(job.config.resume)
+    at_hand, folder = AtHand(), job.config.resume and Path(job.config.resume)
+    parts = job.segments()
     for name in job.graph.stages if folder else ():
-        several = name in job.graph.repeated and len(job.segments()) > 1
-        for part, path in zip(job.segments() if several else [job], stage_files(folder, job, name)):
+        several = name in job.graph.repeated and len(parts) > 1
+        for part, path in zip(parts if several else [job], stage_files(folder, job, name)):
             if path.is_file():
                 read, made_with = results.read(path, find(name).result_shapes(name, part))
                 results.compare(path, made_with, result_settings(part, name))
                 log.info("%s: taken from %s", name, path)
-                (segments.setdefault(part.segment, {}) if several else values).update(read)
-    missing = job.graph.missing(to_run(job, values, segments), values)
-    if folder and missing:
-        (name, value), *_ = missing
+                (at_hand.segments.setdefault(part.segment, {}) if several else at_hand.values).update(read)
+    at_hand.missing = [name for name in job.config.stages if not is_there(name, job, at_hand)]
+    absent = job.graph.missing(at_hand.missing, at_hand.values)
+    if folder and absent:
+        (name, value), *_ = absent
         giver = job.graph.giver(value)
         raise ConfigError(
             f"resume={folder}: {name} takes {value}, and {results.path_of(folder, giver).name} is not there; "
             f"add {giver} to stages"
         )
-    return values, segments
+    weights = fingerprints(job)
+    texts = {key: job.config.prompt[key] for key in ("text", "negative")}
+    distributed.agree("stages", {"inputs": texts, "stages to run": at_hand.missing, "weights": weights})
+    return at_hand
 
 
-def to_run(job: Job, values: dict, segments: dict[int, dict]) -> list[str]:
-    """The stages asked for whose values are not all there yet."""
-    parts = job.segments()
-
-    def is_done(name: str) -> bool:
-        gives = set(job.graph.stages[name].gives)
-        if name in job.graph.repeated and len(parts) > 1:
-            return all(gives <= segments.get(part.segment, {}).keys() for part in parts)
-        return gives <= values.keys()
-
-    return [name for name in job.config.stages if not is_done(name)]
+def is_there(name: str, job: Job, at_hand: AtHand) -> bool:
+    """Whether all that a stage gives was read."""
+    gives, parts = set(job.graph.stages[name].gives), job.segments()
+    if name in job.graph.repeated and len(parts) > 1:
+        return all(gives <= at_hand.segments.get(part.segment, {}).keys() for part in parts)
+    return gives <= at_hand.values.keys()
 
 
 def finished_before(config, folder: Path) -> float | None:

@@ -68,7 +68,7 @@ def takes_several(job: Job) -> bool:
 def encode(video: Video) -> None:
     """What comes before denoising, or was made of it in an earlier try."""
     job = find_job(inputs.with_texts(video.config))
-    values, _ = read_results(job)
+    values = read_results(job).values
     video.resolved = session.resolve(job, list(job.graph.stages), video.listener)
     video.tell = to_all(video.clock, saver(video.resolved, video.folder), video.listener)
     main = main_stage(job.graph)

@@ -255,6 +255,7 @@ FAMILY = Family(
     },
     encodings=ENCODINGS,
     extra_frames=reference_count,
+    norm="width",
     problems=problems,
     flops=flops,
     products=products,

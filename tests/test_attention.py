@@ -1,0 +1,104 @@
+"""Attention with tokens beside those that are spread: merged exactly, as many as count in each row, on every layout."""
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.conftest import make_config
+from tests.test_parallel import HEADS, QUICK, SCHEMES, SPLASH, XLA, make_mesh
+from wan_torchax.config.attention import unserved
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.validation import validate
+from wan_torchax.kernels import rotary
+from wan_torchax.kernels.attention import Attend, Beside
+from wan_torchax.kernels.settings import Kernel, Parallel, Question
+
+
+def make(tokens, others, counts, head_dim=16, dtype=jnp.float32):
+    """Queries, keys and values of a video, then of a text."""
+    generator = np.random.default_rng(tokens)
+
+    def arrays(length):
+        return [jnp.asarray(generator.normal(0.3, 1, (2, length, HEADS * head_dim)), dtype) for _ in range(3)]
+
+    return arrays(tokens), Beside(*arrays(others), jnp.asarray(counts, jnp.int32))
+
+
+def expected(video, beside, head_dim):
+    """In float64, with a mask."""
+    query, key, value = (
+        np.concatenate([np.asarray(one, np.float64), np.asarray(two, np.float64)], axis=1)
+        for one, two in zip(video, beside[:3])
+    )
+    split = [x.reshape(*x.shape[:2], -1, head_dim) for x in (query, key, value)]
+    scores = np.einsum("bqhd,bkhd->bhqk", *split[:2]) * head_dim**-0.5
+    seen = np.arange(key.shape[1])[None] < video[0].shape[1] + np.asarray(beside.count)[:, None]
+    scores = np.where(seen[:, None, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    out = np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), split[2]).reshape(query.shape)
+    return np.split(out, [video[0].shape[1]], axis=1)
+
+
+@pytest.mark.parametrize("counts", [(5, 9), (0, 1), (9, 9)], ids=str)
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+def test_what_stands_beside_is_merged_as_far_as_it_counts(scheme, counts):
+    video, beside = make(41, 9, counts)
+    placed = {}
+    if scheme is not None:
+        axes, named, _ = SCHEMES[scheme]
+        placed = dict(parallel=Parallel(**named), mesh=make_mesh(axes))
+    attend = Attend(16, XLA, **placed)
+    outs, _ = jax.jit(lambda *x: attend.counted(*x[:3], beside=x[3]), compiler_options=QUICK)(*video, beside)
+    for out, exact in zip(outs, expected(video, beside, 16)):
+        np.testing.assert_allclose(out, exact, atol=2e-6)
+
+
+@pytest.mark.parametrize("scheme", [None, "ulysses", "heads_ring"])
+def test_the_tpus_kernel_goes_on_from_what_stands_beside(scheme):
+    video, beside = make(300, 40, (7, 40), 64, jnp.bfloat16)
+    placed = {}
+    if scheme is not None:
+        axes, named, _ = SCHEMES[scheme]
+        placed = dict(parallel=Parallel(**named), mesh=make_mesh(axes))
+    attend = Attend(64, SPLASH, **placed)
+    outs, rescued = jax.jit(lambda *x: attend.counted(*x[:3], beside=x[3]), compiler_options=QUICK)(*video, beside)
+    assert not rescued.any()
+    for out, exact in zip(outs, expected(video, beside, 64)):
+        assert np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact) < 5e-3
+
+
+@pytest.mark.parametrize("kernel", [Kernel(kernel="xla"), Kernel(kernel="splash", interpret=True)], ids=["xla", "splash"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_heads_are_normalised_one_by_one_before_rope(kernel, head_dim):
+    generator = np.random.default_rng(0)
+    array = jnp.asarray(generator.normal(1, 1, (2, 50, 4 * head_dim)), jnp.float32)
+    tables = [jnp.ones((50, head_dim)), jnp.zeros((50, head_dim))]
+    weight = jnp.linspace(0.5, 2, head_dim)
+    out = rotary.rotate(array, *tables, head_dim, kernel, parts=2, norm=(weight, 0.1))
+    heads = np.asarray(array, np.float64).reshape(2, 50, 4, head_dim)
+    normed = heads / np.sqrt((heads**2).mean(-1, keepdims=True) + 0.1) * np.asarray(weight, np.float64)
+    np.testing.assert_allclose(jnp.concatenate(out, axis=2), normed.reshape(array.shape), atol=1e-5)
+
+
+def test_a_norm_over_all_heads_is_over_those_of_other_devices_too():
+    generator = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(generator.normal(0, 1, (2, 24, 128)), jnp.float32) for _ in range(3))
+    tables, norms = [jnp.ones((24, 16)), jnp.zeros((24, 16))], [jnp.linspace(0.5, 2, 128), jnp.linspace(2, 1, 128)]
+    spread = dict(parallel=Parallel(heads="x"), mesh=make_mesh({"x": 8}))
+    one, eight = (
+        jax.jit(Attend(16, XLA, norm_epsilon=0.1, **placed), compiler_options=QUICK)(query, key, value, tables, norms)
+        for placed in ({}, spread)
+    )
+    np.testing.assert_allclose(eight, one, atol=1e-5)
+
+
+def test_what_a_kernel_cannot_do_is_refused_before_anything_loads():
+    alone, together = Question(8, 128), Question(8, 128, (1, 2, 3), "head", beside=9)
+    for change in ({"window": 5}, {"smooth_keys": True}):
+        assert not list(unserved(replace(XLA, **change), alone)) and list(unserved(replace(XLA, **change), together))
+    hopper = Kernel(kernel="hopper", block_q=128, block_kv=128, eight_bits=True)
+    assert not list(unserved(hopper, alone)) and "eight_bits" in next(unserved(hopper, together))
+    with pytest.raises(ConfigError, match="attention.self.kernel=splash: serves head dims 64 and 128"):
+        validate(make_config("attention=splash_v6e"))

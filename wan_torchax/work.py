@@ -1,0 +1,209 @@
+"""A run in progress: stages one after the other on the values at hand, for a whole video or segment after segment.
+
+    with session.open(resolved, names, values, tell) as work:
+        for step in work.steps:
+            work.run(step)
+    work.result                         # the values at hand, and those that the stages gave
+"""
+import contextlib
+import time
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy
+
+from wan_torchax import interruption
+from wan_torchax.config.resolve import Resolved
+from wan_torchax.events import Advanced, Began, Decoded, Ended, Finished, Listener, Previewed, Stepped, silence
+from wan_torchax.runtime.kept import Kept
+from wan_torchax.runtime.programs import no_compilation
+from wan_torchax.stages.stage import Stage
+
+if TYPE_CHECKING:
+    from wan_torchax.session import Session
+
+
+@dataclass(frozen=True, eq=False)
+class RunStep:
+    """A stage to be run: once, or for one of a video's segments."""
+
+    name: str
+    resolved: Resolved
+    segment: int | None = None
+
+    @property
+    def gives(self) -> set[str]:
+        return set(self.resolved.graph.stages[self.name].gives)
+
+
+class Work:
+    """What is to be done, and what there is so far."""
+
+    def __init__(self, resolved: Resolved, names: list[str], values: Mapping, segments: Mapping, recall: Callable):
+        self.resolved, self.values, self.steps = resolved, dict(values), schedule(resolved, names)
+        self.first = self.steps[0].resolved if self.steps else resolved
+        # What a step sees: the values of its segment before those of the whole.
+        self.scopes = {
+            step.segment: ChainMap(dict(segments.get(step.segment, {})), self.values) for step in self.steps
+        }
+        absent = [step for step in self.steps if not step.gives <= self.scopes[step.segment].keys()]
+        self.recalled = {step: result for step in absent if (result := recall(step)) is not None}
+        self.left = [step for step in absent if step not in self.recalled]
+        self.stages: dict[str, Stage] = {}
+        self.tell: Listener = silence
+
+    @property
+    def fresh(self) -> list[str]:
+        """Stages that are still to be run, each once."""
+        return list(dict.fromkeys(step.name for step in self.left))
+
+    def begin(self, session: "Session", stages: dict[str, Stage], kept: Kept | None, tell: Listener) -> None:
+        self.session, self.stages, self.kept, self.tell = session, stages, kept, tell
+
+    def run(self, step: RunStep) -> None:
+        """Have a step's values: they are at hand, remembered, or made now."""
+        scope, tell = self.scopes[step.segment], joined(step, self.resolved, self.tell)
+        if step.segment is not None:  # what the one before gave, if there was one
+            before = self.scopes.get(step.segment - 1, {})
+            scope.update({value: before.get(source) for value, source in self.resolved.graph.carry.items()})
+        if step in self.left:
+            result = self.make(step, scope, tell)
+        elif step in self.recalled:
+            result = self.recalled[step]
+        else:
+            if "frames" in step.gives:
+                tell(Decoded(scope["frames"]))
+            return
+        (self.values if step.segment is None else scope).update(result)
+        self.tell(Finished(step.name, result, step.segment))
+
+    def make(self, step: RunStep, scope: Mapping, tell: Listener) -> dict[str, Any]:
+        """Load what a stage needs, wait for its programs, run it; gives its values."""
+        name, resolved, stage = step.name, step.resolved, self.stages[step.name]
+        previewer = self.previewer(name)
+        for loading in filter(None, (stage, previewer)):
+            load(loading, resolved, tell)
+        wait_for_programs(stage, tell)
+        self.read_next(name, resolved)
+        taken = {value: scope[value] for value in resolved.graph.stages[name].takes}
+        listener = tell if previewer is None else with_previews(previewer, resolved.config.preview_every, tell)
+        with phase(name, tell, *stage.amount(name, resolved)), no_compilation(name):
+            result = stage.run(stage.view_of(name, resolved), taken, listener)
+        self.left.remove(step)
+        if not is_resident(resolved.config):
+            self.session.free_unused([self.stages[other.name] for other in self.left])
+        self.session.remember(self.kept, step, result)
+        return result
+
+    def read_next(self, name: str, resolved: Resolved) -> None:
+        """Have the weights of the next stage read from disk while this one runs."""
+        names = list(self.stages)
+        for following in names[names.index(name) + 1 :][:1]:
+            stage = self.stages[following]
+            for key in stage.components_first(stage.view_of(following, resolved)):
+                component = stage.components[key]
+                if not component.is_loaded() and component.fits_in_memory():
+                    component.read_ahead()
+
+    def previewer(self, name: str) -> Stage | None:
+        """The stage that can show what another makes while it is made."""
+        graph = self.resolved.graph
+        for key, stage in self.stages.items() if self.resolved.config.preview_every else ():
+            if set(graph.stages[name].gives) & set(graph.stages[key].takes) and hasattr(stage, "preview"):
+                return stage
+        return None
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """All values; the frames of all segments as one video's."""
+        own = {number: scope.maps[0] for number, scope in self.scopes.items() if number is not None}
+        made = [values["frames"][window(self.resolved, number)] for number, values in own.items() if "frames" in values]
+        return self.values | ({"frames": numpy.concatenate(made)} if made else {})
+
+
+# ---------------------------------------------------------------- segments of a video
+
+
+def schedule(resolved: Resolved, names: list[str]) -> list[RunStep]:
+    """The named stages in order; those that the pipeline repeats, segment after segment."""
+    parts, repeated = resolved.segments(), [name for name in names if name in resolved.graph.repeated]
+    if len(parts) == 1:
+        return [RunStep(name, resolved) for name in names]
+    steps = []
+    for name in names:
+        if name not in repeated:
+            steps.append(RunStep(name, resolved))
+        elif name == repeated[0]:
+            steps += [RunStep(other, part, part.segment) for part in parts for other in repeated]
+    return steps
+
+
+def window(resolved: Resolved, segment: int) -> slice:
+    """Of a segment's frames, those that are the video's: what it shares with the one before comes once, and no more
+    come than were asked for."""
+    segments, total = resolved.config.pipeline.segments, resolved.config.resolution.frames
+    first = segment * (segments.frames - segments.overlap)
+    return slice(segments.overlap if segment else 0, min(segments.frames, total - first))
+
+
+def joined(step: RunStep, resolved: Resolved, tell: Listener) -> Listener:
+    """A listener that tells of a segment's frames as of the whole video's."""
+    if step.segment is None:
+        return tell
+    part, seen = window(resolved, step.segment), 0
+
+    def listener(event):
+        nonlocal seen
+        if isinstance(event, Decoded):
+            first, last = max(part.start - seen, 0), max(part.stop - seen, 0)
+            seen += len(event.frames)
+            event = Decoded(event.frames[first:last])
+        tell(event)
+
+    return listener
+
+
+# ---------------------------------------------------------------- while it runs
+
+
+def is_resident(config) -> bool:
+    """Whether weights stay on the device after their stage: as the config says, by default only in a sweep."""
+    return config.keep_resident if config.keep_resident is not None else config.sweep.active
+
+
+@contextlib.contextmanager
+def phase(name: str, tell: Listener, total: int | None = None, unit: str = "") -> Iterator[None]:
+    began = time.perf_counter()
+    interruption.check()
+    tell(Began(name, total, unit))
+    yield
+    tell(Ended(name, time.perf_counter() - began))
+
+
+def load(stage: Stage, resolved: Resolved, tell: Listener) -> None:
+    """Bring the weights that a stage begins with to the devices."""
+    for key in stage.components_first(stage.view_of(stage.name, resolved)):
+        stage.components[key].load(stage.tensors[key], tell)
+
+
+def wait_for_programs(stage: Stage, tell: Listener) -> None:
+    """Tell that compilation is still going on, if it is."""
+    waiting, name = list(stage.programs.compiled.values()), f"compile_{stage.name}"
+    if wait(waiting, timeout=0).not_done:
+        with phase(name, tell):
+            while wait(waiting, timeout=0.2).not_done:
+                tell(Advanced(name, 0))
+
+
+def with_previews(previewer: Stage, every: int, tell: Listener) -> Listener:
+    """A listener that also tells how the video looks, every so many steps."""
+
+    def listener(event):
+        tell(event)
+        if isinstance(event, Stepped) and event.step % every == 0 and event.step < event.steps:
+            tell(Previewed(event.step, previewer.preview(event.estimate), event.video))
+
+    return listener
