@@ -351,5 +351,5 @@ class Wan21TPUPipeline:
         )
         given = from_files(fps, references, image=image, last_image=last_image, video=video, mask=mask)
         overrides = [*choose(config, model_id), *from_prompts(prompt, negative_prompt), *sampling, *given]
-        composed = compose(overrides, files=True)
+        composed = compose(overrides, files="whole")
         return as_image(run_stages(list(composed.stages), composed)["frames"]), float(fps)

@@ -44,8 +44,8 @@ class Chosen(tuple):
     """What a Config node has checked. ComfyUI lets a workflow write any list into an input, but not one of these."""
 
 
-def compose(overrides=(), files=False):
-    """The config of this server with what a workflow says on top, checked; with `files`, pictures and videos too."""
+def compose(overrides=(), files="none"):
+    """The config of this server with what a workflow says on top, checked; pictures and videos as `files` says."""
     owner = commandline.rewrite(shlex.split(os.environ.get(OWNER, "")))
     config = commandline.compose([*SERVER_DEFAULTS, *owner, *overrides])
     validate(config, files)

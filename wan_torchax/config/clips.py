@@ -1,6 +1,5 @@
 """Videos that the user gives, decoded by ffmpeg. No JAX, no torch."""
 import contextlib
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,11 +45,6 @@ def read_frames(path: Path, count: int, fps: float) -> "Iterator[numpy.ndarray]"
                 wanted = next(places, None)
             if wanted is None:
                 return
-
-
-def count_frames(path: Path, most: int, fps: float) -> int:
-    """How many `read_frames` would give."""
-    return sum(1 for _ in itertools.islice(read_frames(path, most, fps), most))
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from wan_torchax.config import clips
 from wan_torchax.config.commandline import literal
+from wan_torchax.config.frames import open_picture, read_frames
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.wording import one_of
 
@@ -40,8 +41,8 @@ def paths(config: DictConfig, key: str) -> list[Path]:
     return [Path(path) for path in ([] if value is None else [value] if isinstance(value, str) else value)]
 
 
-def input_problems(config: DictConfig) -> Iterator[str]:
-    """Files that are missing, not taken, or none of what they should be."""
+def input_problems(config: DictConfig, whole: bool = True) -> Iterator[str]:
+    """Files that are missing, not taken, or none of what they should be: by their headers, or by all they hold."""
     yield from one_of("fit", config.fit, FITS)
     name, optional = config.pipeline.name, config.pipeline.optional
     for key, problems in FILES.items():
@@ -53,14 +54,14 @@ def input_problems(config: DictConfig) -> Iterator[str]:
         elif not files and key not in optional:
             yield f"{key}: missing; pipeline={name} starts from it: {key}={EXAMPLES[key]}"
         for path in files:
-            yield from problems(f"{key}={path}", path, config)
+            yield from problems(f"{key}={path}", path, config, whole)
     if "mask" in taken(config) and config.mask is not None and config.video is None:
         yield f"mask={config.mask}: says which parts of a video are kept; give video=clip.mp4 too"
     if len(config.references) > MOST_REFERENCES:
         yield f"references: {len(config.references)} pictures; at most {MOST_REFERENCES}"
 
 
-def picture_problems(key: str, path: Path, config: DictConfig) -> Iterator[str]:
+def picture_problems(key: str, path: Path, config: DictConfig, whole: bool) -> Iterator[str]:
     """From the file's header, before anything decodes it: a small file may claim to be a huge picture."""
     from PIL import Image  # --help does without it
 
@@ -72,8 +73,8 @@ def picture_problems(key: str, path: Path, config: DictConfig) -> Iterator[str]:
         try:
             with Image.open(path) as picture:
                 width, height = picture.size
-                if width * height <= MOST_PIXELS:
-                    picture.load()  # all of it: half a file has a good header
+            if whole and width * height <= MOST_PIXELS:
+                open_picture(path)  # all of it: half a file has a good header
         except Image.DecompressionBombError:
             yield f"{key}: more than {MOST_PIXELS // 10**6} million pixels; save it smaller"
             return
@@ -86,7 +87,7 @@ def picture_problems(key: str, path: Path, config: DictConfig) -> Iterator[str]:
             yield f"{key}: {width} x {height} is too small; at least {LEAST_SIDE} a side"
 
 
-def video_problems(key: str, path: Path, config: DictConfig) -> Iterator[str]:
+def video_problems(key: str, path: Path, config: DictConfig, whole: bool) -> Iterator[str]:
     """A video has as many frames as are asked for, at the rate of the video that will be made."""
     size = config.resolution
     if not path.is_file():
@@ -100,7 +101,7 @@ def video_problems(key: str, path: Path, config: DictConfig) -> Iterator[str]:
                 sizes = f"from {LEAST_SIDE} a side to {MOST_PIXELS // 10**6} million pixels"
                 yield f"{key}: {clip.width} x {clip.height}; must be {sizes}"
                 return
-            count = clips.count_frames(path, size.frames, size.fps)
+            count = len(read_frames(path, size, config.fit)) if whole else size.frames
         except Exception as error:  # whatever ffmpeg makes of it
             yield f"{key}: not a video that ffmpeg reads ({str(error).strip().splitlines()[-1][:200]}); save it as MP4"
             return
@@ -111,9 +112,9 @@ def video_problems(key: str, path: Path, config: DictConfig) -> Iterator[str]:
             yield f"{key}: has {count} frames at {size.fps} a second, {fewer}; {remedy}"
 
 
-def mask_problems(key: str, path: Path, config: DictConfig) -> Iterator[str]:
+def mask_problems(key: str, path: Path, config: DictConfig, whole: bool) -> Iterator[str]:
     """A mask is a video, or one picture for all frames."""
-    yield from (picture_problems if is_picture(path) else video_problems)(key, path, config)
+    yield from (picture_problems if is_picture(path) else video_problems)(key, path, config, whole)
 
 
 def is_picture(path: Path) -> bool:

@@ -63,12 +63,13 @@ SERVE_LEAST = {
 }
 
 
-def validate(config: Config, files: bool = True) -> None:
-    """Raises one ConfigError that lists everything wrong with a composed config; returns if nothing is. Without
-    `files`, pictures and videos need not be there yet."""
-    checks = [check for check in CHECKS if files or check is not picture_problems]
+def validate(config: Config, files: str = "whole") -> None:
+    """Raises one ConfigError that lists everything wrong with a composed config; returns if nothing is. Pictures and
+    videos are looked at as `files` says: `whole`, their `headers`, or `none`, if they need not be there yet."""
     problems = list(one_of("model.family", config.model.family, FAMILIES))
-    problems = problems or [problem for check in checks for problem in check(config)]
+    problems = problems or [problem for check in CHECKS for problem in check(config)]
+    if files != "none" and config.task not in ("plan", "serve"):  # a server gets them with its requests
+        problems += inputs.input_problems(config, files == "whole")
     if not problems:  # these need sound axes, heads and stages
         problems = [problem for check in LATER_CHECKS for problem in check(config)]
     raise_problems(problems)
@@ -276,12 +277,6 @@ def prompt_problems(config: Config) -> Iterator[str]:
         yield f"resume={config.resume}: no such run folder; runs are under outputs/<date>/<time>"
     if config.shard is not None and config.prompts is None and config.seeds is None:
         yield f"shard={config.shard}: there is no list to take a share of; give prompts=<file> or seeds=<how many>"
-
-
-def picture_problems(config: Config) -> Iterator[str]:
-    """Pictures and videos that the user gives. A plan needs none, and a server gets them with its requests."""
-    if config.task not in ("plan", "serve"):
-        yield from inputs.input_problems(config)
 
 
 def family_problems(config: Config) -> Iterator[str]:
@@ -588,7 +583,7 @@ def op_problems(config: Config) -> Iterator[str]:
 
 CHECKS = (
     unknown_problems, choice_problems, pipeline_problems, stage_problems, resolution_problems, sampling_problems,
-    prompt_problems, picture_problems, mesh_problems, host_problems, table_problems, op_problems, tune_problems,
+    prompt_problems, mesh_problems, host_problems, table_problems, op_problems, tune_problems,
     plan_problems, adapter_problems, serve_problems,
 )
 LATER_CHECKS = (

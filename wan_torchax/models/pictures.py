@@ -1,34 +1,22 @@
 """Pictures and videos that the user gives, as a model wants them."""
 import functools
-import itertools
 import json
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
-from PIL import Image, ImageOps
+from PIL import Image
 
-from wan_torchax.config import clips
+from wan_torchax.config.frames import fitted, open_picture, read_frames
 from wan_torchax.config.inputs import is_picture
 from wan_torchax.config.schema import ConfigError
 
-log = logging.getLogger("wan")
 BICUBIC = int(Image.Resampling.BICUBIC)
 
 
 def read_picture(path: Path, height: int, width: int, fit: str) -> numpy.ndarray:
-    """Float32 (3, height, width) from -1 to 1, upright as the camera held it. `fit` says how it meets the frame:
-    cover (scaled, what is too much cut off on both sides), contain (scaled, the rest black) or stretch."""
+    """Float32 (3, height, width) from -1 to 1; `fit` says how it meets the frame."""
     return pixels_of(numpy.asarray(fitted(open_picture(path), (width, height), fit))[None])[0, :, 0]
-
-
-def fitted(picture: Image.Image, size: tuple[int, int], fit: str) -> Image.Image:
-    """In the size (width, height)."""
-    filtering = Image.Resampling.LANCZOS
-    if fit == "stretch":
-        return picture.resize(size, filtering)
-    return {"cover": ImageOps.fit, "contain": ImageOps.pad}[fit](picture, size, filtering)
 
 
 def read_video(path: Path, size, fit: str, first: int = 0) -> numpy.ndarray:
@@ -37,10 +25,7 @@ def read_video(path: Path, size, fit: str, first: int = 0) -> numpy.ndarray:
     if is_picture(path):
         frame = numpy.asarray(fitted(open_picture(path), (size.width, size.height), fit))
         return numpy.broadcast_to(frame, (size.frames, *frame.shape))
-    frames = itertools.islice(clips.read_frames(path, first + size.frames, size.fps), first, None)
-    return numpy.stack([
-        numpy.asarray(fitted(Image.fromarray(frame), (size.width, size.height), fit)) for frame in frames
-    ])
+    return read_frames(path, size, fit, first)
 
 
 def pixels_of(frames: numpy.ndarray) -> numpy.ndarray:
@@ -72,17 +57,6 @@ def bilinear(pixels: numpy.ndarray, height: int, width: int) -> numpy.ndarray:
         shares = (places - below).reshape((-1, 1) if axis == 1 else -1)
         pixels = pixels.take(below, axis) * (1 - shares) + pixels.take(above, axis) * shares
     return pixels
-
-
-def open_picture(path: Path) -> Image.Image:
-    """In RGB, upright, what is transparent over white."""
-    with Image.open(path) as file:
-        picture = ImageOps.exif_transpose(file)
-        if "A" in picture.getbands() or "transparency" in picture.info:
-            log.info("%s: what is transparent in it becomes white", path)
-            picture = picture.convert("RGBA")
-            picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
-        return picture.convert("RGB")
 
 
 # ---------------------------------------------------------------- as an image encoder wants them

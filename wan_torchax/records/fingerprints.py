@@ -1,4 +1,5 @@
 """What files hold, in a few letters: of whole files, and of checkpoints without reading all of them."""
+import functools
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -43,6 +44,12 @@ def digest(files: Iterable[Path]) -> str:
     """Sixteen hex digits of what the files hold."""
     content = hashlib.sha256()
     for path in files:
-        with path.open("rb") as file:
-            content.update(hashlib.file_digest(file, "sha256").digest())
+        status = path.stat()
+        content.update(hash_file(path, status.st_mtime_ns, status.st_size))
     return content.hexdigest()[:16]
+
+
+@functools.lru_cache(maxsize=64)  # by when it was changed
+def hash_file(path: Path, *changed: int) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()

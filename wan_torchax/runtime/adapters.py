@@ -7,8 +7,6 @@ Every key of a file is accounted for: it is applied, or belongs to another model
 (refused). Rank and alpha are read from the file. weights.py merges while it loads; nothing here needs a device. How
 trainers name a family's modules, the family says.
 """
-import functools
-import hashlib
 import json
 import logging
 import math
@@ -29,6 +27,7 @@ from wan_torchax.config.resolve import Checkpoint
 from wan_torchax.config.schema import Adapter, ConfigError
 from wan_torchax.config.wording import listed
 from wan_torchax.models.family import AdapterNames, Family
+from wan_torchax.records.fingerprints import hash_file
 from wan_torchax.runtime.checkpoint import Stored, read_header
 from wan_torchax.runtime.weights import STORED_DTYPES, Change
 
@@ -117,13 +116,8 @@ def sha256_of(path: Path) -> str:
     """Of the whole file. In the Hub's cache a file's name is its hash."""
     if re.fullmatch(r"[0-9a-f]{64}", path.resolve().name):
         return path.resolve().name
-    return hash_file(path, path.stat().st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=64)  # by when it was changed
-def hash_file(path: Path, _) -> str:
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
+    status = path.stat()
+    return hash_file(path, status.st_mtime_ns, status.st_size).hex()
 
 
 # ---------------------------------------------------------------- what a file holds

@@ -143,7 +143,7 @@ def make(base: Base, fields: dict, folder: Path) -> tuple[dict, DictConfig]:
         if seconds is not None:
             values["resolution.frames"] = frames_for(seconds, config)
             OmegaConf.update(config, "resolution.frames", values["resolution.frames"])
-        validate(config)
+        validate(config, files="headers")
     except ConfigError as error:
         message = str(error).replace(f"{folder}/inputs/", "")
         raise ConfigError(without_places(message, folder)) from error

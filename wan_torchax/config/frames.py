@@ -1,0 +1,64 @@
+"""Pictures and videos that the user gives, decoded once a run: validation looks at what stages will take. No JAX."""
+import functools
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from wan_torchax.config import clips
+
+if TYPE_CHECKING:  # --help does without them
+    import numpy
+    from PIL import Image
+
+log = logging.getLogger("wan")
+
+
+def open_picture(path: Path) -> "Image.Image":
+    """In RGB, upright as the camera held it, what is transparent over white."""
+    status = path.stat()
+    return decode_picture(path, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=4)
+def decode_picture(path: Path, *changed: int) -> "Image.Image":
+    from PIL import Image, ImageOps
+
+    with Image.open(path) as file:
+        picture = ImageOps.exif_transpose(file)
+        if "A" in picture.getbands() or "transparency" in picture.info:
+            log.info("%s: what is transparent in it becomes white", path)
+            picture = picture.convert("RGBA")
+            picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+        return picture.convert("RGB")
+
+
+def fitted(picture: "Image.Image", size: tuple[int, int], fit: str) -> "Image.Image":
+    """In the size (width, height): cover (scaled, what is too much cut off on both sides), contain (scaled, the rest
+    black) or stretch."""
+    from PIL import Image, ImageOps
+
+    filtering = Image.Resampling.LANCZOS
+    if fit == "stretch":
+        return picture.resize(size, filtering)
+    return {"cover": ImageOps.fit, "contain": ImageOps.pad}[fit](picture, size, filtering)
+
+
+def read_frames(path: Path, size, fit: str, first: int = 0) -> "numpy.ndarray":
+    """Uint8 (frames, height, width, 3): as many frames from the first on as the resolution says, fewer where the video
+    ends, at its rate, in its size."""
+    status = path.stat()
+    wanted = (size.frames, size.fps, (size.width, size.height), fit, first)
+    return decode_frames(path, wanted, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=2)
+def decode_frames(path: Path, wanted: tuple, *changed: int) -> "numpy.ndarray":
+    import numpy
+    from PIL import Image
+
+    count, fps, size, fit, first = wanted
+    frames = [
+        numpy.asarray(fitted(Image.fromarray(frame), size, fit))
+        for number, frame in enumerate(clips.read_frames(path, first + count, fps)) if number >= first
+    ]
+    return numpy.stack(frames) if frames else numpy.empty((0, *size[::-1], 3), numpy.uint8)
