@@ -255,7 +255,8 @@ def float32_parts(module, dtype: str) -> tuple[str, ...]:
 @contextlib.contextmanager
 def given_noise(scheduler) -> Iterator[list]:
     """A list that a scheduler's next step takes its noise from, if it draws any."""
-    module, given = sys.modules[type(scheduler).__module__], []
+    given: list = []
+    module: Any = sys.modules[type(scheduler).__module__]
     draw = getattr(module, "randn_tensor", None)
     if draw is None:
         yield given

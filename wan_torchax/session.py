@@ -163,7 +163,7 @@ class Session:
         graph = resolved.graph
         given = {value for name in names for value in graph.stages[name].gives}
         takers = [name for name in graph.stages if name not in names and given & set(graph.stages[name].takes)]
-        able = [name for name in takers if hasattr(find(name), "preview")]
+        able = [name for name in takers if find(name).previews]
         return [name for name in able if set(graph.stages[name].uses) <= resolved.checkpoints.keys()]
 
     # ------------------------------------------------------------ what stays
@@ -205,13 +205,14 @@ class Session:
         """Let go of everything."""
         with self.lock:
             self.free()
-            self.stages.clear(), self.components.clear(), self.results.clear()
+            for kept in (self.stages, self.components, self.results):
+                kept.clear()
 
 
 def check_stages(job: Job, names: list[str]) -> None:
     """Raise what the stages know to be wrong with a job."""
     problems = [problem for name in names for problem in find(name).problems(name, job)]
-    if job.config.preview_every and not any(hasattr(find(name), "preview") for name in names):
+    if job.config.preview_every and not any(find(name).previews for name in names):
         remedy = "add the stage that decodes to stages, or set 0"
         problems.append(f"preview_every={job.config.preview_every}: previews need the decoder; {remedy}")
     raise_problems(problems)

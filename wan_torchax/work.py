@@ -67,7 +67,7 @@ class Work:
         """Have a step's values: they are at hand, remembered, or made now."""
         scope, tell = self.scopes[step.segment], joined(step, self.resolved, self.tell)
         if step.segment is not None:  # what the one before gave, if there was one
-            before = self.scopes.get(step.segment - 1, {})
+            before: Mapping[str, Any] = self.scopes.get(step.segment - 1, {})
             scope.update({value: before.get(source) for value, source in self.resolved.graph.carry.items()})
         if step in self.left:
             result = self.make(step, scope, tell)
@@ -112,7 +112,7 @@ class Work:
         """The stage that can show what another makes while it is made."""
         graph = self.resolved.graph
         for key, stage in self.stages.items() if self.resolved.config.preview_every else ():
-            if set(graph.stages[name].gives) & set(graph.stages[key].takes) and hasattr(stage, "preview"):
+            if set(graph.stages[name].gives) & set(graph.stages[key].takes) and stage.previews:
                 return stage
         return None
 

@@ -26,7 +26,8 @@ def probe(path: Path) -> Clip:
     """Raises OSError, with what ffmpeg says, for what is no video."""
     with opened(path) as frames:
         meta = next(frames)
-        return Clip(*meta["size"], meta["fps"])
+        width, height = meta["size"]
+        return Clip(width, height, meta["fps"])
 
 
 def read_frames(path: Path, count: int, fps: float) -> "Iterator[numpy.ndarray]":
@@ -38,7 +39,7 @@ def read_frames(path: Path, count: int, fps: float) -> "Iterator[numpy.ndarray]"
         width, height = meta["size"]
         rate = meta["fps"] / fps if meta["fps"] else 1.0
         places = (int(index * rate + 0.5) for index in range(count))
-        wanted = next(places)
+        wanted = next(places, None)
         for index, frame in enumerate(frames):
             while index == wanted:  # more than once, where the video has fewer a second
                 yield numpy.frombuffer(frame, numpy.uint8).reshape(height, width, 3)

@@ -26,8 +26,9 @@ class Geometry:
 
     def grid(self, resolution, extra_frames: int = 0) -> tuple[int, int, int]:
         """Frames, height and width of the tokens that the transformer sees of a video."""
-        latents = self.latent_shape(resolution, extra_frames)[2:]
-        return tuple(size // side for size, side in zip(latents, self.patch))
+        _, _, *latents = self.latent_shape(resolution, extra_frames)
+        frames, height, width = (size // side for size, side in zip(latents, self.patch))
+        return frames, height, width
 
     def tokens(self, resolution, extra_frames: int = 0) -> int:
         return math.prod(self.grid(resolution, extra_frames))

@@ -91,7 +91,8 @@ def read(config) -> list[Job]:
     seeds, folder = read_seeds(config), folder_of(config.prompts)
     if len(rows) * len(seeds) > MOST_JOBS:
         raise ConfigError(f"prompts and seeds: {len(rows)} x {len(seeds)} videos; at most {MOST_JOBS} in one list")
-    jobs, names = [], Counter()
+    jobs: list[Job] = []
+    names: Counter[str] = Counter()
     for number, row, error in rows:
         for seed in seeds:
             job = make_job(number, row | ({} if seed is None else {"seed": seed}), folder, error)
@@ -127,7 +128,7 @@ def file_override(key: str, value, folder: Path | None) -> str:
     names = yaml.safe_load(value) if isinstance(value, str) and value.startswith("[") else value
     names = names if isinstance(names, list) else [names]
     paths = [(folder / name).resolve() for name in names if folder and isinstance(name, str)]
-    if len(paths) != len(names) or not all(path.is_relative_to(folder) for path in paths):
+    if len(paths) != len(names) or not all(folder and path.is_relative_to(folder) for path in paths):
         raise ConfigError(f"{key}={trust.shown(value)}: a list may only name files in its own folder")
     texts = [str(path) for path in paths]
     return f"{key}={trust.written(texts if key == 'references' else texts[0])}"
@@ -170,8 +171,8 @@ def read_file(path: Path):
         content = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise ConfigError(f"prompts={path}: cannot be read as UTF-8 text ({error})") from error
-    for number, row, error in READERS[path.suffix](content):
-        yield (number, *checked(row, number)) if error is None else (number, {}, error)
+    for number, row, problem in READERS[path.suffix](content):
+        yield (number, *checked(row, number)) if problem is None else (number, {}, problem)
 
 
 def read_lines(content):

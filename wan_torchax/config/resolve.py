@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -136,7 +136,7 @@ class Job:
     def tokens(self) -> int:
         return math.prod(self.grid)
 
-    def segments(self) -> list[Job]:
+    def segments(self) -> list[Self]:
         """The parts that a video is made in, each a job like this of fewer frames; of most videos this one alone."""
         if segment_count(self.config) == 1:
             return [self]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -71,7 +72,7 @@ def offered(default: Any = MISSING) -> Any:
     return field(default=default, metadata={OFFERED: True})
 
 
-def group(kind: type, rows: type | None = None) -> Any:
+def group(kind: Callable[[], Any], rows: type | None = None) -> Any:
     """A part of the config of which an artefact may choose one of conf/'s files by name; of one that is a table of
     rows, several."""
     return field(default_factory=kind, metadata={GROUP: True, ROWS: rows})

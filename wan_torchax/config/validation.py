@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from wan_torchax.config import inputs, trust
 from wan_torchax.config.adapters import adapter_problems
@@ -32,7 +32,6 @@ from wan_torchax.config.schema import (
     EXPERT_WEIGHTS,
     GUIDANCE,
     PLATFORMS,
-    Config,
     ConfigError,
     Op,
     PipelineStage,
@@ -63,7 +62,7 @@ SERVE_LEAST = {
 }
 
 
-def validate(config: Config, files: str = "whole") -> None:
+def validate(config: DictConfig, files: str = "whole") -> None:
     """Raises one ConfigError that lists everything wrong with a composed config; returns if nothing is. Pictures and
     videos are looked at as `files` says: `whole`, their `headers`, or `none`, if they need not be there yet."""
     problems = list(one_of("model.family", config.model.family, FAMILIES))
@@ -81,7 +80,7 @@ def raise_problems(problems: list[str]) -> None:
         raise ConfigError(f"{count} in the configuration:\n{listed(problems, PROBLEMS_SHOWN)}")
 
 
-def validate_resolved(config: Config, devices) -> None:
+def validate_resolved(config: DictConfig, devices) -> None:
     """What only the devices, and what a checkpoint's config.json adds, can show of a config that was validated."""
     problems = [problem for check in LATER_CHECKS for problem in check(config)]
     raise_problems([*problems, *platform_problems(config, devices.platform, devices.kind)])
@@ -89,7 +88,7 @@ def validate_resolved(config: Config, devices) -> None:
         log.warning(idle)
 
 
-def choice_problems(config: Config) -> Iterator[str]:
+def choice_problems(config: DictConfig) -> Iterator[str]:
     if not 1 <= config.model.text_tokens <= MOST_TOKENS:
         yield f"model.text_tokens={config.model.text_tokens}: must be from 1 to {MOST_TOKENS}; usual 512"
     yield from one_of("scheduler.target", config.scheduler.target, SCHEDULERS)
@@ -112,7 +111,7 @@ def choice_problems(config: Config) -> Iterator[str]:
         yield f"output.quality={config.output.quality}: an H.264 CRF from 0 (lossless) to 51; usual 18"
 
 
-def pipeline_problems(config: Config) -> Iterator[str]:
+def pipeline_problems(config: DictConfig) -> Iterator[str]:
     """The graph itself: every value a stage takes is there by then, and every name is one the project has."""
     graph, family = Graph.of(config.pipeline), family_of(config)
     for name, stage in graph.stages.items():
@@ -133,7 +132,7 @@ def pipeline_problems(config: Config) -> Iterator[str]:
             yield f"pipeline.inputs.{value}={key}: no such key in the config"
 
 
-def segment_problems(config: Config) -> Iterator[str]:
+def segment_problems(config: DictConfig) -> Iterator[str]:
     """A stretch of stages that is run again: consecutive ones, by whole latent frames, on values they have."""
     segments, names = config.pipeline.segments, list(config.pipeline.stages)
     if not segments.stages:
@@ -152,7 +151,7 @@ def segment_problems(config: Config) -> Iterator[str]:
         yield from one_of(f"{key}.carry.{value}", source, given)
 
 
-def stage_problems(config: Config) -> Iterator[str]:
+def stage_problems(config: DictConfig) -> Iterator[str]:
     """Which of the pipeline's stages run."""
     choices = list(config.pipeline.stages)
     if not config.stages:
@@ -164,7 +163,7 @@ def stage_problems(config: Config) -> Iterator[str]:
         yield f"stages={list(config.stages)}: each once and in order; nearest [{','.join(ordered)}]"
 
 
-def missing_problems(config: Config) -> Iterator[str]:
+def missing_problems(config: DictConfig) -> Iterator[str]:
     """Values that a stage takes and that neither a stage before it nor another run gives."""
     graph = Graph.of(config.pipeline)
     if config.task != "generate" or config.resume is not None:
@@ -177,7 +176,7 @@ def missing_problems(config: Config) -> Iterator[str]:
         )
 
 
-def resolution_problems(config: Config) -> Iterator[str]:
+def resolution_problems(config: DictConfig) -> Iterator[str]:
     model, resolution = config.model, config.resolution
     geometry = family_of(config).geometry(model.architecture)
     for key, multiple in geometry.multiples.items():
@@ -202,7 +201,7 @@ def resolution_problems(config: Config) -> Iterator[str]:
         yield f"resolution.flow_shift={shift}: must be above 0 and at most 20; usual 3.0 (480p) or 5.0 (720p)"
 
 
-def unknown_problems(config: Config) -> Iterator[str]:
+def unknown_problems(config: DictConfig) -> Iterator[str]:
     """Keys that `+key=value` added where the schema has none."""
 
     def walk(node, prefix):
@@ -219,7 +218,7 @@ def unknown_problems(config: Config) -> Iterator[str]:
     yield from walk(config, "")
 
 
-def sampling_problems(config: Config) -> Iterator[str]:
+def sampling_problems(config: DictConfig) -> Iterator[str]:
     if not 1 <= config.steps <= 1000:
         yield f"steps={config.steps}: must be from 1 to 1000; nearest {min(max(config.steps, 1), 1000)}"
     yield from sigma_problems(config)
@@ -248,7 +247,7 @@ def sampling_problems(config: Config) -> Iterator[str]:
         yield f"seed={config.seed}: must be from 0 to {SEEDS - 1}; {config.seed % SEEDS} gives the same noise"
 
 
-def sigma_problems(config: Config) -> Iterator[str]:
+def sigma_problems(config: DictConfig) -> Iterator[str]:
     """Steps that are given by their noise."""
     scheduler = config.scheduler
     if not 0 < scheduler.noise_scale <= 10:
@@ -265,7 +264,7 @@ def sigma_problems(config: Config) -> Iterator[str]:
         yield f"steps={config.steps}: scheduler.sigmas are {len(sigmas)} steps; steps={len(sigmas)}, or leave it out"
 
 
-def prompt_problems(config: Config) -> Iterator[str]:
+def prompt_problems(config: DictConfig) -> Iterator[str]:
     prompt = config.prompt
     for name, key, file in (("prompt", "text", "file"), ("negative_prompt", "negative", "negative_file")):
         yield from file_problems(f"prompt.{file}", prompt[file])
@@ -279,7 +278,7 @@ def prompt_problems(config: Config) -> Iterator[str]:
         yield f"shard={config.shard}: there is no list to take a share of; give prompts=<file> or seeds=<how many>"
 
 
-def family_problems(config: Config) -> Iterator[str]:
+def family_problems(config: DictConfig) -> Iterator[str]:
     """The model against what the pipeline gives it."""
     yield from family_of(config).problems(config)
 
@@ -308,7 +307,7 @@ def text_problems(key: str, text: str) -> Iterator[str]:
         yield f"{key}: has {len(text)} characters; at most {MOST_LETTERS}"
 
 
-def mesh_problems(config: Config) -> Iterator[str]:
+def mesh_problems(config: DictConfig) -> Iterator[str]:
     mesh = config.mesh
     if mesh.platform is not None:
         yield from one_of("mesh.platform", mesh.platform, PLATFORMS)
@@ -322,7 +321,7 @@ def mesh_problems(config: Config) -> Iterator[str]:
         yield f"mesh.axes: only one axis may be -1, not {' and '.join(free)}"
 
 
-def host_problems(config: Config) -> Iterator[str]:
+def host_problems(config: DictConfig) -> Iterator[str]:
     """Several hosts: each runs one process and holds as many devices as the others."""
     mesh, several = config.mesh, config.distributed
     yield from one_of("distributed", several.name, ("none", "auto"))
@@ -342,7 +341,7 @@ def host_problems(config: Config) -> Iterator[str]:
             yield f"distributed.{key}={several[key]}: must be from {least} to {most}; nearest {closest}"
 
 
-def plan_problems(config: Config) -> Iterator[str]:
+def plan_problems(config: DictConfig) -> Iterator[str]:
     if config.task != "plan":
         return
     mesh, chip, plan = config.mesh, config.mesh.chip, config.plan
@@ -366,7 +365,7 @@ def plan_problems(config: Config) -> Iterator[str]:
         yield f"plan.disk_gbs={plan.disk_gbs}: GB/s, above 0"
 
 
-def serve_problems(config: Config) -> Iterator[str]:
+def serve_problems(config: DictConfig) -> Iterator[str]:
     """What a server is started with. Who may reach it without a key: this machine alone."""
     serve = config.serve
     if config.task != "serve":
@@ -398,7 +397,7 @@ def spec_axes(spec) -> list[str]:
     return [axis for entry in spec for axis in ([entry] if isinstance(entry, str) else entry or [])]
 
 
-def table_problems(config: Config) -> Iterator[str]:
+def table_problems(config: DictConfig) -> Iterator[str]:
     """Names of conf/family against mesh axes, and the rules that name them."""
     sharding, axes = config.sharding, config.mesh.axes
     for component, rules in config.model.weights.items():
@@ -430,7 +429,7 @@ def axis_problems(key: str, spec, axes) -> Iterator[str]:
         yield f"{key}={list(spec)}: an axis may shard one dimension only"
 
 
-def side_problems(config: Config) -> Iterator[str]:
+def side_problems(config: DictConfig) -> Iterator[str]:
     """Sides of the latent picture against the axes that share them in the VAE."""
     scale, spec = family_of(config).geometry(config.model.architecture).size_scale, config.sharding.picture
     for dimension, side in ((3, "height"), (4, "width")):
@@ -443,7 +442,7 @@ def side_problems(config: Config) -> Iterator[str]:
             )
 
 
-def kernel_problems(config: Config) -> Iterator[str]:
+def kernel_problems(config: DictConfig) -> Iterator[str]:
     """The attention kernels against the model and the mesh."""
     dtype, axes = config.model.dtype["transformer"], dict(config.mesh.axes)
     axes = {} if -1 in axes.values() else axes
@@ -458,7 +457,7 @@ def kernel_problems(config: Config) -> Iterator[str]:
             )
 
 
-def product_problems(config: Config) -> Iterator[str]:
+def product_problems(config: DictConfig) -> Iterator[str]:
     """The kernel of linear layers against the model and where its weights lie."""
     products, dtype = config.products, config.model.dtype["transformer"]
     yield from one_of("products.kernel", products.kernel, ("xla", "pallas"))
@@ -478,7 +477,7 @@ def product_problems(config: Config) -> Iterator[str]:
         )
 
 
-def precision_problems(config: Config) -> Iterator[str]:
+def precision_problems(config: DictConfig) -> Iterator[str]:
     """Eight bits against the model and what else computes its linear layers."""
     precision = config.precision
     if precision.weights is None:
@@ -490,27 +489,27 @@ def precision_problems(config: Config) -> Iterator[str]:
         if precision[key] < 0:
             yield f"precision.{key}={precision[key]}: a number of blocks; 0 is none"
     for name in precision.layers:
-        yield from one_of("precision.layers", name, config.model.weights.transformer)
+        yield from one_of("precision.layers", name, config.model.weights["transformer"])
     if config.products.kernel == "pallas" and not precision.activations:
         yield f"precision={precision.name}: products.kernel=pallas rounds activations too; use int8, or products=xla"
     yield from float8_problems(config, config.mesh.chip.kind)
 
 
-def float8_problems(config: Config, kind: str | None) -> Iterator[str]:
+def float8_problems(config: DictConfig, kind: str | None) -> Iterator[str]:
     """XLA would compute what a device cannot in bfloat16, and say nothing."""
     precision = config.precision
     if precision.weights == "float8_e4m3fn" and precision.activations and re.search(NO_FLOAT8, kind or ""):
         yield f"precision={precision.name}: {kind} multiplies no float8; use precision=int8 (TPUs) or int8_weights"
 
 
-def platform_problems(config: Config, platform: str, kind: str | None = None) -> Iterator[str]:
+def platform_problems(config: DictConfig, platform: str, kind: str | None = None) -> Iterator[str]:
     """Kernels and formats against the devices, which mesh=auto knows only when it has seen them."""
     yield from float8_problems(config, kind)
     if config.products.kernel == "pallas" and platform != "tpu" and not config.products.interpret:
         yield f"products.kernel=pallas: a kernel for TPUs, and mesh={config.mesh.name} has none; use products=xla"
 
 
-def idle_axis(config: Config) -> str | None:
+def idle_axis(config: DictConfig) -> str | None:
     """What to say where the axis for guidance has nothing to share: one forward at a time."""
     axis, axes = config.sharding.attention.batch, config.mesh.axes
     parts = axes.get(axis, 1) if axis else 1
@@ -543,7 +542,7 @@ def rule_problems(key: str, row) -> Iterator[str]:
         yield f"{key}.axes={list(rule.axes)}: each entry must be a name of sharding.axes, or null"
 
 
-def tune_problems(config: Config) -> Iterator[str]:
+def tune_problems(config: DictConfig) -> Iterator[str]:
     for key, values in search_lists(config).items():
         parent, _, name = key.rpartition(".")
         if name not in (OmegaConf.select(config, parent) if parent else config):
@@ -562,7 +561,7 @@ def search_lists(config) -> dict[str, list]:
     return {key: yaml.safe_load(f"[{values}]") for key, _, values in pairs}
 
 
-def op_problems(config: Config) -> Iterator[str]:
+def op_problems(config: DictConfig) -> Iterator[str]:
     for name, row in config.ops.items():
         try:
             op = Op(**row)

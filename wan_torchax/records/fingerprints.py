@@ -32,9 +32,9 @@ def sample(file: Path, digest) -> None:
     with file.open("rb") as handle:
         if file.suffix == ".safetensors":
             digest.update(handle.read(min(int.from_bytes(handle.read(8), "little"), size)))
-        offsets = range(0, size, SAMPLE_BYTES)
+        offsets = list(range(0, size, SAMPLE_BYTES))
         if len(offsets) > SAMPLES:
-            offsets = ((size - SAMPLE_BYTES) * number // (SAMPLES - 1) for number in range(SAMPLES))
+            offsets = [(size - SAMPLE_BYTES) * number // (SAMPLES - 1) for number in range(SAMPLES)]
         for offset in offsets:
             handle.seek(offset)
             digest.update(handle.read(SAMPLE_BYTES))

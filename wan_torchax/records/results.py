@@ -27,7 +27,7 @@ def save(path: Path, values: dict[str, numpy.ndarray], settings: dict) -> None:
 
 def checksum(arrays: dict[str, numpy.ndarray]) -> str:
     """Of the bytes, by name: a disk or a copy that lost some is noticed."""
-    return " ".join(f"{name}:{zlib.crc32(arrays[name]):08x}" for name in sorted(arrays))
+    return " ".join(f"{name}:{zlib.crc32(arrays[name].data):08x}" for name in sorted(arrays))
 
 
 def read(path: Path, shapes: dict[str, tuple]) -> tuple[dict[str, numpy.ndarray], dict]:

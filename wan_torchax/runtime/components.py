@@ -7,7 +7,7 @@ import time
 
 import jax
 
-from wan_torchax.config.resolve import Recipe, Resolved, key_of, plain
+from wan_torchax.config.resolve import Checkpoint, Recipe, Resolved, key_of, plain
 from wan_torchax.events import Advanced, Began, Ended, Listener, Took
 from wan_torchax.models.family import ComponentSpec, Family
 from wan_torchax.records import provenance
@@ -56,6 +56,12 @@ class Component:
         self.unused = spec.unused(architecture)
 
     @property
+    def stored(self) -> Checkpoint:
+        """Where its weights are; a plan has none."""
+        assert self.checkpoint is not None, f"{self.name} has no checkpoint: it was planned, not found"
+        return self.checkpoint
+
+    @property
     def spec(self) -> ComponentSpec:
         return self.family.spec(self.name)
 
@@ -68,13 +74,13 @@ class Component:
 
     def check(self) -> None:
         """Hold the plan against the headers of the checkpoint's files, and of the adapters'."""
-        weights.check(self.tensors, self.checkpoint.folder, self.unused, self.spec.prefix)
+        weights.check(self.tensors, self.stored.folder, self.unused, self.spec.prefix)
         len(self.changes)  # asked for, they raise what does not fit
 
     @functools.cached_property
     def changes(self) -> dict[str, list[weights.Change]]:
         """What adapters add, by checkpoint name."""
-        return adapters.place(self.checkpoint.adapters, weights.source_shapes(self.tensors), self.family)
+        return adapters.place(self.stored.adapters, weights.source_shapes(self.tensors), self.family)
 
     def part(self, pattern: str) -> dict[str, weights.Tensor]:
         """The tensors whose names match."""
@@ -95,7 +101,7 @@ class Component:
         def took(part, seconds):
             tell(Took(part, seconds))
 
-        self.arrays |= weights.load(absent, self.checkpoint.folder, progress, self.spec.prefix, self.changes, took)
+        self.arrays |= weights.load(absent, self.stored.folder, progress, self.spec.prefix, self.changes, took)
         seconds = time.perf_counter() - began
         tell(Ended(phase, seconds))
         rate = total / seconds / 1e9
@@ -111,14 +117,14 @@ class Component:
 
     def fits_in_memory(self) -> bool:
         """Whether the system can hold the weights' files in memory that nobody needs, with as much to spare."""
-        needed = sum(file.stat().st_size for file in self.checkpoint.folder.glob("*.safetensors"))
+        needed: int = sum(file.stat().st_size for file in self.stored.folder.glob("*.safetensors"))
         return 2 * needed < provenance.available_host_bytes()
 
     def read_ahead(self) -> threading.Thread:
         """Have the system read the weights into its own memory, so that loading them will not wait for the disk."""
 
         def read():
-            for file in sorted(self.checkpoint.folder.glob("*.safetensors")):
+            for file in sorted(self.stored.folder.glob("*.safetensors")):
                 with file.open("rb", buffering=0) as handle:
                     while handle.read(READ_BYTES):
                         pass

@@ -17,7 +17,7 @@ class Decode(Stage):
     with the caches for the next.
     """
 
-    label, share = "decoding", 8.0
+    label, share, previews = "decoding", 8.0, True
     settings = ("sharding.picture",)
 
     @classmethod

@@ -15,6 +15,7 @@
         def run(…)              # values in, values out
         def temporaries(…)      # bytes it needs beside its weights, for plans
         def report(…)           # what a run's metrics say of it
+        previews, def preview(…)    # whether and how it shows what another stage makes
 
 Stages import torch, diffusers and transformers only where they build: what they say of themselves costs nothing.
 """
@@ -55,9 +56,10 @@ class Stage:
     settings: ClassVar[tuple[str, ...]] = ()
     reads: ClassVar[tuple[str, ...]] = ()
     reads_beside: ClassVar[tuple[str, ...]] = ()
+    previews: ClassVar[bool] = False  # whether it can show what another stage makes while it is made
     results_remembered: ClassVar[int] = 0  # results that a session keeps, for settings it has met before
 
-    def __init__(self, name: str, recipe: Recipe, components: dict[str, Component], job: Job, kept: Kept | None = None):
+    def __init__(self, name: str, recipe: Recipe, components: dict[str, Component], job: Resolved, kept: Kept | None):
         """With `kept`, programs are taken from the store if it has them, and handed to it if it has not."""
         self.name, self.recipe, self.components, self.family = name, recipe, components, job.family
         self.gives = tuple(job.graph.stages[name].gives)
@@ -78,8 +80,8 @@ class Stage:
     def recipe_for(cls, name: str, job: Job) -> Recipe:
         """All that the programs of this stage are made from."""
         uses = list(job.graph.stages[name].uses)
-        keys = (key for component in uses for key in settings_of(component, job.family))
-        keys = [*COMMON_SETTINGS, *keys, *cls.settings_for(job.family)]
+        own = (key for component in uses for key in settings_of(component, job.family))
+        keys = [*COMMON_SETTINGS, *own, *cls.settings_for(job.family)]
         return job.recipe(keys, uses=uses, **cls.derived(name, job))
 
     @classmethod
@@ -181,6 +183,10 @@ class Stage:
         """The stage's work on the values it takes; gives those it gives."""
         raise NotImplementedError
 
+    def preview(self, estimate) -> numpy.ndarray:
+        """How the video looks that a part of another stage's result, on the devices, would make: (height, width, 3)."""
+        raise NotImplementedError
+
     @classmethod
     def temporaries(cls, resolved: Resolved) -> float:
         """Bytes of one device that are alive at once beside the weights, estimated from shapes."""
@@ -205,7 +211,8 @@ def result_settings(job: Job, name: str) -> dict[str, Any]:
     """Everything a stage's result depends on, by key: what its programs are made from, but for what changes the last
     bits; what it reads while it runs; its inputs; and all that of the stages before it. Weights and files count by what
     they hold; weights that are not on this machine by where they are."""
-    graph, settings = job.graph, {}
+    graph = job.graph
+    settings: dict[str, Any] = {}
     for stage in graph.upstream(name):
         kind, recipe = find(stage), find(stage).recipe_for(stage, job)
         read = job.recipe(kind.reads_for(stage, job)).settings
@@ -222,5 +229,5 @@ def result_settings(job: Job, name: str) -> dict[str, Any]:
     for component in graph.components(graph.upstream(name)):
         model, checkpoint = job.config.model, job.checkpoints.get(component)
         settings[f"path.{component}"] = f"{model.paths.get(component, model.path)}@{model.revision}"
-        settings[f"weights.{component}"] = checkpoint and checkpoint.fingerprint
+        settings[f"weights.{component}"] = None if checkpoint is None else checkpoint.fingerprint
     return settings
