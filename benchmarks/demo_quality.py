@@ -26,7 +26,7 @@ import wan_torchax  # noqa: E402
 wan_torchax.leave_sys_path()
 from wan_torchax.config.commandline import compose, rewrite  # noqa: E402
 from wan_torchax.config.validation import validate  # noqa: E402
-from wan_torchax.tasks.generate import generate  # noqa: E402
+from wan_torchax.run import generate  # noqa: E402
 
 BF16 = "model.dtype={text_encoder:bfloat16,transformer:bfloat16,vae:bfloat16}"
 VARIANTS = {

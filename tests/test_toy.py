@@ -14,12 +14,14 @@ from safetensors.torch import save_file
 from tests.conftest import ROOT, make_config
 from tests.test_parity import relative_error
 from tests.toy import modules
-from wan_torchax.config import registry
+from wan_torchax.config import clips, registry
+from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
+from wan_torchax.events import Began
 from wan_torchax.models.tokens import tokenize
+from wan_torchax.run import generate
 from wan_torchax.session import session
 from wan_torchax.stages import sampling
-from wan_torchax.tasks.generate import generate
 from wan_torchax.tasks.plan import plan
 
 CONF = Path(__file__).parent / "toy" / "conf"
@@ -75,24 +77,33 @@ def load(checkpoint, name):
 
 
 @torch.no_grad()
-def in_torch(checkpoint, config, change=None):
-    """The whole pipeline by the plain modules and diffusers' scheduler."""
+def in_torch(checkpoint, config, change=None, segments=1):
+    """The whole pipeline by the plain modules and diffusers' scheduler; segment after segment with one generator."""
     ids, mask = map(torch.from_numpy, tokenize(checkpoint / "tokenizer", list(PROMPTS), 24))
     embeddings, transformer = load(checkpoint, "text_encoder")(ids.long()), load(checkpoint, "transformer")
     if change is not None:
         change(transformer)
-    scheduler = getattr(diffusers, config.scheduler.target)(**config.scheduler.arguments)
-    scheduler.set_timesteps(config.steps)
-    latents = torch.from_numpy(sampling.noise(config.seed, (1, 4, 4, 10, 12)))
-    for time in scheduler.timesteps:
-        prompt, negative = transformer(latents.expand(2, -1, -1, -1, -1), time, embeddings, mask.sum(1)).chunk(2)
-        latents = scheduler.step(negative + 3.0 * (prompt - negative), time, latents).prev_sample
+    draws, made, previous = sampling.noises(config.seed, (1, 4, 4, 10, 12)), [], 0
+    for _ in range(segments):
+        scheduler = getattr(diffusers, config.scheduler.target)(**config.scheduler.arguments)
+        scheduler.set_timesteps(config.steps)
+        latents = torch.from_numpy(next(draws))
+        for time in scheduler.timesteps:
+            both = (latents + 0.1 * previous).expand(2, -1, -1, -1, -1)
+            prompt, negative = transformer(both, time, embeddings, mask.sum(1)).chunk(2)
+            latents = scheduler.step(negative + 3.0 * (prompt - negative), time, latents).prev_sample
+        made.append(latents.numpy())
+        previous = latents
+    return embeddings.numpy(), made, [decode(checkpoint, latents) for latents in made]
+
+
+@torch.no_grad()
+def decode(checkpoint, latents):
     pixels, before, vae = [], None, load(checkpoint, "vae")
-    for latent in latents.split(1, 2):
+    for latent in torch.from_numpy(latents).split(1, 2):
         piece, before = vae(latent, before)
         pixels.append(piece)
-    frames = ((torch.cat(pixels, 2)[0] + 1) * 127.5).round().permute(1, 2, 3, 0)
-    return embeddings.numpy(), latents.numpy(), frames.numpy()
+    return ((torch.cat(pixels, 2)[0] + 1) * 127.5).round().permute(1, 2, 3, 0).numpy()
 
 
 WITH_TOY = """
@@ -114,7 +125,7 @@ LAYOUTS = {
 def test_it_is_its_own_modules(checkpoint, tmp_path, cache, placed):
     placed = [*placed, cache, "sharding.picture=[]"]
     values = run(checkpoint, tmp_path, *placed)
-    embeddings, latents, frames = in_torch(checkpoint, make_config(*overrides(checkpoint)))
+    embeddings, (latents,), (frames,) = in_torch(checkpoint, make_config(*overrides(checkpoint)))
     assert relative_error(values["embeddings"], embeddings) < 1e-4
     assert values["counts"][0] > values["counts"][1] > 0, "prompts of different lengths"
     assert relative_error(values["latents"], latents) < 1e-4
@@ -141,9 +152,9 @@ def test_a_lora_is_added(checkpoint, tmp_path, cache):
         transformer.get_submodule(name).weight += 0.5 * up @ down
 
     values = run(checkpoint, tmp_path / "run", cache, row)
-    _, latents, _ = in_torch(checkpoint, make_config(*overrides(checkpoint)), change)
+    _, (latents,), _ = in_torch(checkpoint, make_config(*overrides(checkpoint)), change)
     assert relative_error(values["latents"], latents) < 1e-4
-    _, without, _ = in_torch(checkpoint, make_config(*overrides(checkpoint)))
+    _, (without,), _ = in_torch(checkpoint, make_config(*overrides(checkpoint)))
     assert relative_error(values["latents"], without) > 1e-2
 
 
@@ -154,6 +165,47 @@ def test_a_cache_and_eight_bits_serve_it(checkpoint, tmp_path, cache):
     eight = ["precision=int8_weights", "precision.first=1", "precision.last=1"]
     small = run(checkpoint, tmp_path / "small", cache, *eight)["latents"]
     assert 1e-5 < relative_error(small, exact) < 0.05
+
+
+LONG = ["pipeline=toy_long", "stages=[text,denoise,decode]"]
+
+
+def frames_in(video):
+    with clips.opened(video) as frames:
+        next(frames)
+        return sum(1 for _ in frames)
+
+
+def test_a_video_is_made_in_segments_that_go_on_from_each_other(checkpoint, tmp_path, cache):
+    """Three of seven frames, of which three are the one before's; the last gives a frame more than was asked for."""
+    long = [*LONG, "resolution.frames=15", cache]
+    values = run(checkpoint, tmp_path / "whole", *long)
+    _, latents, frames = in_torch(checkpoint, make_config(*overrides(checkpoint)), segments=3)
+    for number, expected in enumerate(latents):
+        kept = load_file(tmp_path / "whole" / f"denoise.{number}.safetensors")["latents"]
+        assert relative_error(kept, expected) < 1e-4
+    joined = numpy.concatenate([frames[0], frames[1][3:], frames[2][3:]])
+    assert frames_in(tmp_path / "whole" / "video.mp4") == len(joined) == 15
+    parts = [load_file(tmp_path / "whole" / f"decode.{number}.safetensors")["frames"] for number in range(3)]
+    assert all(numpy.abs(part - expected).max() <= 1 for part, expected in zip(parts, frames))
+    assert "text.safetensors" in {path.name for path in (tmp_path / "whole").iterdir()} and "latents" in values
+
+    shutil.copytree(tmp_path / "whole", tmp_path / "half")
+    for name in ("denoise.2", "decode.2", "decode.1"):
+        (tmp_path / "half" / f"{name}.safetensors").unlink()
+    done = []
+    again = tmp_path / "again"
+    again.mkdir()
+    config = make_config(*overrides(checkpoint, *long, f"resume={tmp_path / 'half'}"))
+    generate(config, again, listener=lambda event: done.append(event) if isinstance(event, Began) else None)
+    phases = [event.phase for event in done if event.phase in ("text", "denoise", "decode")]
+    assert phases == ["decode", "denoise", "decode"]
+    for number in range(3):
+        files = (folder / f"decode.{number}.safetensors" for folder in (tmp_path / "whole", again))
+        assert numpy.array_equal(*(load_file(file)["frames"] for file in files))
+    assert frames_in(again / "video.mp4") == 15
+    with pytest.raises(ConfigError, match="pipeline.segments.overlap|segment"):
+        run(checkpoint, tmp_path / "other", *long, "pipeline.segments.overlap=5", f"resume={tmp_path / 'whole'}")
 
 
 def test_it_is_planned(checkpoint, tmp_path, capsys):

@@ -72,10 +72,14 @@ class Session:
     def build(self, resolved: Resolved, names: Iterable[str], kept: Kept | None = None) -> dict[str, Stage]:
         """The named stages, on their components; what was made before and still fits is used again. With `kept`, also
         what earlier processes made: such programs run, and cannot be looked into."""
-        for name, component in list(self.components.items()):  # also one that is not used this time holds memory
+        self.free_others(resolved)
+        return {name: self.build_one(name, resolved, kept) for name in names}
+
+    def free_others(self, resolved: Resolved) -> None:
+        """Let go of components that are not this job's: also one that is not used this time holds memory."""
+        for name, component in list(self.components.items()):
             if component.family is not resolved.family or Component.key_for(name, resolved) != component.key:
                 self.components.pop(name).free()
-        return {name: self.build_one(name, resolved, kept) for name in names}
 
     def build_one(self, name: str, resolved: Resolved, kept: Kept | None) -> Stage:
         components = {}
@@ -124,7 +128,7 @@ class Session:
                 kept, names = Kept.of(resolved), list(names)
                 work = Work(resolved, names, values, segments, functools.partial(self.recall, kept))
                 with phase("build", tell):
-                    stages = self.build_checked(work.first, work.fresh, kept)
+                    stages = self.build_checked(resolved.segments()[0], work.fresh, kept)
                 fresh = {name: stage.programs for name, stage in stages.items() if not stage.programs.ready()}
                 if kept:
                     tell_misses(kept, fresh)
@@ -145,13 +149,16 @@ class Session:
                 work.run(step)
         return work.result
 
-    def build_checked(self, resolved: Resolved, names: list[str], kept: Kept | None) -> dict[str, Stage]:
-        """The named stages, and those that show what they make; held against their files."""
-        stages = self.build(resolved, [*names, *self.helpers(resolved, names)], kept)
+    def build_checked(self, resolved: Resolved, named: dict[str, Resolved], kept: Kept | None) -> dict[str, Stage]:
+        """Stages, each for its own part of the job, and those that show what they make; held against their files."""
+        self.free_others(resolved)
+        helpers = dict.fromkeys(self.helpers(resolved, list(named)), resolved)
+        order = [name for name in resolved.graph.stages if name in named or name in helpers]
+        stages = {name: self.build_one(name, (named | helpers)[name], kept) for name in order}
         for name in {component for stage in stages.values() for component in stage.components}:
             self.components[name].check()
-        for name in names:
-            stages[name].check(stages[name].view_of(name, resolved))
+        for name, part in named.items():
+            stages[name].check(stages[name].view_of(name, part))
         return stages
 
     # ------------------------------------------------------------ previews

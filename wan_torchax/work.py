@@ -44,7 +44,6 @@ class Work:
 
     def __init__(self, resolved: Resolved, names: list[str], values: Mapping, segments: Mapping, recall: Callable):
         self.resolved, self.values, self.steps = resolved, dict(values), schedule(resolved, names)
-        self.first = self.steps[0].resolved if self.steps else resolved
         # What a step sees: the values of its segment before those of the whole.
         self.scopes = {
             step.segment: ChainMap(dict(segments.get(step.segment, {})), self.values) for step in self.steps
@@ -56,9 +55,9 @@ class Work:
         self.tell: Listener = silence
 
     @property
-    def fresh(self) -> list[str]:
-        """Stages that are still to be run, each once."""
-        return list(dict.fromkeys(step.name for step in self.left))
+    def fresh(self) -> dict[str, Resolved]:
+        """Stages that are still to be run, each once, and what they are built for: all segments are alike."""
+        return {step.name: step.resolved for step in reversed(self.left)}
 
     def begin(self, session: "Session", stages: dict[str, Stage], kept: Kept | None, tell: Listener) -> None:
         self.session, self.stages, self.kept, self.tell = session, stages, kept, tell

@@ -1,6 +1,8 @@
 """A made-up family of two streams: what a family needs to be run by all of the project, without a line elsewhere."""
 import re
 
+import numpy
+
 from wan_torchax.config.geometry import Geometry
 from wan_torchax.models.family import (
     AdapterNames,
@@ -54,6 +56,10 @@ FAMILY = Family(
     conditions={
         "embeddings": Condition(lambda job: shapes(job.config)["embeddings"], half=True, by_prompt=True),
         "counts": Condition(lambda job: (), by_prompt=True),
+        # The latents of the segment before, where there is one.
+        "previous": Condition(
+            lambda job: job.latent_shape, prepare=lambda value, shape: numpy.zeros(shape) if value is None else value
+        ),
     },
     codec=VideoCodec(
         "vae", lazily(BLOCKS, "decoder"), decoder_part="decoder.*", decoder_width=lambda vae: 8 * vae["channels"],

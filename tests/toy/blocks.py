@@ -45,6 +45,7 @@ def denoiser(module, forward: Forward):
     rotary = [pad_tokens(jnp.asarray(table)[None], forward.multiple)[0] for table in tables]
 
     def velocity(arrays, latents, time, conditions, residual=None) -> Output:
+        latents = latents + 0.1 * conditions.get("previous", 0)
         batch, channels, frames, height, columns = latents.shape
         folded = latents.reshape(batch, channels, frames, height // PATCH, PATCH, columns // PATCH, PATCH)
         video = folded.transpose(0, 2, 3, 5, 1, 4, 6).reshape(batch, forward.tokens, -1)

@@ -99,8 +99,8 @@ class Condition:
     shape: Callable[[Job], tuple[int, ...]]  # of one video; of one prompt where it is `by_prompt`
     half: bool = False  # in the transformer's dtype; else in float32
     by_prompt: bool = False  # one for each prompt, negative ones behind
-    # Of what the user gives, where it is no array that a stage gives: (value, architecture) -> array.
-    prepare: Callable[[Any, Architecture], Any] = lambda value, architecture: value
+    # Where a value is no array that a stage gives, but the user's, or none yet: (value, shape) -> array.
+    prepare: Callable[[Any, tuple[int, ...]], Any] = lambda value, shape: value
 
 
 @dataclass(frozen=True)

@@ -273,8 +273,8 @@ class Denoise(Stage):
         state, schedule, conditions = self.programs.entries["step"].arguments
         slots = numpy.zeros(state["slots"].shape, numpy.float32)
         slots[0] = first_latents(config, values, next(draws), table.sigmas[0])
-        architecture = plain(config.model.architecture)
-        given = {name: self.family.conditions[name].prepare(values[name], architecture) for name in conditions}
+        known = self.family.conditions
+        given = {name: known[name].prepare(values[name], struct.shape) for name, struct in conditions.items()}
         with own_compilation():  # of zeros, which need not pass through the host
             kept = {name: weights.zeros(struct) for name, struct in state.items() if name != "slots"}
         empty = {name: numpy.zeros(struct.shape) for name, struct in schedule.items()}

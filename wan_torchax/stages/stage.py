@@ -219,8 +219,8 @@ def result_settings(job: Job, name: str) -> dict[str, Any]:
         settings |= {key: value for key, value in flatten(recipe.settings | read) if not LAST_BITS.fullmatch(key)}
         settings |= {f"{stage}.{key}": plain(value) for key, value in recipe.derived.items()}
         settings |= {f"file.{key}": digest([path]) for key, path in kind.files(job).items()}
-        if stage in job.config.pipeline.segments.stages:
-            settings |= {"segment": job.segment}
+        if stage in graph.repeated:
+            settings |= dict(flatten(job.recipe(["pipeline.segments"]).settings)) | {"segment": job.segment}
     for key in graph.input_keys(name):
         if key in inputs.FILES:
             settings[f"input.{key}"] = job.contents.get(key)

@@ -125,9 +125,7 @@ CONDITIONS = {
     "control": Condition(lambda job: like_latents(job, control_channels(job.geometry))),
     "conditioning_scale": Condition(
         lambda job: (len(job.config.model.architecture.transformer.vace_layers),),
-        prepare=lambda value, architecture: numpy.full(
-            len(architecture["transformer"]["vace_layers"]), 1.0 if value is None else value
-        ),
+        prepare=lambda value, shape: numpy.full(shape, 1.0 if value is None else value),
     ),
 }
 ENCODINGS = {
