@@ -1,7 +1,4 @@
 """Schedulers as tables, guidance, prompts, dtypes and what stops a run."""
-import json
-import shutil
-
 import diffusers
 import jax
 import numpy
@@ -10,17 +7,15 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from tests import tiny
-from tests.conftest import ROOT, SMALL, build, make_config, resolve_here
+from tests.conftest import ROOT, SMALL, build, make_config, metrics, resolve_here, run_into
 from wan_torchax.config.geometry import guided
 from wan_torchax.config.schema import ConfigError
-from wan_torchax.config.validation import validate
 from wan_torchax.events import silence
 from wan_torchax.kernels import splash
 from wan_torchax.models.tokens import tokenize
 from wan_torchax.runtime.programs import NotFinite, Unexpected, compiling, no_compilation
 from wan_torchax.session import session
 from wan_torchax.stages import denoise, sampling
-from wan_torchax.tasks.generate import generate as generate_into
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 20])
@@ -148,7 +143,7 @@ def test_a_stage_that_cannot_be_traced_stops_the_run_while_another_runs(generate
 
 def test_weights_of_the_last_stage_are_checked_before_the_first(generate, tmp_path):
     model = tmp_path / "model"
-    shutil.copytree(ROOT / "models" / "demo", model)
+    tiny.copied("text", model)
     file = model / "vae" / "diffusion_pytorch_model.safetensors"
     tensors = load_file(file)
     save_file(tensors | {"decoder.conv_in.bias": numpy.zeros((3, 5), "float32")}, file)
@@ -159,7 +154,7 @@ def test_weights_of_the_last_stage_are_checked_before_the_first(generate, tmp_pa
 
 def test_embeddings_that_are_not_finite_are_no_result(generate, tmp_path):
     model = tmp_path / "model"
-    shutil.copytree(ROOT / "models" / "demo", model)
+    tiny.copied("text", model)
     file = model / "text_encoder" / "model.safetensors"
     save_file({name: numpy.full_like(tensor, numpy.nan) for name, tensor in load_file(file).items()}, file)
     with pytest.raises(NotFinite, match="the embeddings are not finite"):
@@ -174,32 +169,27 @@ def test_an_empty_prompt_is_a_prompt_and_guidance_up_to_one_is_none(generate):
     assert embeddings.shape[0] == 1 and numpy.abs(embeddings).max() > 0
 
 
-@pytest.fixture(scope="module")
-def wide_heads(tmp_path_factory, cache):
-    """Overrides for a model whose heads the TPU's kernel takes."""
-    heads = {"num_attention_heads": 4, "attention_head_dim": 64}
-    folder = tiny.make_checkpoint(tmp_path_factory.mktemp("tiny") / "model", **heads)
-    return [*SMALL, *tiny.overrides(folder, **heads), cache]
+ONE, SPREAD = ["mesh.axes.tp=1"], ["mesh=cpu_8", "sharding=sequence", "mesh.axes={dp:2,sp:4,tp:1}"]
 
 
 @pytest.mark.parametrize("trusted, placed", [
-    (2.0**100, ["mesh.axes.tp=1"]), (1.5, ["mesh.axes.tp=1"]), (1.5, ["mesh.axes.tp=1", "model.scan_blocks=false"]),
-    (1.5, ["mesh=cpu_8", "sharding=sequence", "mesh.axes={dp:2,sp:4,tp:1}"]),
-    (1.5, ["mesh.axes.tp=1", "guidance=sequential"]),
-], ids=["in range", "one", "unrolled", "sequence", "sequential"])
-def test_what_attentions_guard_rescues_is_counted_and_told(wide_heads, tmp_path, monkeypatch, caplog, trusted, placed):
+    pytest.param(2.0**100, ONE, id="in range"), pytest.param(1.5, SPREAD, id="sequence"),
+    pytest.param(1.5, ONE, id="one", marks=pytest.mark.full),
+    pytest.param(1.5, [*ONE, "model.scan_blocks=false"], id="written out", marks=pytest.mark.full),
+    pytest.param(1.5, [*ONE, "guidance=sequential"], id="sequential", marks=pytest.mark.full),
+])
+def test_what_attentions_guard_rescues_is_counted_and_told(tmp_path, unkept, monkeypatch, caplog, trusted, placed):
     """With a range so narrow that any row leaves it."""
     monkeypatch.setattr(splash, "TRUSTED_SUM", trusted)
     session.clear()  # programs of another range
     blocks = {"interpret": "true", "block_q": 128, "sub_q": 128, "block_kv": 128, "tile_kv": 128, "chunk_kv": 128}
     kernel = [f"attention.self.{key}={value}" for key, value in blocks.items()]
     kernel += ["attention=splash_v6e", "attention.cross.kernel=xla", "model.dtype.transformer=bfloat16"]
-    config = make_config(*wide_heads, *kernel, *placed, "steps=2", "stages=[text,denoise]")
-    validate(config)
     with caplog.at_level("WARNING", logger="wan"):
-        generate_into(config, tmp_path, [])
-    rescued = json.loads((tmp_path / "metrics.json").read_text())["attention_rescued"]
+        run_into(tmp_path, *SMALL, *tiny.model("wide"), *kernel, *placed, "steps=2", "stages=[text,denoise]")
+    rescued = metrics(tmp_path)["attention_rescued"]
     told = [record.message for record in caplog.records if "guard fired" in record.message]
+    session.clear()
     if trusted > 2:
         assert rescued == {"rows": 0, "layers_at_most": 0, "steps": 0} and not told
     else:

@@ -13,13 +13,16 @@ import jax.numpy as jnp
 import numpy
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
 
 from tests import tiny
 from tests.conftest import ROOT, make_config
 from wan_torchax import interruption
-from wan_torchax.config.schema import ConfigError, Rule, Table
+from wan_torchax.config.schema import ConfigError, Rule
+from wan_torchax.models.family import ComponentSpec
+from wan_torchax.records.fingerprints import fingerprint
 from wan_torchax.runtime import checkpoint, reading, weights
 
 
@@ -35,8 +38,13 @@ def small_module():
     return module
 
 
-def table(unmatched="replicate", **rules):
-    return Table({name: Rule(pattern, spec) for name, (pattern, spec) in rules.items()}, unmatched=unmatched)
+def plan(mesh, dtype="float32", module=None, gather=None, stacks=(), **rules):
+    """A module's arrays; a rule is a pattern and names of dimensions, which stand for mesh axes of the same name."""
+    rows = {name: OmegaConf.structured(Rule(*row)) for name, row in rules.items()}
+    axes = {"tp": "tp", "dp": "dp", "both": ["dp", "tp"]}
+    layout = weights.Layout(mesh, rows, axes, gather, "model.weights.x")
+    spec = ComponentSpec(build=lambda architecture: None, stacks=stacks)
+    return weights.plan(module or small_module(), spec, {}, layout, dtype)
 
 
 @pytest.mark.parametrize("spec", [["tp"], [None, "tp"], ["dp", "tp"]], ids=str)
@@ -45,8 +53,7 @@ def test_plan_and_load_put_every_part_where_the_table_says(mesh, tmp_path, spec,
     shapes = {"0.weight": (16, 8), "0.bias": (16,), "1.weight": (16,), "1.bias": (16,)}
     stored = {name: torch.randn(shape).to(getattr(torch, stored_as)) for name, shape in shapes.items()}
     save_torch(stored, tmp_path / "model.safetensors")
-    rules = table(matrix=(r"0\.weight", spec), bias=(r"0\.bias", ["tp"]))
-    tensors, seen = weights.plan(small_module(), rules, mesh, "bfloat16", "sharding.x"), []
+    tensors, seen = plan(mesh, "bfloat16", matrix=(r"0\.weight", spec), bias=(r"0\.bias", ["tp"])), []
     weights.check(tensors, tmp_path)
     arrays = weights.load(tensors, tmp_path, seen.append)
     assert arrays["0.weight"].sharding.spec == jax.sharding.PartitionSpec(*spec)
@@ -63,42 +70,82 @@ def test_weights_stored_as_integers_are_refused(mesh, tmp_path):
     others = {name: numpy.zeros(16) for name in ("0.bias", "1.weight", "1.bias")}
     save_file({"0.weight": numpy.zeros((16, 8), "int8")} | others, tmp_path / "a.safetensors")
     with pytest.raises(ConfigError, match=r"0.weight: stored as I8, which is none of F64, F32, F16, BF16"):
-        weights.check(weights.plan(small_module(), table(), mesh, "float32", "sharding.x"), tmp_path)
+        weights.check(plan(mesh), tmp_path)
 
 
 @pytest.mark.parametrize(
     "rules, message",
     [
-        (dict(typo=(r"9\..*", ["tp"])), "sharding.x.weights.typo: pattern .* matches nothing"),
+        (dict(typo=(r"9\..*", ["tp"])), "model.weights.x.typo: pattern .* matches nothing"),
         (
             dict(one=(r"0\..*", ["tp"]), two=(r".*\.weight", [])),
             "0.weight matches one and two; make their patterns disjoint",
         ),
         (dict(long=(r"0\.bias", ["tp", "dp"])), "0.bias has 1 dimensions, the spec .* has 2; shorten the spec"),
-        (dict(odd=(r"0\.weight", [None, ["dp", "tp"]]), rest=(r"1\..*", ["dp"]), bias=(r"0\.bias", [])), None),
     ],
 )
-def test_tables_that_do_not_fit_are_refused(mesh, rules, message):
-    if message is None:
-        assert weights.plan(small_module(), table("error", **rules), mesh, "float32", "sharding.x")
-        return
-    with pytest.raises((ConfigError, ValueError), match=message):
-        weights.plan(small_module(), table(**rules), mesh, "float32", "sharding.x")
+def test_rules_that_do_not_fit_are_refused(mesh, rules, message):
+    with pytest.raises(ConfigError, match=message):
+        plan(mesh, **rules)
+
+
+def test_a_rule_of_a_part_that_some_models_have_may_match_nothing(mesh):
+    tensors = plan(mesh, odd=(r"0\.weight", [None, "both"]), more=(r"9\..*", ["tp"], True))
+    assert tensors["0.weight"].sharding.spec == jax.sharding.PartitionSpec(None, ("dp", "tp"))
+
+
+def test_a_name_that_no_mesh_axis_shares_is_whole(mesh):
+    tensors = plan(mesh, matrix=(r"0\.weight", ["heads", "tp"]), bias=(r"0\.bias", ["heads"]))
+    specs = [tensors[name].sharding.spec for name in ("0.weight", "0.bias")]
+    assert specs == [jax.sharding.PartitionSpec(None, "tp"), jax.sharding.PartitionSpec()]
 
 
 def test_a_dimension_that_does_not_divide_is_refused():
     mesh = jax.make_mesh((3,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:3])
-    message = r"0.weight has 16 in dimension 0, not divisible by tp = 3; use a mesh where tp divides it"
+    message = r"model.weights.x.linear: 0.weight has 16 in dimension 0, not divisible by tp = 3"
     with pytest.raises(ConfigError, match=message):
-        weights.plan(small_module(), table(linear=(r"0\.weight", ["tp"])), mesh, "float32", "sharding.x")
+        plan(mesh, linear=(r"0\.weight", ["tp"]))
 
 
-def test_unmatched_tensors_replicate_only_where_the_table_says_so(mesh):
-    with pytest.raises(ConfigError, match="no rule matches 1.weight; add one, or set sharding.x.unmatched=replicate"):
-        weights.plan(small_module(), table("error", linear=(r"0\..*", ["tp"])), mesh, "float32", "sharding.x")
-    tensors = weights.plan(small_module(), table(linear=(r"0\..*", ["tp"])), mesh, "float32", "sharding.x")
-    lines = weights.summary(tensors)
+def test_what_no_rule_matches_is_whole_on_every_device_and_told(mesh):
+    lines = weights.summary(plan(mesh, linear=(r"0\..*", ["tp"])))
     assert any("(replicated)" in line and "2 tensors" in line for line in lines)
+
+
+def blocks(count=3):
+    with torch.device("meta"):
+        module = torch.nn.Module()
+        module.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 16) for _ in range(count))
+        module.head = torch.nn.Linear(8, 16)
+    return module
+
+
+def test_equal_blocks_are_one_array_with_the_layer_in_front(mesh):
+    rules = dict(matrix=(r"(blocks\.\d+|head)\.weight", ["tp"]))
+    tensors = plan(mesh, module=blocks(), stacks=("blocks",), **rules)
+    assert tensors.keys() == {"blocks.*.weight", "blocks.*.bias", "head.weight", "head.bias"}
+    stacked = tensors["blocks.*.weight"]
+    assert stacked.shape == (3, 16, 8) and stacked.sources == [f"blocks.{layer}.weight" for layer in range(3)]
+    assert stacked.sharding.spec == jax.sharding.PartitionSpec(None, "tp")
+    assert tensors["head.weight"].sharding.spec == jax.sharding.PartitionSpec("tp")
+    assert plan(mesh, module=blocks(), **rules).keys() == {name for name, _ in blocks().named_parameters()}
+
+
+def test_matrices_that_are_gathered_lie_in_parts_by_rows(mesh):
+    rules = dict(matrix=(r"(blocks\.\d+|head)\.weight", [None, "heads"]), bias=(r"blocks\.\d+\.bias", ["heads"]))
+    tensors = plan(mesh, module=blocks(), stacks=("blocks",), gather="dp", **rules)
+    specs = {name: tensor.sharding.spec for name, tensor in tensors.items()}
+    whole = jax.sharding.PartitionSpec()
+    assert specs == {
+        "blocks.*.weight": jax.sharding.PartitionSpec(None, "dp"), "blocks.*.bias": whole, "head.weight": whole,
+        "head.bias": whole,
+    }, "the blocks' matrices alone"
+
+
+def test_layers_of_one_array_have_one_rule(mesh):
+    rules = dict(some=(r"blocks\.[01]\.weight", ["tp"]), last=(r"blocks\.2\.weight", []))
+    with pytest.raises(ConfigError, match=r"layers of blocks.0.weight, one array, match different rules"):
+        plan(mesh, module=blocks(), stacks=("blocks",), **rules)
 
 
 def test_missing_unexpected_and_misshapen_tensors_are_listed_together(mesh, tmp_path):
@@ -108,7 +155,7 @@ def test_missing_unexpected_and_misshapen_tensors_are_listed_together(mesh, tmp_
         "extra": numpy.zeros(1),
     }
     save_file(stored, tmp_path / "a.safetensors")
-    tensors = weights.plan(small_module(), table(), mesh, "float32", "sharding.x")
+    tensors = plan(mesh)
     with pytest.raises(ConfigError) as error:
         weights.check(tensors, tmp_path)
     listed = "missing: 1.weight", "unexpected: extra", "0.weight: shape (16, 9) in the checkpoint, (16, 8) in the model"
@@ -140,12 +187,12 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
 )
 def test_absent_checkpoints_are_told(path, message):
     with pytest.raises(ConfigError, match=message):
-        checkpoint.find(make_config(f"model.path={path}").model, "transformer")
+        checkpoint.find(make_config(f"model.path={path}"), "transformer")
 
 
 def test_a_folder_that_is_no_checkpoint_is_told(tmp_path):
     with pytest.raises(ConfigError, match="no folder transformer/"):
-        checkpoint.find(make_config(f"model.path={tmp_path}").model, "transformer")
+        checkpoint.find(make_config(f"model.path={tmp_path}"), "transformer")
 
 
 def test_an_architecture_that_contradicts_the_config_is_refused(tmp_path):
@@ -182,35 +229,35 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_fingerprint_changes_with_the_files(component, change):
-    before = checkpoint.fingerprint([component])
-    assert before == checkpoint.fingerprint([component]) and len(before) == 16
+    before = fingerprint([component])
+    assert before == fingerprint([component]) and len(before) == 16
     CHANGES[change](component)
-    assert checkpoint.fingerprint([component]) != before
+    assert fingerprint([component]) != before
 
 
 def test_a_fingerprint_looks_all_over_a_file(component):
     """Wherever 256 KiB of it change, it is noticed."""
     file = component / "a.safetensors"
-    content, before = file.read_bytes(), checkpoint.fingerprint([component])
+    content, before = file.read_bytes(), fingerprint([component])
     for start in range(0, len(content) - 2**18, 2**18):
         file.write_bytes(content[:start] + bytes(2**18) + content[start + 2**18 :])
-        assert checkpoint.fingerprint([component]) != before, start
+        assert fingerprint([component]) != before, start
 
 
 def test_a_fingerprint_of_the_hub_is_its_commit(component):
     """A snapshot's files may be many gigabytes on a network disk: they are not opened."""
     snapshot = component.parent / "snapshots" / "0123abcd" / "transformer"
     snapshot.mkdir(parents=True)
-    before = checkpoint.fingerprint([snapshot])
+    before = fingerprint([snapshot])
     (snapshot / "a.safetensors").write_bytes(b"not looked at")
-    assert checkpoint.fingerprint([snapshot]) == before
+    assert fingerprint([snapshot]) == before
     other = snapshot.parent.rename(snapshot.parent.with_name("4567cdef")) / "transformer"
-    assert checkpoint.fingerprint([other]) != before
+    assert fingerprint([other]) != before
 
 
 def test_a_checkpoints_folder_may_move(component, tmp_path):
-    before = checkpoint.fingerprint([component])
-    assert checkpoint.fingerprint([component.parent.rename(tmp_path / "elsewhere") / "transformer"]) == before
+    before = fingerprint([component])
+    assert fingerprint([component.parent.rename(tmp_path / "elsewhere") / "transformer"]) == before
 
 
 @pytest.mark.parametrize("spec", [("x",), (None, "x")])
@@ -240,8 +287,7 @@ def test_a_change_is_merged_some_rows_at_a_time(spec, tmp_path, monkeypatch):
 STREAM = """
 import sys, jax, torch
 from pathlib import Path
-from wan_torchax.config.schema import Table
-from wan_torchax.models.transformer import ScannedBlocks
+from wan_torchax.models.family import ComponentSpec
 from wan_torchax.records.provenance import peak_host_bytes
 from wan_torchax.runtime import weights
 from wan_torchax.runtime.checkpoint import read_header
@@ -256,9 +302,9 @@ class Model(torch.nn.Module):
         self.blocks = torch.nn.ModuleList(Block() for _ in range(layers))
 with torch.device("meta"):
     model = Model()
-model.blocks = torch.nn.ModuleList([ScannedBlocks(model.blocks)])
 mesh = jax.make_mesh((1,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
-tensors, folder = weights.plan(model, Table(unmatched="replicate"), mesh, "float32", "x"), Path(sys.argv[1])
+spec, folder = ComponentSpec(lambda _: model, stacks=("blocks",)), Path(sys.argv[1])
+tensors = weights.plan(model, spec, {}, weights.Layout(mesh), "float32")
 header, factors = read_header(folder / "adapter" / "x.safetensors"), {}
 for name in (name for name in weights.source_shapes(tensors) if "maps.0" in name):
     factors[name] = [weights.Change(0.5, (header[f"{name}.up"], header[f"{name}.down"]))]

@@ -1,12 +1,16 @@
-"""A whole checkpoint of Wan's classes with random weights, two layers deep: what parity and keys are tested on."""
+"""Whole checkpoints of Wan's classes with random weights, a few layers deep: what most of the tests run on.
+
+    tiny.model("controlled")        # overrides for one of KINDS; its checkpoint is made once a session, by whoever asks
+    tiny.copied("text", folder)     # the same on a checkpoint that a test may change
+"""
 import json
 import math
+import os
 import shutil
+import tempfile
 from pathlib import Path
 
-import torch
-
-from tests.conftest import ROOT
+from tests.conftest import FOLDER, ROOT
 
 TRANSFORMER = dict(
     num_layers=2, num_attention_heads=8, attention_head_dim=16, ffn_dim=64, in_channels=16, out_channels=16,
@@ -14,28 +18,69 @@ TRANSFORMER = dict(
 )
 TEXT_ENCODER = dict(d_model=32, d_kv=8, d_ff=64, num_heads=8, num_layers=2, feed_forward_proj="gated-gelu")
 VAE = dict(z_dim=16, base_dim=8, num_res_blocks=1)
+VAE_22 = dict(  # Wan 2.2's way: residual, folded, another scale
+    z_dim=24, base_dim=8, decoder_base_dim=12, num_res_blocks=1, is_residual=True, in_channels=12, out_channels=12,
+    patch_size=2, scale_factor_temporal=4, scale_factor_spatial=16, latents_mean=[0.1] * 24, latents_std=[1.5] * 24,
+)
+IMAGE_ENCODER = dict(
+    hidden_size=24, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, image_size=28, patch_size=14,
+    hidden_act="gelu",
+)
 TOKENS = 128  # of a prompt: model.text_tokens of conf/model/demo.yaml
 SHOWN = {  # what conf/model/demo.yaml says of itself, and this model says otherwise
     "transformer": ("num_layers", "attention_head_dim", "ffn_dim", "in_channels", "text_dim", "rope_max_seq_len"),
     "text_encoder": ("d_model", "d_kv", "num_layers"),
 }
+PICTURE = dict(in_channels=36)  # 16 of noise, 4 of the mask, 16 of the picture
+SEEN = PICTURE | dict(image_dim=24, added_kv_proj_dim=128)  # and a picture's tokens
+KINDS = {  # what is special about the transformer
+    "text": {},
+    "pictured": PICTURE,
+    "seen": SEEN,
+    "seen_both": SEEN | dict(pos_embed_seq_len=10),  # five tokens of a picture
+    "five": dict(in_channels=24, out_channels=24),  # as Wan 2.2's 5B
+    "controlled": dict(num_layers=4, vace_layers=[0, 2], vace_in_channels=96),
+    "wide": dict(num_attention_heads=4, attention_head_dim=64),  # heads that the TPU's kernel takes
+    "deep": dict(num_layers=5),
+}
+EXPERTS = ("text", "pictured")  # kinds of which there are two transformers
+PIPELINES = {  # of conf/pipeline: the kind of model each goes with
+    "t2v": "text", "v2v": "text", "i2v": "pictured", "flf2v": "pictured", "i2v_clip": "seen", "flf2v_clip": "seen_both",
+    "ti2v": "five", "vace": "controlled",
+}
 
 
-IMAGE_ENCODER = dict(
-    hidden_size=24, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, image_size=28, patch_size=14,
-    hidden_act="gelu",
-)
+def model(kind: str = "text") -> list[str]:
+    """The demo's config for a checkpoint of this kind, which nobody may change."""
+    return overrides(checkpoint(kind), **KINDS[kind])
 
 
-VAE_22 = dict(  # Wan 2.2's way: residual, folded, another scale
-    z_dim=24, base_dim=8, decoder_base_dim=12, num_res_blocks=1, is_residual=True, in_channels=12, out_channels=12,
-    patch_size=2, scale_factor_temporal=4, scale_factor_spatial=16, latents_mean=[0.1] * 24, latents_std=[1.5] * 24,
-)
+def copied(kind: str, folder: Path) -> list[str]:
+    """The same for a copy in this folder."""
+    shutil.copytree(checkpoint(kind), folder)
+    return overrides(folder, **KINDS[kind])
+
+
+def checkpoint(kind: str) -> Path:
+    """The folder of a kind's checkpoint, of this session."""
+    folder = Path(FOLDER) / "models" / kind
+    if not folder.exists():
+        folder.parent.mkdir(exist_ok=True)
+        mine = Path(tempfile.mkdtemp(dir=folder.parent)) / kind
+        make_checkpoint(mine, 1 + (kind in EXPERTS), VAE_22 if kind == "five" else VAE, **KINDS[kind])
+        if kind == "seen_both":
+            name_as_on_the_hub(mine / "image_encoder" / "model.safetensors")
+        try:
+            os.rename(mine, folder)
+        except OSError:  # the other worker was first, with the same numbers
+            shutil.rmtree(mine)
+    return folder
 
 
 def make_checkpoint(folder: Path, experts: int = 1, vae: dict = VAE, **transformer) -> Path:
     """Tokenizer and scheduler are the demo model's."""
     import diffusers
+    import torch
     import transformers
 
     demo = ROOT / "models" / "demo"
@@ -60,6 +105,13 @@ def make_checkpoint(folder: Path, experts: int = 1, vae: dict = VAE, **transform
             parameter.data += 0.05 * torch.randn(parameter.shape)
         module.save_pretrained(folder / name)
     return folder
+
+
+def name_as_on_the_hub(file: Path) -> None:
+    """An image encoder's tensors by the names that earlier versions of transformers gave them."""
+    from safetensors.numpy import load_file, save_file
+
+    save_file({f"vision_model.{name}": tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
 
 
 def overrides(folder: Path, **transformer) -> list[str]:
