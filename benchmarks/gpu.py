@@ -41,7 +41,8 @@ wan_torchax.leave_sys_path()
 from wan_torchax import ROOT, private  # noqa: E402
 from wan_torchax.config import inputs  # noqa: E402
 from wan_torchax.config.commandline import compose, rewrite  # noqa: E402
-from wan_torchax.config.geometry import Geometry, prompt_count  # noqa: E402
+from wan_torchax.config.geometry import prompt_count  # noqa: E402
+from wan_torchax.config.registry import family_of  # noqa: E402
 from wan_torchax.runtime.checkpoint import find_all  # noqa: E402
 
 CASES = {
@@ -87,7 +88,7 @@ def configure(*overrides):
     config = compose(rewrite([*MESH, "compile.cache_dir=null", "compile.store=null", *overrides]))
     for key in inputs.taken(config):  # looked at, not used
         config[key] = str(ROOT / "docs" / "demo.png")
-    for name, checkpoint in find_all(config.model, list(config.model.architecture), required=False).items():
+    for name, checkpoint in find_all(config, list(config.model.architecture), required=False).items():
         config.model.architecture[name] = checkpoint.architecture
     return config
 
@@ -208,7 +209,7 @@ def hand_over(tensors, module):
 
     from wan_torchax.kernels.quantized import quantize
 
-    quantise_all = jax.jit(quantise, static_argnums=1)
+    quantize_all = jax.jit(quantize, static_argnums=1)
     weights = dict(module.named_parameters())
     if "encoder.embed_tokens.weight" in weights:
         weights["shared.weight"] = weights["encoder.embed_tokens.weight"]
@@ -222,7 +223,7 @@ def hand_over(tensors, module):
         whole = torch.stack(parts) if tensor.stacked else parts[0]
         if tensor.scaled_by:
             array = jax.numpy.from_dlpack(whole.contiguous())
-            arrays[name], arrays[tensor.scaled_by] = jax.block_until_ready(quantise_all(array, str(tensor.dtype)))
+            arrays[name], arrays[tensor.scaled_by] = jax.block_until_ready(quantize_all(array, str(tensor.dtype)))
             continue
         array = jax.numpy.from_dlpack(whole.to(getattr(torch, str(tensor.dtype))).contiguous())
         arrays[name] = jax.device_put(jax.numpy.copy(array), tensor.sharding).block_until_ready()
@@ -235,10 +236,11 @@ def build(config, name, make):
     Returns (stage, resolved, compile seconds, peak GiB by XLA's own account).
     """
     from wan_torchax.events import Compiled
+    from wan_torchax.runtime.jobs import plan_job
     from wan_torchax.runtime.programs import compiling
     from wan_torchax.session import session
 
-    resolved = session.resolve(config, [name], weights=False)
+    resolved = session.place(plan_job(config))
     stage, report = session.build(resolved, [name])[name], []
     (component, tensors), = stage.tensors.items()
     with compiling({name: stage.programs}, report.append):
@@ -313,8 +315,12 @@ def peer_steps(case, config, column, what):
     record(what, case, column, seconds, None if column == "a" else first - forward_seconds, torch_peak())
 
 
+def geometry_of(config):
+    return family_of(config).geometry(config.model.architecture)
+
+
 def latent_shape(config):
-    return Geometry.of(config.model.architecture).latent_shape(config.resolution)
+    return geometry_of(config).latent_shape(config.resolution)
 
 
 def random_inputs(config, dtype):
@@ -328,7 +334,7 @@ def random_inputs(config, dtype):
 def random_conditions(config) -> dict:
     """What a step is given beside the latents and the text, by name; the same in every process."""
     torch.manual_seed(2)
-    geometry, architecture = Geometry.of(config.model.architecture), config.model.architecture
+    geometry, architecture = geometry_of(config), config.model.architecture
     batch, channels, *sizes = latent_shape(config)
     shapes = {
         "condition": (batch, geometry.frame_scale + channels, *sizes), "first_latent": (batch, channels, 1, *sizes[1:]),
@@ -346,7 +352,7 @@ def peer_inputs(config, latents, dtype):
         latents = torch.cat([latents, conditions["condition"]], dim=1)
     if "first_latent" in conditions:
         latents = torch.cat([conditions["first_latent"], latents[:, :, 1:]], dim=2)
-        tokens = Geometry.of(config.model.architecture).tokens(config.resolution)
+        tokens = geometry_of(config).tokens(config.resolution)
         timestep = torch.full((1, tokens), 500.0, device=DEVICE)
         timestep[:, : tokens // latents.shape[2]] = 0
     pictures = conditions.get("image_embeddings")
@@ -416,7 +422,7 @@ def denoise(case, overrides, side, options):
             steps.append(event) if isinstance(event, Stepped) else None
 
         began = time.perf_counter()
-        stage.run(resolved, values, note)
+        stage.run(stage.view_of("denoise", resolved), values, note)
         record(f"denoise, {what}", case, "c", time.perf_counter() - began, compile_seconds, peak)
         for kind in dict.fromkeys(event.work for event in steps):
             seconds = [event.seconds for event in steps if event.work == kind]
@@ -430,9 +436,10 @@ def floor(case, overrides, side, options):
 
     from wan_torchax.kernels.attention import Attend
     from wan_torchax.kernels.settings import Kernel
+    from wan_torchax.runtime.jobs import plan_job
     from wan_torchax.session import session
 
-    resolved = session.resolve(configure(*overrides), ["denoise"], weights=False)
+    resolved = session.place(plan_job(configure(*overrides)))
     config, tokens = resolved.config, resolved.tokens
     architecture = config.model.architecture.transformer
     head_dim, hidden, dtype = architecture.attention_head_dim, architecture.ffn_dim, config.model.dtype.transformer
@@ -512,7 +519,7 @@ def vae(case, overrides, side, options, dtype="float32"):
 
         stage, resolved, compile_seconds, peak = build(config, "decode", vae_module)
         values = {"latents": latents.float().cpu().numpy()}
-        seconds, peak = watched(lambda: stage.run(resolved, values, silence), REPEATS, peak)
+        seconds, peak = watched(lambda: stage.run(stage.view_of("decode", resolved), values, silence), REPEATS, peak)
         return record(f"VAE decode {dtype}", case, "c", seconds, compile_seconds, peak)
     model = vae_module(config)
     torch_peak()
@@ -531,7 +538,8 @@ def encode(case, overrides, side, options):
         from wan_torchax.events import silence
 
         stage, resolved, compile_seconds, peak = build(config, "encode", vae_module)
-        seconds, peak = watched(lambda: stage.run(resolved, resolved.inputs(), silence), REPEATS, peak)
+        view, values = stage.view_of("encode", resolved), resolved.inputs()
+        seconds, peak = watched(lambda: stage.run(view, values, silence), REPEATS, peak)
         return record("VAE encode float32", case, "c", seconds, compile_seconds, peak)
     model = vae_module(config)
     pixels = torch.zeros((1, 3, size.frames, size.height, size.width), device=DEVICE)
@@ -547,8 +555,8 @@ def text(case, overrides, side, options):
     mask = torch.ones_like(tokens)
     if side == "ours":
         stage, _, compile_seconds, peak = build(config, "text", text_module)
-        inputs = stage.programs.put("encode", (tokens.cpu().numpy(), mask.cpu().numpy()))
-        seconds, peak = watched(lambda: stage("encode", *inputs).block_until_ready(), 10, peak)
+        inputs = stage.programs.put("text_encoder", (tokens.cpu().numpy(), mask.cpu().numpy()))
+        seconds, peak = watched(lambda: stage("text_encoder", *inputs)["embeddings"].block_until_ready(), 10, peak)
         return record("text encoder", case, "c", seconds, compile_seconds, peak)
     model = text_module(config)
     for column in "ab" if DEVICE == "cuda" else "a":

@@ -38,7 +38,7 @@ def denoise(resolved, values: dict, videos: int) -> tuple[list[float], float]:
             steps.append(event.seconds)
 
     several = replace(resolved, seeds=tuple(range(videos)))
-    session.run(several, ["denoise"], Denoise.joined([values] * videos), tell)
+    session.run(several, ["denoise"], Denoise.joined([values] * videos, ["embeddings"]), tell)
     return steps, time.process_time() - began
 
 
