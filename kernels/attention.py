@@ -60,8 +60,7 @@ class Attend:
         """Attention, and of each device how many rows its kernel computed again, (devices,) int32; None of a kernel
         that has no need to. With `beside`, the output is a pair: of the tokens, and of those beside them."""
         keys = self.keys or key.shape[1]
-        if norms and self.mesh is not None and self.parallel.heads and norms[0].size != self.head_dim:
-            # A norm over all heads, which several devices have: before they go their own ways.
+        if norms and not self.joins_norms(norms):
             query, key = (self.normalized(array, weight) for array, weight in zip((query, key), norms))
             norms = ()
         if self.mesh is not None:
@@ -71,6 +70,12 @@ class Attend:
             out, rescued = self.both(query[0], key[0], value, keys, beside)
             rescued = rescued[None]
         return out, rescued if self.kernel.kernel in GUARDED else None
+
+    def joins_norms(self, norms) -> bool:
+        """Whether norms are taken with RoPE: where a kernel does both in one pass, and a device has all heads that a
+        norm is over."""
+        spread = self.mesh is not None and self.parallel.heads and norms[0].size != self.head_dim
+        return self.kernel.kernel == "splash" and not spread
 
     def prepare(self, query, key, rotary, norms, keys, place=WHOLE):
         """Norms, RoPE and smoothing on one device's tokens; the heads cut into as many parts as the place says."""
