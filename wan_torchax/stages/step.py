@@ -85,7 +85,7 @@ class Step:
         latents = state["slots"][0]
         velocity, residual, rescued = self.velocities(arrays, latents, schedule, conditions)
         velocities = jnp.concatenate([velocity, guess(velocity, state["velocities"], schedule["rest_weights"])])
-        if residual is not None:
+        if "residual" in state:
             residual = state["residual"].at[:1].set(residual)
         state = state | self.kept(state, latents, velocities, residual)
         return self.finish(state, velocities, schedule, conditions, rescued)
