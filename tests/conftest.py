@@ -80,11 +80,14 @@ def generate_into(config, folder, overrides=(), **named):
 
 
 def run_into(folder, *overrides):
-    """Compose, check and run; gives the folder."""
+    """What run.py does with these overrides, resume and replay among them, in this process; gives the folder."""
+    from wan_torchax.records.stored import take_over
+
     folder.mkdir(parents=True, exist_ok=True)
-    config = make_config(*overrides)
+    overrides = rewrite(list(overrides))
+    config = take_over(compose(overrides), overrides)
     validate(config)
-    generate_into(config, folder, rewrite(list(overrides)))
+    generate_into(config, folder, overrides)
     return folder
 
 

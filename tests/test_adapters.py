@@ -2,17 +2,17 @@
 import hashlib
 import json
 
-import diffusers
 import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests import lora, tiny
-from tests.conftest import SMALL, make_config
-from tests.test_parity import NEGATIVE, PROMPT, TEXTS, psnr, results
+from tests import lora, reference, tiny
+from tests.conftest import SMALL, make_config, metrics, results, run_into
+from tests.reference import TEXTS, psnr
 from wan_torchax.config import jobs
-from wan_torchax.config.commandline import compose, rewrite
+from wan_torchax.config.commandline import compose
+from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
 from wan_torchax.records import media
@@ -20,27 +20,24 @@ from wan_torchax.records.stored import take_over
 from wan_torchax.runtime import adapters
 from wan_torchax.runtime.checkpoint import read_header
 from wan_torchax.session import Session, session
-from wan_torchax.tasks.generate import generate as generate_into
 
 DIFFS = ("blocks.1.norm2.weight", "blocks.0.norm2.bias", "blocks.0.attn1.norm_q.weight", "blocks.1.scale_shift_table",
          "blocks.0.ffn.net.2.bias", "patch_embedding.weight", "patch_embedding.bias", "scale_shift_table",
          "condition_embedder.time_proj.bias", "proj_out.bias")
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny.make_checkpoint(tmp_path_factory.mktemp("tiny") / "model", experts=2)
+FILE = "diffusion_pytorch_model.safetensors"
 
 
 @pytest.fixture(scope="module")
-def weights(checkpoint):
+def weights():
     """The transformer's, as they are stored."""
-    return load_file(checkpoint / "transformer" / "diffusion_pytorch_model.safetensors")
+    return load_file(tiny.checkpoint("text") / "transformer" / FILE)
 
 
 def loaded(*overrides, component="transformer"):
     """A component's arrays by checkpoint name, float32, after loading them in a session of their own."""
-    config = make_config(*SMALL, *overrides)
+    config = make_config(*SMALL, *tiny.model(), *overrides)
     validate(config)
     own = Session()
     resolved = own.resolve(config, ["denoise"])
@@ -91,20 +88,19 @@ def test_every_format_is_the_formula(weights, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["diffusers", "musubi"])
-def test_what_a_file_adds_is_merged_while_loading(checkpoint, weights, tmp_path, name):
+def test_what_a_file_adds_is_merged_while_loading(weights, tmp_path, name):
     learned = lora.Learned(weights).differ(weights, *DIFFS)
     file = learned.save(tmp_path / "x.safetensors", **lora.FORMATS[name])
-    arrays = loaded(*tiny.overrides(checkpoint), adapter("style", file, strength=0.7))
+    arrays = loaded(adapter("style", file, strength=0.7))
     assert_merged(arrays, weights, {key: [0.7 * value] for key, value in learned.changes().items()})
 
 
 # ---------------------------------------------------------------- as diffusers fuses them
 
 
-def fused(folder, *files, component="transformer", strengths=(1.0,)):
+def fused(*files, strengths=(1.0,)):
     """diffusers' own: a pipeline whose transformer has these adapters fused into it."""
-    transformer = diffusers.WanTransformer3DModel.from_pretrained(folder / component)
-    names, pipeline = [], diffusers.WanPipeline.from_pretrained(folder, transformer=transformer, transformer_2=None)
+    names, pipeline = [], reference.load(tiny.checkpoint("text"), make_config(*SMALL))
     for number, file in enumerate(files):
         names.append(f"adapter{number}")
         pipeline.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=names[-1])
@@ -112,11 +108,6 @@ def fused(folder, *files, component="transformer", strengths=(1.0,)):
     pipeline.fuse_lora(components=["transformer"], adapter_names=names)
     pipeline.unload_lora_weights()
     return pipeline
-
-
-@pytest.fixture(scope="module")
-def single(tmp_path_factory):
-    return tiny.make_checkpoint(tmp_path_factory.mktemp("single") / "model")
 
 
 THEIRS = {  # what diffusers loads: no modulations, no patch embedding, of biases those beside low-rank factors
@@ -128,40 +119,39 @@ THEIRS = {  # what diffusers loads: no modulations, no patch embedding, of biase
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_formats_that_diffusers_knows_are_fused_as_there(single, tmp_path, name):
-    weights = load_file(single / "transformer" / "diffusion_pytorch_model.safetensors")
+def test_formats_that_diffusers_knows_are_fused_as_there(weights, tmp_path, name):
     settings, form, diffs = THEIRS[name]
     file = lora.Learned(weights, **settings).differ(weights, *diffs).save(tmp_path / "x.safetensors", **form)
-    theirs = fused(single, file).transformer.state_dict()
+    theirs = fused(file).transformer.state_dict()
     assert any((theirs[key] - weights[key]).abs().max() > 0.01 for key in weights)
-    assert_merged(loaded(*tiny.overrides(single), adapter("style", file)), theirs, {})
+    assert_merged(loaded(adapter("style", file)), theirs, {})
 
 
-def test_peft_says_its_alpha_in_the_header(checkpoint, weights, tmp_path):
+def test_peft_says_its_alpha_in_the_header(weights, tmp_path):
     """One for all, and another for some modules, as diffusers writes them."""
     learned = lora.Learned(weights, top=False)
     settings = {"transformer.lora_alpha": 6, "transformer.alpha_pattern": {"attn2.to_q": 3}, "transformer.r": 2}
     metadata = {"lora_adapter_metadata": json.dumps(settings), "format": "pt"}
     file = learned.save(tmp_path / "x.safetensors", prefix="transformer.", metadata=metadata)
     halved = {key: value * (0.5 if "attn2.to_q" in key else 1) for key, value in learned.changes().items()}
-    arrays = loaded(*tiny.overrides(checkpoint), adapter("style", file))
+    arrays = loaded(adapter("style", file))
     assert_merged(arrays, weights, {key: [value] for key, value in halved.items()})
 
 
 TWO = ["model.experts=[transformer,transformer_2]", "model.boundary=0.875"]
 
 
-def test_two_adapters_on_two_experts_over_eight_devices(checkpoint, weights, tmp_path):
+def test_two_adapters_on_two_experts_over_eight_devices(weights, tmp_path):
     """The sum of both on the first, one of them on the second; bfloat16 rounds once, after all is added."""
     one, other = lora.Learned(weights, seed=1), lora.Learned(weights, seed=2).differ(weights, *DIFFS)
     files = [one.save(tmp_path / "a.safetensors", **lora.FORMATS["musubi"]),
              other.save(tmp_path / "b.safetensors", **lora.FORMATS["ComfyUI"])]
     rows = [adapter("a", files[0], strength=0.5, target="[high]"), adapter("b", files[1], strength=-1.5)]
     mesh = ["mesh=cpu_8", "mesh.axes={dp:2,sp:1,tp:4}", "sharding=tp", "model.dtype.transformer=bfloat16"]
-    overrides = [*tiny.overrides(checkpoint), *TWO, *mesh, *rows]
+    overrides = [*TWO, *mesh, *rows]
     scaled = (0.5, one.changes()), (-1.5, other.changes())
     both = {key: [scale * learned[key] for scale, learned in scaled if key in learned] for key in weights}
-    second = load_file(checkpoint / "transformer_2" / "diffusion_pytorch_model.safetensors")
+    second = load_file(tiny.checkpoint("text") / "transformer_2" / FILE)
     exact = 2**-8  # half of the last bit of bfloat16, of the largest number
     assert_merged(loaded(*overrides), weights, both, within=exact)
     changes = {key: [-1.5 * value] for key, value in other.changes().items()}
@@ -174,7 +164,8 @@ def test_two_adapters_on_two_experts_over_eight_devices(checkpoint, weights, tmp
 def place(file, weights, allow=False):
     """What a file adds to these weights, or the error."""
     row = adapters.File("style", file, "", 1.0, allow)
-    return adapters.place((row,), {name: tuple(weight.shape) for name, weight in weights.items()})
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    return adapters.place((row,), shapes, family_of(make_config()))
 
 
 def broken(tensors, **changes):
@@ -184,7 +175,7 @@ def broken(tensors, **changes):
 
 REFUSED = {
     "one wrong key": ({"diffusion_model.blocks.0.self_atn.q.lora_A.weight": torch.zeros(2, 128)},
-                      "diffusion_model.blocks.0.self_atn.q.lora_A.weight: no Wan model has such a tensor"),
+                      "diffusion_model.blocks.0.self_atn.q.lora_A.weight: no model of the family wan has"),
     "ranks differ": ({"diffusion_model.blocks.0.self_attn.q.lora_A.weight": torch.zeros(3, 128)},
                      r"self_attn.q.lora_A.weight: ranks differ: \(128, 4\) and \(3, 128\)"),
     "another width": ({"diffusion_model.blocks.0.self_attn.q.lora_A.weight": torch.zeros(4, 256)},
@@ -209,11 +200,11 @@ def test_a_file_that_does_not_fit_is_refused_by_key(weights, tmp_path, name):
         place(file, weights)
 
 
-def test_one_wrong_key_stops_a_run_before_weights_load(checkpoint, weights, tmp_path):
+def test_one_wrong_key_stops_a_run_before_weights_load(weights, tmp_path):
     file = lora.Learned(weights).save(tmp_path / "x.safetensors", **lora.FORMATS["ComfyUI"])
     save_file(broken(load_file(file), **REFUSED["one wrong key"][0]), file)
     with pytest.raises(ConfigError, match="self_atn"):
-        loaded(*tiny.overrides(checkpoint), adapter("style", file))
+        loaded(adapter("style", file))
 
 
 def test_what_is_left_out_is_told(weights, tmp_path, caplog):
@@ -227,7 +218,7 @@ def test_what_is_left_out_is_told(weights, tmp_path, caplog):
     assert "4 keys are of another model and found no place, e.g. diffusion_model.blocks.0.cross" in caplog.text
     save_file(load_file(file) | {"diffusion_model.blocks.0.typo.diff": torch.zeros(3)}, file)
     allowed = place(file, weights, allow=True)
-    assert "1 keys are left out, e.g. diffusion_model.blocks.0.typo.diff: no Wan model" in caplog.text
+    assert "1 keys are left out, e.g. diffusion_model.blocks.0.typo.diff: no model of the family" in caplog.text
     assert added.keys() == allowed.keys() == {f"{module}.weight" for module in learned.pairs}
     save_file({key: value for key, value in load_file(file).items() if "k_img" in key}, file)
     with pytest.raises(ConfigError, match="is for another model; nothing in it fits"):
@@ -257,22 +248,17 @@ def test_rows_that_are_none_are_told(override):
 
 
 @pytest.fixture(scope="module")
-def style(single, tmp_path_factory):
-    weights = load_file(single / "transformer" / "diffusion_pytorch_model.safetensors")
+def style(weights, tmp_path_factory):
     file = tmp_path_factory.mktemp("style") / "style.safetensors"
     return lora.Learned(weights, top=False).save(file, **lora.FORMATS["ComfyUI"])
 
 
-def run(folder, single, cache, *overrides):
-    arguments = rewrite([*SMALL, *TEXTS, cache, *tiny.overrides(single), *overrides])
-    config = compose(arguments)
-    validate(config)
-    folder.mkdir()
-    generate_into(config, folder, arguments)
-    return results(folder), json.loads((folder / "metrics.json").read_text())
+def run(folder, *overrides):
+    run_into(folder, *SMALL, *TEXTS, *tiny.model(), "keep_resident=true", *overrides)
+    return results(folder), metrics(folder)
 
 
-def test_a_run_is_diffusers_and_a_strength_loads_the_transformer_alone(single, style, cache, tmp_path, monkeypatch):
+def test_a_run_is_diffusers_and_a_strength_loads_the_transformer_alone(style, tmp_path, monkeypatch):
     """Off, whole and off again: frames as diffusers', what is loaded and compiled, metrics, resume and replay."""
     from wan_torchax.runtime.components import Component
 
@@ -281,23 +267,19 @@ def test_a_run_is_diffusers_and_a_strength_loads_the_transformer_alone(single, s
     monkeypatch.setattr(Component, "load", lambda self, tensors, tell: (
         loads.append(self.name) if not self.is_loaded() else None, load(self, tensors, tell)))
     row = adapter("style", style)
-    off, before = run(tmp_path / "off", single, cache, "keep_resident=true", row, "adapter.style.strength=0")
+    mine = "prompt=of this test alone"  # so that no other has had it encoded
+    off, before = run(tmp_path / "off", row, "adapter.style.strength=0", mine)
     program = session.stages["denoise"]
-    on, metrics = run(tmp_path / "on", single, cache, "keep_resident=true", row, "adapter.style.strength=0.5")
+    on, _ = run(tmp_path / "other", row, "adapter.style.strength=0.5", mine)
     assert loads == ["text_encoder", "transformer", "vae", "transformer"] and session.stages["denoise"] is program
     assert psnr(on["frames"], off["frames"]) < 40
-    pipeline = fused(single, style, strengths=(0.5,))
-    pipeline.set_progress_bar_config(disable=True)
-    frames = pipeline(
-        prompt=PROMPT, negative_prompt=NEGATIVE, height=64, width=64, num_frames=5, num_inference_steps=3,
-        guidance_scale=make_config().guidance_scale, generator=torch.Generator().manual_seed(make_config().seed),
-        output_type="np", max_sequence_length=tiny.TOKENS,
-    ).frames[0]
-    assert psnr(on["frames"], (frames * 255).round()) > 55
+    on, told = run(tmp_path / "on", row, "adapter.style.strength=0.5")
+    _, frames = reference.make(fused(style, strengths=(0.5,)), make_config(*SMALL))
+    assert psnr(on["frames"], frames) > 55
     digest = hashlib.sha256(style.read_bytes()).hexdigest()
-    assert metrics["adapters"] == {"style": {"sha256": digest, "strength": 0.5, "target": ["all"]}}
-    assert before["adapters"] == {} and metrics["config_hash"] != before["config_hash"]
-    assert metrics["weights"]["transformer"] == f"{before['weights']['transformer']}+{digest[:16]}*0.5"
+    assert told["adapters"] == {"style": {"sha256": digest, "strength": 0.5, "target": ["all"]}}
+    assert before["adapters"] == {} and told["config_hash"] != before["config_hash"]
+    assert told["weights"]["transformer"] == f"{before['weights']['transformer']}+{digest[:16]}*0.5"
     session.clear()
     replays(tmp_path / "on", style)
 

@@ -1,20 +1,16 @@
 """Steps that are not computed: which they are, that nothing else changes, and that what is reused is what it says."""
-import json
 import shutil
 
-import diffusers
 import numpy
 import pytest
 import torch
 import yaml
 from omegaconf import OmegaConf
-from safetensors.numpy import load_file
 
-from tests import tiny
-from tests.conftest import SMALL, build, make_config, resolve_here
-from tests.fork import warm
-from tests.test_family import components, run, scheduler  # noqa: F401 - a fixture
-from tests.test_parity import NEGATIVE, PROMPT, relative_error
+from tests import reference, tiny
+from tests.conftest import SMALL, build, make_config, metrics, resolve_here, results, run_into
+from tests.reference import TEXTS, relative_error
+from wan_torchax.config import caches
 from wan_torchax.config.caches import CURVES
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
@@ -47,7 +43,8 @@ def published(ratios, threshold, most, steps=50):
 @pytest.mark.parametrize("settings", PUBLISHED, ids=str)
 @pytest.mark.parametrize("place, model", [*enumerate(["wan21_t2v_14b", "wan21_t2v_1_3b"])])
 def test_the_skipped_steps_are_those_of_the_published_algorithm(place, model, settings):
-    curve, stored = caching.read_curve(model), yaml.safe_load((CURVES / f"{model}.yaml").read_text())
+    file = CURVES / f"{model}.yaml"
+    curve, stored = caching.read_curve(file), yaml.safe_load(file.read_text())
     overrides = [f"cache.threshold={settings[0]}", f"cache.most_in_a_row={settings[1]}", "steps=50"]
     config = make_config(f"model={model}", "resolution=720p", "cache=magcache", *overrides)
     validate(config)
@@ -69,7 +66,7 @@ def test_fewer_steps_are_not_told_the_ratios_of_more():
 
 
 def test_a_curve_over_its_own_steps_is_itself():
-    curve = caching.read_curve("wan22_t2v_a14b")
+    curve = caching.read_curve(CURVES / "wan22_t2v_a14b.yaml")
     numpy.testing.assert_allclose(curve.at(curve.sigmas)[1:], curve.ratios, rtol=1e-6)
 
 
@@ -114,22 +111,25 @@ def test_the_guess_is_the_formula():
 # ---------------------------------------------------------------- runs
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny.make_checkpoint(tmp_path_factory.mktemp("cached") / "model")
+@pytest.fixture
+def run(tmp_path):
+    """Run the tiny model with a cache; gives its config and its values."""
+
+    def run_it(*overrides, folder="run"):
+        arguments = [*SMALL, *TEXTS, *tiny.model(), *overrides]
+        return make_config(*arguments), results(run_into(tmp_path / folder, *arguments))
+
+    return run_it
 
 
-def test_without_a_cache_there_is_no_trace_of_one(checkpoint):
-    stage = build(resolve_here(*SMALL, *tiny.overrides(checkpoint)), "denoise")
+def test_without_a_cache_there_is_no_trace_of_one():
+    stage = build(resolve_here(*SMALL, *tiny.model()), "denoise")
     assert list(stage.programs.entries) == ["step"] and list(stage.programs.entries["step"].arguments[0]) == ["slots"]
 
 
-def reference(checkpoint, config, work):
+def in_diffusers(config, work):
     """diffusers' latents where the blocks are left out in some steps and what they added last is added again."""
-    pipeline = diffusers.WanPipeline(
-        **components(checkpoint, "text_encoder", "vae", "transformer"), scheduler=scheduler(config)
-    )
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = reference.load(tiny.checkpoint("text"), config)
     transformer, kept, calls = pipeline.transformer, {}, []
     blocks = transformer.blocks
 
@@ -146,86 +146,65 @@ def reference(checkpoint, config, work):
             return out
 
     transformer.blocks = torch.nn.ModuleList([Blocks()])
-    return pipeline(
-        prompt=PROMPT, negative_prompt=NEGATIVE, num_inference_steps=config.steps, output_type="latent", height=64,
-        width=64, num_frames=5, guidance_scale=config.guidance_scale, max_sequence_length=tiny.TOKENS,
-        generator=torch.Generator().manual_seed(config.seed),
-    ).frames[0].numpy()
+    return reference.make(pipeline, config, decoded=False)[0]
 
 
 MAGCACHE = ["cache=magcache", "cache.curve=wan21_t2v_1_3b", "steps=10", "stages=[text,denoise]"]
-LAYOUTS = {
-    "one device": [], "one prompt after the other": ["guidance=sequential"],
-    "eight devices": ["mesh=cpu_8", "mesh.axes={dp:2,sp:4,tp:1}", "sharding=sequence"],
-}
+EIGHT = ["mesh=cpu_8", "mesh.axes={dp:2,sp:4,tp:1}", "sharding=sequence"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_magcache_reuses_what_the_blocks_added(run, checkpoint, layout):  # noqa: F811
-    session.clear()
-    config, values = run(*tiny.overrides(checkpoint), *MAGCACHE, *layout)
+@pytest.mark.parametrize("layout", [
+    pytest.param([], id="one device"),
+    pytest.param(["guidance=sequential"], id="one prompt after the other", marks=pytest.mark.full),
+    pytest.param(EIGHT, id="eight devices", marks=pytest.mark.full),
+])
+def test_magcache_reuses_what_the_blocks_added(run, layout):
+    config, values = run(*MAGCACHE, *layout)
     work = caching.plan(config, scheduler_table(config))
     assert 3 <= work.count(caching.REUSE) <= 6
-    assert relative_error(values["latents"], reference(checkpoint, config, work)) < 1e-4
+    assert relative_error(values["latents"], in_diffusers(config, work)) < 1e-4
 
 
-def test_resting_guidance_is_the_same_over_all_chips(run, checkpoint, tmp_path):  # noqa: F811
+@pytest.mark.full
+def test_resting_guidance_is_the_same_over_all_chips(run, unkept):
     """On a mesh with guidance over dp the prompt alone has its tokens over dp too."""
-    session.clear()
     mode = ["cache=magcache_guidance", *MAGCACHE[1:], "cache.guidance_every=3"]
-    _, one = run(*tiny.overrides(checkpoint), *mode)
+    _, one = run(*mode)
     session.clear()
-    config, eight = run(*tiny.overrides(checkpoint), *mode, *LAYOUTS["eight devices"], folder="eight")
+    config, eight = run(*mode, *EIGHT, folder="eight")
     assert caching.PROMPT in caching.plan(config, scheduler_table(config))
     text = session.stages["denoise"].programs.lower()["prompt"].as_text()
     assert '{"dp", "sp"}' in text or '"dp","sp"' in text.replace(" ", ""), "tokens over both axes"
     assert relative_error(eight["latents"], one["latents"]) < 1e-4
 
 
-def test_easycache_leaves_steps_out_and_says_so(run, checkpoint, tmp_path):  # noqa: F811
-    session.clear()
-    mode = ["cache=easycache", "cache.threshold=1", "steps=8", "stages=[text,denoise]"]
-    run(*tiny.overrides(checkpoint), *mode)
-    metrics = yaml.safe_load((tmp_path / "run" / "metrics.json").read_text())
-    assert metrics["step_work"]["reuse"] >= 3 and sum(metrics["step_work"].values()) == 8
+def test_easycache_leaves_steps_out_and_says_so(run, tmp_path):
+    run("cache=easycache", "cache.threshold=1", "steps=8", "stages=[text,denoise]")
+    work = metrics(tmp_path / "run")["step_work"]
+    assert work["reuse"] >= 3 and sum(work.values()) == 8
 
 
-MODES = ("magcache", "magcache_guidance", "easycache", "guidance")
-
-
-@pytest.fixture(scope="module")
-def swept(tmp_path_factory, cache, two_layers):
-    """Every mode of conf/cache as a job of one sweep, with previews."""
-    folder = tmp_path_factory.mktemp("swept")
-    arguments = ["-m", f"cache={','.join(MODES)}", *two_layers, cache, "steps=10", "preview_every=3"]
-    settings = ["cache.guidance_every=3", "cache.threshold=0.3", "cache.curve=wan21_t2v_1_3b"]
-    answer = warm().run([*arguments, *settings, f"hydra.sweep.dir={folder}"])
-    assert answer.returncode == 0, answer.stderr
-    return {mode: folder / str(job) for job, mode in enumerate(MODES)}
-
-
-def step_work(folder):
-    return json.loads((folder / "metrics.json").read_text())["step_work"]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_mode_is_swept_resumed_and_replayed(swept, mode, tmp_path, cache, two_layers):
+@pytest.mark.parametrize("mode", [
+    "magcache_guidance", "guidance", pytest.param("magcache", marks=pytest.mark.full),
+    pytest.param("easycache", marks=pytest.mark.full),
+])
+def test_a_mode_is_resumed_and_replayed(mode, tmp_path, two_layers):
     """The same steps are left out, so the frames are the same bit for bit, and the video says which mode made it."""
-    made, work = load_file(swept[mode] / "decode.safetensors")["frames"], step_work(swept[mode])
-    assert work["full"] < 10 and (swept[mode] / "preview.png").is_file()
-    shutil.copytree(swept[mode], half := tmp_path / "half")
+    settings = ["cache.guidance_every=3", "cache.threshold=0.3", "cache.curve=wan21_t2v_1_3b", "preview_every=3"]
+    first = run_into(tmp_path / "first", *two_layers, "steps=10", f"cache={mode}", *settings)
+    made, work = results(first)["frames"], metrics(first)["step_work"]
+    assert work["full"] < 10 and (first / "preview.png").is_file()
+    shutil.copytree(first, half := tmp_path / "half")
     for name in ("denoise.safetensors", "decode.safetensors", "video.mp4", "metrics.json"):
         (half / name).unlink()
-    for again, argument in {half: f"resume={half}", tmp_path / "new": f"replay={swept[mode] / 'video.mp4'}"}.items():
-        answer = warm().run([argument, *two_layers, "steps=10", cache, f"hydra.run.dir={again}"])
-        assert answer.returncode == 0, answer.stderr
-        assert numpy.array_equal(load_file(again / "decode.safetensors")["frames"], made), argument
-        assert step_work(again) == work
+    for again, argument in {half: f"resume={half}", tmp_path / "new": f"replay={first / 'video.mp4'}"}.items():
+        run_into(again, argument, *two_layers, "steps=10")
+        assert numpy.array_equal(results(again)["frames"], made), argument
+        assert metrics(again)["step_work"] == work
 
 
-def test_calibration_writes_a_curve_that_a_run_can_use(checkpoint, tmp_path, cache, monkeypatch):
-    session.clear()
-    arguments = [*SMALL, *tiny.overrides(checkpoint), cache, "steps=6"]
+def test_calibration_writes_a_curve_that_a_run_can_use(tmp_path, monkeypatch):
+    arguments = [*SMALL, *tiny.model(), "steps=6"]
     prompts = 'calibrate.prompts=["a red ball","a blue star"]'
     config = make_config("task=calibrate", *arguments, prompts)
     validate(config)
@@ -233,10 +212,8 @@ def test_calibration_writes_a_curve_that_a_run_can_use(checkpoint, tmp_path, cac
     stored = yaml.safe_load((tmp_path / "demo.yaml").read_text())
     assert len(stored["ratios"]) == len(stored["ratios_negative"]) == 5 and stored["solver"] == "unipc"
     assert all(0.2 < ratio < 5 for ratio in stored["ratios"]) and (tmp_path / "curve.png").is_file()
-    monkeypatch.setattr(caching, "CURVES", tmp_path)
-    caching.read_curve.cache_clear()
+    monkeypatch.setattr(caches, "CURVES", tmp_path)
     assert len(caching.plan(make_config(*arguments, "cache=magcache"), scheduler_table(config))) == 6
-    caching.read_curve.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -244,7 +221,6 @@ def test_calibration_writes_a_curve_that_a_run_can_use(checkpoint, tmp_path, cac
     [
         (["cache=magcache", "cache.curve=nobody"], "cache.curve=nobody: there is no such curve; cache=easycache needs"),
         (["cache=guidance", "guidance_scale=1"], "cache=guidance: lets guidance rest, and guidance_scale=1.0 is none"),
-        (["cache=easycache", "model.scan_blocks=false"], "cache.mode=easycache: works on the transformer's scanned"),
         (["cache.mode=calibrate"], "cache.mode=calibrate: unknown; one of: magcache, easycache"),
         (["cache.guidance_start=0.6", "cache.guidance_stop=0.5"], "guidance_start=0.6: must be below guidance_stop"),
         (["cache=easycache", "scheduler=renoise"], "scheduler=renoise draws noise in every step"),

@@ -6,16 +6,14 @@ import numpy
 import pytest
 import torch
 
-from tests import tiny
-from tests.conftest import SMALL, make_config
-from tests.test_parity import NEGATIVE, PROMPT, TEXTS, psnr, results
+from tests import reference, tiny
+from tests.conftest import SMALL, make_config, results, run_into
+from tests.reference import TEXTS, assert_same
 from wan_torchax.config.commandline import CONF, options
 from wan_torchax.config.geometry import expert_at
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import idle_axis, validate
-from wan_torchax.session import session
 from wan_torchax.stages import sampling
-from wan_torchax.tasks.generate import generate as generate_into
 
 FOUR = "scheduler.sigmas=[1,0.75,0.5,0.25]"
 SAMPLERS = {
@@ -129,30 +127,17 @@ def test_a_recipe_goes_on_top_of_a_preset():
 # ---------------------------------------------------------------- whole runs
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny.make_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
-
-
-def test_a_renoised_run_is_diffusers(checkpoint, cache, tmp_path):
+def test_a_renoised_run_is_diffusers(tmp_path):
     """The first noise scaled, as rCM wants it."""
-    session.clear()
     size = [text for text in SMALL if not text.startswith("steps=")]
     few = ["scheduler=renoise", FOUR, "scheduler.noise_scale=0.9", "guidance_scale=1"]
-    config = make_config(*size, *TEXTS, cache, *tiny.overrides(checkpoint), *few)
-    validate(config)
-    generate_into(config, tmp_path)
-    values = results(tmp_path)
-    pipeline = diffusers.WanPipeline.from_pretrained(checkpoint, torch_dtype=torch.float32)
-    pipeline.set_progress_bar_config(disable=True)
+    overrides = [*size, *TEXTS, *tiny.model(), *few]
+    config, values = make_config(*overrides), results(run_into(tmp_path, *overrides))
+    pipeline = reference.load(tiny.checkpoint("text"), config)
     pipeline.scheduler = scheduler = theirs(config)
     generator = torch.Generator().manual_seed(config.seed)
     latents = config.scheduler.noise_scale * torch.randn(values["latents"].shape, generator=generator)
     scheduler.step = functools.partial(scheduler.step, generator=generator)
     set_timesteps = scheduler.set_timesteps
     scheduler.set_timesteps = lambda *_, **__: set_timesteps(sigmas=list(config.scheduler.sigmas))
-    frames = pipeline(
-        prompt=PROMPT, negative_prompt=NEGATIVE, height=64, width=64, num_frames=5, num_inference_steps=4,
-        guidance_scale=1.0, latents=latents, output_type="np", max_sequence_length=tiny.TOKENS,
-    ).frames[0]
-    assert psnr(values["frames"], (frames * 255).round()) > 55
+    assert_same(values, *reference.make(pipeline, config, latents=latents))

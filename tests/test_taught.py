@@ -11,11 +11,11 @@ from hydra import compose, initialize_config_dir
 from PIL import Image
 from safetensors import safe_open
 
-from tests import tiny
-from tests.conftest import ROOT, make_config
-from tests.test_family import SIZE, assert_same, components, run, scheduler  # noqa: F401 - run is a fixture
+from tests import reference, tiny
+from tests.conftest import ROOT, SMALL, make_config, results, run_into
+from tests.reference import TEXTS, assert_same
+from wan_torchax.config.registry import family_of
 from wan_torchax.runtime.adapters import parse, place_one
-from wan_torchax.session import session
 
 sys.path.insert(0, str(ROOT / "tools"))
 import demo_world as world
@@ -41,7 +41,9 @@ def networks():
 # ---------------------------------------------------------------- teaching
 
 
-@pytest.mark.parametrize("what", FOLDERS)
+@pytest.mark.parametrize("what", [
+    pytest.param("i2v", marks=pytest.mark.full), "four_steps", pytest.param("outline", marks=pytest.mark.full),
+])
 def test_teaching_runs_through(tmp_path, what):
     teach_demo.run(settings(what, f"output={tmp_path}"), None)
     metrics = json.loads((tmp_path / "metrics.json").read_text())
@@ -55,7 +57,7 @@ def test_a_picture_is_told_and_drawn_as_diffusers_does(networks):
     torch.manual_seed(0)
     transformer = teach_demo.widen(networks["transformer"])
     transformer.patch_embedding.weight.data += 0.05 * torch.randn(transformer.patch_embedding.weight.shape)
-    parts = components(MODEL, "text_encoder", "vae")
+    parts = reference.components(MODEL, "text_encoder", "vae")
     pipeline = diffusers.WanImageToVideoPipeline(
         **parts, transformer=with_own_attention(transformer), image_encoder=None, image_processor=None,
         scheduler=diffusers.UniPCMultistepScheduler.from_pretrained(MODEL / "scheduler"), transformer_2=None,
@@ -100,7 +102,8 @@ def test_an_adapter_is_stored_as_it_was_learned_and_fits(networks, tmp_path):
     given = torch.randn(1, 16, 2, 4, 4), torch.tensor([700.0]), torch.randn(1, 40, 128)
     torch.testing.assert_close(*(one(*given, return_dict=False)[0] for one in (stored, student)))
     shapes = {name: tuple(value.shape) for name, value in networks["transformer"].state_dict().items()}
-    placed, elsewhere, problems = place_one(parse(path), shapes)
+    names = family_of(make_config()).adapters
+    placed, elsewhere, problems = place_one(parse(path, names), shapes, names.bare)
     assert 2 * len(placed) == len(learned) and not elsewhere and not problems
 
 
@@ -166,24 +169,16 @@ def test_four_steps_bring_their_recipe():
     assert set(config.adapter) == {"allow_unmatched", "demo_4step", "demo_outline"}
 
 
-def test_demo_i2v_is_diffusers(run, tmp_path):  # noqa: F811
+@pytest.mark.full
+def test_demo_i2v_is_diffusers(tmp_path):
     stored("i2v")
-    session.clear()
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)).save(tmp_path / "first.png")
-    config, values = run("model=demo_i2v", f"image={tmp_path / 'first.png'}")
+    picture = tmp_path / "first.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)).save(picture)
+    overrides = [*SMALL, *TEXTS, "model=demo_i2v", f"image={picture}"]
+    config, values = make_config(*overrides), results(run_into(tmp_path / "run", *overrides))
     transformer = diffusers.WanTransformer3DModel.from_pretrained(ROOT / "models/demo_i2v/transformer")
-    pipeline = diffusers.WanImageToVideoPipeline(
-        **components(MODEL, "text_encoder", "vae"), transformer=transformer, scheduler=scheduler(config),
-        image_encoder=None, image_processor=None, transformer_2=None,
+    pipeline = reference.load(
+        MODEL, config, diffusers.WanImageToVideoPipeline, transformer=transformer, transformer_2=None,
+        image_encoder=None, image_processor=None,
     )
-    pipeline.set_progress_bar_config(disable=True)
-
-    def make(kind):
-        return pipeline(
-            image=Image.open(tmp_path / "first.png"), prompt=config.prompt.text, **SIZE,
-            negative_prompt=config.prompt.negative, num_inference_steps=config.steps, output_type=kind,
-            guidance_scale=config.guidance_scale, generator=torch.Generator().manual_seed(config.seed),
-            max_sequence_length=tiny.TOKENS,
-        ).frames[0]
-
-    assert_same(values, make("latent").numpy(), make("np"))
+    assert_same(values, *reference.make(pipeline, config, image=Image.open(picture)))

@@ -1,0 +1,67 @@
+"""Pictures and videos for pipelines that start from them: noise with some shape in it, made once a session.
+
+    given.picture("first"), given.clip("mask")          # paths, of another aspect than the video's
+    given.overrides("vace")                             # all that a pipeline takes
+"""
+import os
+from pathlib import Path
+
+import imageio_ffmpeg
+import numpy
+from PIL import Image
+
+from tests.conftest import FOLDER
+
+SIZES = {"first": (90, 70), "last": (64, 100)}
+TAKEN = {  # by pipelines
+    "t2v": (), "v2v": ("video",), "i2v": ("image",), "i2v_clip": ("image",), "ti2v": ("image",),
+    "flf2v": ("image", "last_image"), "flf2v_clip": ("image", "last_image"), "vace": ("video", "mask", "references"),
+}
+
+
+def overrides(pipeline: str) -> list[str]:
+    files = {
+        "image": picture("first"), "last_image": picture("last"), "video": clip("video"), "mask": clip("mask"),
+        "references": f"[{picture('first')},{picture('last')}]",
+    }
+    return [f"pipeline={pipeline}", *(f"{key}={files[key]}" for key in TAKEN[pipeline])]
+
+
+def picture(name: str) -> Path:
+    def write(path):
+        width, height = SIZES[name]
+        pixels = numpy.random.default_rng(len(name)).integers(0, 256, (height, width, 3), dtype=numpy.uint8)
+        pixels[: height // 2] //= 4
+        Image.fromarray(pixels).save(path)
+
+    return made(f"{name}.png", write)
+
+
+def clip(name: str) -> Path:
+    """A video or a mask of nine frames, without loss."""
+
+    def write(path):
+        frames = numpy.random.default_rng(0).integers(0, 256, (9, 80, 96, 3), dtype=numpy.uint8)
+        frames[:, :40] //= 3
+        if name == "mask":
+            frames[:] = 0
+            for number, frame in enumerate(frames):
+                frame[8 * number % 40 :, 30:70] = 255
+        sizes = dict(size=(96, 80), fps=16, codec="libx264rgb", pix_fmt_in="rgb24", pix_fmt_out="rgb24")
+        writer = imageio_ffmpeg.write_frames(path, **sizes, output_params=["-crf", "0"])
+        writer.send(None)
+        for frame in frames:
+            writer.send(numpy.ascontiguousarray(frame))
+        writer.close()
+
+    return made(f"{name}.mkv", write)
+
+
+def made(name: str, write) -> Path:
+    path = Path(FOLDER) / "given" / name
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        mine = path.with_name(f"{os.getpid()}-{name}")
+        write(mine)
+        os.replace(mine, path)
+    return path
