@@ -7,6 +7,7 @@ Marks: `system` is for tests of whole processes that are killed, wait for each o
 install; `full` for cases of a matrix whose other cases cover the same code. Makefile says which lane runs which.
 """
 import atexit
+import gc
 import json
 import mmap
 import os
@@ -51,6 +52,7 @@ import wan_torchax  # noqa: E402
 from wan_torchax import ROOT  # noqa: E402, F401 - for the tests
 
 wan_torchax.leave_sys_path()  # as run.py does
+gc.set_threshold(100_000)  # so does this
 from wan_torchax.config.commandline import compose, rewrite  # noqa: E402
 from wan_torchax.config.resolve import resolve  # noqa: E402
 from wan_torchax.config.validation import validate  # noqa: E402
@@ -109,6 +111,7 @@ def listed(folder):
 
 def resolve_here(*overrides):
     """A config on this process's devices, with what a local checkpoint adds."""
+    from tests import reference  # noqa: F401 - a session that fails leaves a thread behind that imports the same
     from wan_torchax.runtime.jobs import plan_job
     from wan_torchax.session import Session
 

@@ -8,6 +8,7 @@ A run is a process of its own, with its own JAX; a warm server's finds torch, di
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
@@ -20,7 +21,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-HEAVY = ("wan_torchax.models", "wan_torchax.session", "wan_torchax.tasks.generate", "wan_torchax.stages.decode")
+HEAVY = (
+    "wan_torchax.session", "wan_torchax.tasks.generate", "wan_torchax.models.loop", "wan_torchax.patches",
+    *(f"wan_torchax.stages.{name}" for name in ("text", "image", "encode", "denoise", "decode")),
+    *(f"wan_torchax.models.wan.{name}" for name in ("blocks", "vae", "text", "clip", "conditions")),
+)
 
 
 # ---------------------------------------------------------------- who asks
@@ -131,6 +136,8 @@ def serve(warm: bool) -> None:
     run.commandline.compose([])  # Hydra looks for its plugins once
     for name in HEAVY if warm else ():
         importlib.import_module(name)
+    gc.freeze()  # what is imported stays
+    gc.set_threshold(100_000)  # as run.py does
     children, waiting = {}, True
     while waiting or children:
         if select.select([sys.stdin] if waiting else [], [], [], 0.02)[0]:

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from tests.conftest import make_config
+from tests.conftest import generate_into, make_config
 from tests.fork import warm
 from tests.serving import wait_for
 from wan_torchax import interruption
@@ -14,7 +14,6 @@ from wan_torchax.events import Advanced, Began, Finished, Stepped
 from wan_torchax.interruption import Interrupted
 from wan_torchax.records.files import claimed
 from wan_torchax.tasks import attempt
-from wan_torchax.tasks.generate import generate
 
 STOPS = int(os.environ.get("STOPS", 5))
 
@@ -38,7 +37,7 @@ MOMENTS = {  # when it comes, and the stages that were finished before
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_run_is_left_in_order(moment, tmp_path, cache, two_layers):
+def test_a_run_is_left_in_order(moment, tmp_path, two_layers):
     comes, finished = MOMENTS[moment]
     heard = []
 
@@ -48,7 +47,7 @@ def test_a_run_is_left_in_order(moment, tmp_path, cache, two_layers):
             interruption.remember(signal.SIGTERM, None)
 
     with pytest.raises(Interrupted) as stopped:
-        generate(make_config(*two_layers, cache), tmp_path, listener=listener)
+        generate_into(make_config(*two_layers, f"prompt={moment}"), tmp_path, listener=listener)
     assert stopped.value.status == 143 and stopped.value.word == "terminated"
     assert comes(heard[-1]), "nothing happens after it"
     assert sorted(path.stem for path in tmp_path.glob("*.safetensors")) == finished
@@ -57,9 +56,14 @@ def test_a_run_is_left_in_order(moment, tmp_path, cache, two_layers):
         pass
 
 
+def ended_like_ffmpeg(*_):
+    interruption.remember(signal.SIGINT, None)
+    raise OSError("ffmpeg failed")
+
+
 def test_what_a_library_makes_of_it_is_no_failure(tmp_path, monkeypatch):
     """Ctrl-C on a terminal ends ffmpeg too."""
-    monkeypatch.setattr(attempt.registry, "load", lambda *_: lambda *_: interruption.remember(signal.SIGINT, None) / 0)
+    monkeypatch.setitem(attempt.registry.TASKS, "generate", "tests.test_interruption.ended_like_ffmpeg")
     with pytest.raises(Interrupted):
         attempt.attempt(make_config(), tmp_path, [])
     assert not (tmp_path / "failure.json").exists() and not attempt.failures
@@ -74,7 +78,7 @@ run.main()
 
 
 def test_a_compiler_is_not_waited_for(tmp_path, two_layers):
-    process = warm().start([*two_layers, f"hydra.run.dir={tmp_path}", "compile.cache_dir=null"], code=STUCK)
+    process = warm().start([*two_layers, f"hydra.run.dir={tmp_path}", "compile.store=null"], code=STUCK)
     progress = tmp_path / "progress.json"
     wait_for(lambda: progress.exists() and "compile_text" in progress.read_text())
     process.send_signal(signal.SIGINT)
@@ -99,19 +103,20 @@ run.main()
 
 
 @pytest.mark.parametrize("jobs", ['prompts=["one","two","three"]', "-m seed=1,2,3"])
-def test_the_jobs_before_are_kept_and_reported(jobs, tmp_path, cache, two_layers):
+def test_the_jobs_before_are_kept_and_reported(jobs, tmp_path, two_layers):
     places = [f"hydra.run.dir={tmp_path}", f"hydra.sweep.dir={tmp_path}"]
-    process = warm().start([*jobs.split(), *two_layers, cache, "stages=[text]", *places], code=AT_THE_SECOND)
+    process = warm().start([*jobs.split(), *two_layers, "stages=[text]", *places], code=AT_THE_SECOND)
     assert process.wait(120) == 130, process.output
     assert len(list(tmp_path.glob("*/metrics.json"))) == 1 and (tmp_path / "report.html").exists()
     assert not list(tmp_path.glob("*/failure.json")) and "Traceback" not in process.output
 
 
-def test_a_signal_at_any_moment_ends_a_run(tmp_path, cache, two_layers):
+@pytest.mark.system
+def test_a_signal_at_any_moment_ends_a_run(tmp_path, two_layers):
     """No lock stays held, which would have it wait for ever. STOPS=30 does it thirty times."""
     chance = Random(STOPS)
     for number in range(STOPS):
-        process = warm().start([*two_layers, cache, f"hydra.run.dir={tmp_path / str(number)}"])
+        process = warm().start([*two_layers, f"hydra.run.dir={tmp_path / str(number)}"])
         wait_for((process.folder / "1").exists)
         time.sleep(chance.uniform(0, 5))
         asked = chance.choice([signal.SIGINT, signal.SIGTERM])

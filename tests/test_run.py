@@ -1,7 +1,6 @@
 """What a run leaves, how it resumes, how it ends."""
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +13,8 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.numpy import load_file, save, save_file
 
-from tests.conftest import ROOT, SMALL, make_config, resolve_here
+from tests import tiny
+from tests.conftest import ROOT, SMALL, generate_into, make_config, resolve_here
 from tests.fork import warm
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.devices import start
@@ -23,24 +23,23 @@ from wan_torchax.records import media
 from wan_torchax.records.files import claimed
 from wan_torchax.session import session
 from wan_torchax.tasks import attempt, progress
-from wan_torchax.tasks.generate import generate as generate_into
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, cache):
+def finished(tmp_path_factory):
     """One run through the command line."""
     folder = tmp_path_factory.mktemp("finished")
-    answer = command(folder, cache, "prompt=a red circle, moving = right", "seed=7")
+    answer = command(folder, "prompt=a red circle, moving = right", "seed=7", "output.quality=4")
     assert answer.returncode == 0, answer.stderr
     return folder, answer
 
 
 def arguments(folder, *overrides):
-    return [sys.executable, "run.py", *SMALL, f"hydra.run.dir={folder / 'run'}", *overrides]
+    return [*SMALL, *tiny.model(), f"hydra.run.dir={folder / 'run'}", *overrides]
 
 
 def command(folder, *overrides):
-    return warm().run(arguments(folder, *overrides)[2:])
+    return warm().run(arguments(folder, *overrides))
 
 
 def frames(folder):
@@ -60,7 +59,8 @@ def test_the_video_plays_and_knows_where_it_came_from(finished):
     played = numpy.stack([numpy.frombuffer(frame, numpy.uint8).reshape(64, 64, 3) for frame in reader])
     assert facts["codec"] == "h264" and facts["pix_fmt"].startswith("yuv420p") and facts["fps"] == 8
     assert played.shape == frames(folder).shape == (5, 64, 64, 3)
-    assert numpy.abs(played.astype(float) - frames(folder)).mean() < 12
+    light = [pixels @ numpy.array([0.2126, 0.7152, 0.0722]) for pixels in (played, frames(folder))]
+    assert numpy.abs(light[0] - light[1]).mean() < 5  # of noise, whose colours suffer more
     metadata = media.read_metadata(folder / "video.mp4")
     assert metadata["prompt"] == "a red circle, moving = right" and metadata["seed"] == 7
     assert metadata["config_hash"] == json.loads((folder / "metrics.json").read_text())["config_hash"]
@@ -77,7 +77,7 @@ def test_pictures_config_log_and_metrics(finished):
     stages = {"load_text_encoder", "text", "load_transformer", "denoise", "load_vae", "decode"}
     assert stages | {"start", "build", "write", "total"} <= set(metrics["seconds"])
     assert len(metrics["step_seconds"]) == 3 and sum(metrics["step_seconds"]) <= metrics["seconds"]["denoise"]
-    assert set(metrics["compile"]) == {"text.encode", "denoise.step", "decode.first", "decode.later"}
+    assert set(metrics["compile"]) == {"text.text_encoder", "denoise.step", "decode.first", "decode.later"}
     assert metrics["versions"]["torchax"] and metrics["device"] == "cpu"
     assert metrics["mesh"] == {"dp": 1, "sp": 1, "tp": 1}
     assert metrics["peak_host_gib"] > 0.1 and metrics["pipeline"] == "t2v"
@@ -99,26 +99,27 @@ def test_any_text_survives_in_the_metadata(tmp_path, text):
     assert media.read_metadata(tmp_path / "v.mp4") == {"prompt": text}
 
 
-def test_resume_goes_on_from_any_stage_bit_for_bit(finished, tmp_path, cache):
+def test_resume_goes_on_from_any_stage_bit_for_bit(finished, tmp_path):
     """The overrides come from that run; stages it has are read, the rest gives the same frames."""
     folder = finished[0] / "run"
     part = tmp_path / "part"
     part.mkdir()
     for name in ("config.yaml", "text.safetensors"):
         (part / name).write_bytes((folder / name).read_bytes())
-    places = [cache, f"resume={part}", f"hydra.run.dir={tmp_path / 'again'}", "output.keep_frames=true"]
-    answer = warm().run(places)
+    places = [f"hydra.run.dir={tmp_path / 'again'}", "output.keep_frames=true"]
+    answer = warm().run([*tiny.model(), f"resume={part}", *places])
     assert answer.returncode == 0, answer.stderr
     assert "text: taken from" in answer.stderr and "loading text" not in answer.stderr
     assert numpy.array_equal(frames(tmp_path / "again"), frames(folder))
     compiled = json.loads((tmp_path / "again" / "metrics.json").read_text())["compile"]
     assert set(compiled) == {"denoise.step", "decode.first", "decode.later"}
-    assert all(program["from_cache"] for program in compiled.values()), "the second run compiles nothing"
+    assert all(program["from_store"] for program in compiled.values()), "the second run compiles nothing"
 
 
 def test_resume_refuses_other_settings(finished):
     folder = finished[0] / "run"
-    config = make_config(*SMALL, "prompt=a red circle, moving = right", "seed=8", f"resume={folder}", "stages=[decode]")
+    settings = "prompt=a red circle, moving = right", "seed=8", f"resume={folder}", "stages=[decode]"
+    config = make_config(*SMALL, *tiny.model(), *settings)
     message = r"denoise.safetensors was made with other settings(.|\n)*seed: 7 there, 8 now"
     with pytest.raises(ConfigError, match=message):
         generate_into(config, folder)
@@ -127,7 +128,7 @@ def test_resume_refuses_other_settings(finished):
 def test_resume_refuses_other_weights(generate, tmp_path):
     """A fine-tune of the same shape under the same name."""
     model = tmp_path / "model"
-    shutil.copytree(ROOT / "models" / "demo", model)
+    tiny.copied("text", model)
     source = generate(f"model.path={model}", "stages=[text]")
     file = model / "text_encoder" / "model.safetensors"
     save_file({name: tensor * 1.01 for name, tensor in load_file(file).items()}, file)
@@ -137,7 +138,7 @@ def test_resume_refuses_other_weights(generate, tmp_path):
 
 
 def test_resume_refuses_what_is_not_there_or_damaged(finished, tmp_path):
-    config = make_config(*SMALL, "stages=[decode]", f"resume={tmp_path}")
+    config = make_config(*SMALL, *tiny.model(), "stages=[decode]", f"resume={tmp_path}")
     message = r"decode takes latents, and denoise.safetensors is not there; add denoise to stages"
     with pytest.raises(ConfigError, match=message):
         generate_into(config, tmp_path)
@@ -166,8 +167,8 @@ def test_an_error_is_one_paragraph_and_status_1(tmp_path):
 def test_a_mesh_that_is_not_here_is_told(monkeypatch):
     with pytest.raises(ConfigError, match="mesh=v6e_8: no tpu to be had here .*; use mesh=auto"):
         resolve_here("mesh=v6e_8")
-    with pytest.raises(ConfigError, match="over 16 devices, and this machine has 8"):
-        resolve_here("mesh=cpu_8", "mesh.devices=16", "mesh.axes.tp=8")
+    with pytest.raises(ConfigError, match="axes dp=2 x sp=1 x tp=8, and this machine has 8 devices"):
+        resolve_here("mesh=cpu_8", "mesh.axes.tp=8", "resolution.width=256")
 
 
 @pytest.fixture
@@ -198,8 +199,8 @@ def test_flags_of_an_earlier_job_are_never_silently_in_force(unstarted, monkeypa
         start.set_flags(make_config("compile.xla_flags=[--first]"))
 
 
-def test_a_schedulers_stop_leaves_finished_stages_and_status_143(finished, tmp_path, cache):
-    process = warm().start(arguments(tmp_path, "steps=900", cache)[2:])
+def test_a_schedulers_stop_leaves_finished_stages_and_status_143(finished, tmp_path):
+    process = warm().start(arguments(tmp_path, "steps=900"))
     text = tmp_path / "run" / "text.safetensors"
     deadline = time.monotonic() + 120
     while not text.exists() and process.poll() is None and time.monotonic() < deadline:
@@ -212,17 +213,19 @@ def test_a_schedulers_stop_leaves_finished_stages_and_status_143(finished, tmp_p
     assert "Traceback" not in errors
 
 
+@pytest.mark.system
 def test_ctrl_c_at_any_moment_of_the_start_says_nothing_ugly(tmp_path):
     for seconds in (0.1, 0.3, 0.6, 1.0, 2.0):
-        process = subprocess.Popen(arguments(tmp_path), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        command = [sys.executable, "run.py", *arguments(tmp_path)]
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         time.sleep(seconds)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
         assert process.returncode in (130, -signal.SIGINT) and "Traceback" not in errors, errors
 
 
-def test_nobody_reading_the_output_is_no_failure(finished, tmp_path, cache):
-    answer = warm().run(arguments(tmp_path, cache, "stages=[text]")[2:], {"NOBODY_READS": "1"})
+def test_nobody_reading_the_output_is_no_failure(finished, tmp_path):
+    answer = warm().run(arguments(tmp_path, "stages=[text]"), {"NOBODY_READS": "1"})
     assert answer.returncode == 0, answer.stderr
     assert (tmp_path / "run" / "metrics.json").exists() and not (tmp_path / "run" / "failure.json").exists()
 
@@ -238,9 +241,9 @@ def test_a_folder_belongs_to_one_run_at_a_time(tmp_path, caplog, monkeypatch):
 def test_a_folder_used_again_does_not_look_finished(generate, monkeypatch):
     folder = generate("stages=[text]")
     assert (folder / "metrics.json").exists()
-    monkeypatch.setattr(session, "run", lambda *_: 1 / 0)
+    monkeypatch.setattr(session, "open", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        generate_into(make_config(*SMALL), folder)
+        generate_into(make_config(*SMALL, *tiny.model()), folder)
     assert not (folder / "metrics.json").exists()
 
 
@@ -255,7 +258,7 @@ def test_frames_are_kept_until_the_video_is_written(generate, tmp_path, monkeypa
     folder = tmp_path / "run"
     assert (folder / "decode.safetensors").exists() and not list(folder.glob(".*.mp4"))
     monkeypatch.setattr(media.Encoder, "finish", finish)
-    generate_into(make_config(*SMALL, "output.keep_frames=false", f"resume={folder}"), folder)
+    generate_into(make_config(*SMALL, *tiny.model(), "output.keep_frames=false", f"resume={folder}"), folder)
     assert (folder / "video.mp4").exists() and not (folder / "decode.safetensors").exists()
 
 
@@ -294,15 +297,16 @@ def test_progress_without_a_terminal(tmp_path, caplog):
     """A line a phase and every tenth of the steps; progress.json says the same at any time."""
     listener, seen = progress.Progress(tmp_path), []
     with caplog.at_level("INFO", "wan"):
-        for event in (Began("load_vae", 9, "B"), Advanced("load_vae", 9), Ended("load_vae", 2.0), Began("denoise", 40)):
+        for event in (Began("load_vae", 9, "B"), Advanced("load_vae", 9), Ended("load_vae", 2.0)):
             listener(event)
+        listener(Began("denoise", 40, "step"))
         for step in range(1, 41):
             listener(Stepped(step, 40, 0.5, None))
             listener(Advanced("denoise", 1))
             seen.append(json.loads((tmp_path / "progress.json").read_text()))
         listener(Ended("denoise", 20.0))
     assert len(caplog.messages) == 2 + 10
-    assert caplog.messages[:3] == ["loading vae", "denoise: 40 steps", "denoise: 4 of 40 steps, 0.500 s each"]
+    assert caplog.messages[:3] == ["loading vae", "denoise: 40 steps", "4 of 40 steps, 0.500 s each"]
     assert [state["done"] for state in seen] == list(range(1, 41)) and seen[7]["phase"] == "denoise"
     assert seen[7]["total"] == 40
 

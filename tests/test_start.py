@@ -15,11 +15,12 @@ from tests.conftest import ROOT, make_config
 from tests.fork import Server, warm
 from wan_torchax import events
 from wan_torchax.config.inputs import with_texts
+from wan_torchax.models import tokens as tokenizing
+from wan_torchax.models.wan import clean
 from wan_torchax.records import provenance, store
 from wan_torchax.records.store import Store
 from wan_torchax.runtime.kept import Kept, environment, pack_tree, unpack_tree
 from wan_torchax.session import Session
-from wan_torchax.stages import text
 from wan_torchax.stages.stage import find
 
 # ---------------------------------------------------------------- the store
@@ -215,9 +216,9 @@ def test_500_awkward_texts_become_the_tokens_that_diffusers_gives_its_model(whic
 
     folder, listed = ROOT / "models/demo/tokenizer" if which == "demo" else unigram, awkward.texts(500)
     assert len(set(listed)) > 450
-    text.load_tokenizer(folder, Store(tmp_path / "store", 2**30))  # by transformers
-    text.load_tokenizer.cache_clear()
-    tokens, mask = text.tokenize(folder, listed, 64, Store(tmp_path / "store", 2**30))  # from the store
+    tokenizing.load_tokenizer(folder, Store(tmp_path / "store", 2**30))  # by transformers
+    tokenizing.load_tokenizer.cache_clear()
+    tokens, mask = tokenizing.tokenize(folder, listed, 64, Store(tmp_path / "store", 2**30), clean)  # from the store
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     expected = theirs(
         [prompt_clean(prompt) for prompt in listed], padding="max_length", max_length=64, truncation=True,
@@ -235,8 +236,9 @@ STAGES = ("text", "denoise", "decode")
 
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory):
-    checkpoint = tiny.make_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
-    return [*tiny.overrides(checkpoint), *SIZE, f"compile.store={tmp_path_factory.mktemp('kept') / 'store'}"]
+    """Of a model that a test may change, and a store of these tests alone."""
+    folder = tmp_path_factory.mktemp("kept")
+    return [*tiny.copied("text", folder / "model"), *SIZE, f"compile.store={folder / 'store'}"]
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +258,7 @@ def first(overrides, tmp_path_factory):
 def run(config, names=STAGES):
     """A run as of a new process; what it gave and told."""
     heard, session = [], Session()
-    text.load_tokenizer.cache_clear()
+    tokenizing.load_tokenizer.cache_clear()
     resolved = session.resolve(config, names, heard.append)
     return session.run(resolved, names, resolved.inputs(), heard.append), heard
 
@@ -280,7 +282,7 @@ def began(heard):
 
 def test_the_first_run_traces_and_the_second_does_not_and_gives_the_same(configure, first):
     assert {name: program["from_store"] for name, program in programs(first).items()} == dict.fromkeys(
-        ["text.encode", "denoise.step", "decode.first", "decode.later"], False
+        ["text.text_encoder", "denoise.step", "decode.first", "decode.later"], False
     )
     again, heard = run(configure())
     assert made(heard) == dict.fromkeys(["denoise.step", "decode.first", "decode.later"], True)
@@ -307,7 +309,7 @@ def test_a_warm_run_imports_no_torch_and_makes_the_same_video(overrides, first, 
 
 def test_a_new_prompt_is_encoded_by_the_program_that_is_kept(configure, first):
     _, heard = run(configure("prompt=something else"), ["text"])
-    assert made(heard) == {"text.encode": True}
+    assert made(heard) == {"text.text_encoder": True}
     _, heard = run(configure("prompt= something\telse "), ["text"])
     assert made(heard) == {}, "the same once it is cleaned"
 
@@ -318,7 +320,7 @@ def test_an_executable_that_cannot_be_loaded_is_made_again_and_told(configure, f
     for file in before:
         flip(file, -9)
     values, heard = run(configure("prompt=a third one"), ["text"])
-    assert made(heard) == {"text.encode": False} and "text is traced again" in caplog.text
+    assert made(heard) == {"text.text_encoder": False} and "text is traced again" in caplog.text
     assert "is not taken, and made anew: it was cut short or changed" in caplog.text
     assert numpy.isfinite(values["embeddings"]).all()
     for file, content in before.items():
@@ -335,8 +337,16 @@ def test_what_is_kept_runs_also_if_jaxs_own_cache_had_it(configure, tmp_path):
     for file in (tmp_path / "moved").glob("result-*"):
         file.unlink()
     again, heard = run(configure(*small, f"compile.store={tmp_path / 'moved'}"), ["text"])
-    assert made(heard) == {"text.encode": True}
+    assert made(heard) == {"text.text_encoder": True}
     assert numpy.array_equal(expected["embeddings"], again["embeddings"])
+
+
+def test_jaxs_own_cache_serves_where_nothing_is_kept(configure, tmp_path):
+    config = configure("model.text_tokens=24", f"compile.cache_dir={tmp_path}", "compile.store=null")
+    for known in (False, True):
+        jax.clear_caches()
+        _, heard = run(config, ["text"])
+        assert [event.from_cache for event in heard if isinstance(event, events.Compiled)] == [known]
 
 
 def misses(config, names=STAGES) -> set[str]:
@@ -354,8 +364,8 @@ LEAVES = {
     "guidance_scale=1": {"programs-text", "programs-denoise"}, "resolution.frames=9": {"programs-denoise"},
     "guidance=sequential": {"programs-denoise"}, "model.dtype.vae=bfloat16": {"programs-decode"},
     "model.text_tokens=64": {"programs-text", "programs-denoise"}, "compile.matmul_precision=highest": ALL,
-    "ops.conv3d.platforms=[tpu]": ALL, "model.scan_blocks=false": ALL, "scheduler=euler": {"programs-denoise"},
-    "mesh=cpu_8": ALL,
+    "ops.conv3d.platforms=[tpu]": ALL, "model.scan_blocks=false": {"programs-denoise"}, "mesh=cpu_8": ALL,
+    "scheduler=euler": {"programs-denoise"},
 }
 
 
@@ -373,7 +383,7 @@ def test_another_fine_tune_misses_its_plan_and_its_embeddings(configure, first):
         _, heard = run(configure(), ["text"])
     finally:
         file.write_bytes(content)
-    assert "load_text_encoder" in began(heard) and made(heard) == {"text.encode": True}
+    assert "load_text_encoder" in began(heard) and made(heard) == {"text.text_encoder": True}
     kinds = [file.name.rpartition("-")[0] for file in Path(configure().compile.store).iterdir()]
     assert kinds.count("plan-text_encoder") == 2 and kinds.count("plan-vae") == 1
 
@@ -382,7 +392,7 @@ def test_without_a_store_nothing_is_kept(configure, first):
     folder = Path(configure().compile.store)
     before = sorted(folder.iterdir())
     _, heard = run(configure("compile.store=null", "prompt=nobody will know"), ["text"])
-    assert made(heard) == {"text.encode": False} and sorted(folder.iterdir()) == before
+    assert made(heard) == {"text.text_encoder": False} and sorted(folder.iterdir()) == before
 
 
 def test_why_a_run_traces_is_one_line(configure, first, caplog):
