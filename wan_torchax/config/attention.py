@@ -1,7 +1,7 @@
 """Which attention kernel serves which device, and what is wrong with a kernel's settings. No JAX, no torch."""
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from omegaconf import OmegaConf
 
@@ -11,6 +11,7 @@ from wan_torchax.config.wording import nearest_multiple, one_of
 from wan_torchax.kernels.settings import Kernel, Parallel, Question
 
 KERNELS = ("auto", "splash", "hopper", "cudnn", "xla")
+BESIDE_AUTO = ("window", "smooth_keys", "min_keys", "outline")  # what a config may say beside `kernel: auto`
 HOPPER_BLOCKS = (64, 96, 128, 160)  # keys at a time: scores and sums of 64 queries fit a warpgroup's registers
 
 
@@ -53,9 +54,15 @@ def serving_kernel(file: str, name: str, part: Kernel, dtype: str, question: Que
 
 
 def read_kernel(file: str, name: str, part: Kernel) -> Kernel:
-    """The values of a file in conf/attention, less what the config says beside `kernel: auto`."""
+    """The values of a file in conf/attention, and on top of them what the config says beside `kernel: auto`."""
     values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "attention" / f"{file}.yaml"))[name]
-    return Kernel(**values | {"window": part.window, "smooth_keys": part.smooth_keys, "outline": part.outline})
+    return Kernel(**values | {key: value for key, value in set_beside(part).items() if key in BESIDE_AUTO})
+
+
+def set_beside(part: Kernel) -> dict:
+    """What a config says beside `kernel: auto`."""
+    plain = asdict(Kernel())
+    return {key: value for key, value in asdict(part).items() if value != plain[key] and key != "kernel"}
 
 
 # ---------------------------------------------------------------- problems
@@ -83,13 +90,10 @@ def kernel_problems(kernel: Kernel, question: Question) -> Iterator[str]:
         yield f"window={kernel.window}: how many tokens away a key may be; null for all"
     sizes = ("block_q", "block_kv", "tile_kv", "sub_q", "chunk_kv", "vmem_mib")
     if kernel.kernel == "auto":
-        plain = Kernel()
-        for name in (*sizes, "min_keys"):
-            if getattr(kernel, name) != getattr(plain, name):
-                yield (
-                    f"{name}={getattr(kernel, name)}: kernel=auto brings its own; name the kernel's file, "
-                    "e.g. attention=xla or attention=splash_v6e"
-                )
+        for name, value in set_beside(kernel if isinstance(kernel, Kernel) else Kernel(**kernel)).items():
+            if name not in BESIDE_AUTO:
+                remedy = "name the kernel's file, e.g. attention=xla or attention=splash_v6e"
+                yield f"{name}={value}: kernel=auto brings its own; {remedy}"
         return
     for name in sizes:
         if getattr(kernel, name) < 1:

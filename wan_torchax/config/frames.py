@@ -24,12 +24,24 @@ def decode_picture(path: Path, *changed: int) -> "Image.Image":
     from PIL import Image, ImageOps
 
     with Image.open(path) as file:
-        picture = ImageOps.exif_transpose(file)
+        picture = in_eight_bits(ImageOps.exif_transpose(file))
         if "A" in picture.getbands() or "transparency" in picture.info:
             log.info("%s: what is transparent in it becomes white", path)
             picture = picture.convert("RGBA")
             picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
         return picture.convert("RGB")
+
+
+def in_eight_bits(picture: "Image.Image") -> "Image.Image":
+    """A greyscale picture of more bits, which Pillow would cut off at 255, with eight of them; any other as it is."""
+    import numpy
+    from PIL import Image
+
+    if not picture.mode.startswith(("I", "F")):
+        return picture
+    values = numpy.asarray(picture).astype(numpy.float64)
+    most = 1.0 if picture.mode == "F" else 65535.0
+    return Image.fromarray((values / most * 255).round().clip(0, 255).astype(numpy.uint8))
 
 
 def fitted(picture: "Image.Image", size: tuple[int, int], fit: str) -> "Image.Image":

@@ -1,6 +1,7 @@
 """What the user gives a pipeline: texts, typed or from files, pictures and videos. No JAX, no torch."""
 import contextlib
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,17 @@ def paths(config: DictConfig, key: str) -> list[Path]:
     """The files that a key names: none, one or several."""
     value = config[key]
     return [Path(path) for path in ([] if value is None else [value] if isinstance(value, str) else value)]
+
+
+def copies(folder: Path, key: str) -> list[Path]:
+    """What a run folder holds of the files that a key named, in their order: inputs/image.png, inputs/references.0.png.
+    Links to somewhere else are left out."""
+    numbered = {}
+    for path in folder.glob(f"inputs/{key}.*"):
+        match = re.fullmatch(rf"{key}(?:\.(\d+))?\.\w+", path.name)
+        if match and path.resolve().is_relative_to(folder.resolve()):
+            numbered[path] = int(match[1] or 0)
+    return sorted(numbered, key=lambda path: numbered[path])
 
 
 def input_problems(config: DictConfig, whole: bool = True) -> Iterator[str]:
@@ -131,9 +143,16 @@ def side(name: str, area: int, multiple: int, *files: str | None) -> int:
     return max(round((area * ratio) ** 0.5) // multiple * multiple, multiple)
 
 
-@functools.lru_cache(maxsize=64)
 def aspect(path: Path) -> tuple[int, int]:
-    """Width and height of a picture or video, upright."""
+    """Width and height of a picture or video, upright; zeros where there is none."""
+    with contextlib.suppress(OSError):
+        status = path.stat()
+        return read_aspect(path, status.st_mtime_ns, status.st_size)
+    return 0, 0
+
+
+@functools.lru_cache(maxsize=64)
+def read_aspect(path: Path, *changed: int) -> tuple[int, int]:
     from PIL import Image, ImageOps
 
     with contextlib.suppress(Exception):  # input_problems tells what is wrong with the file

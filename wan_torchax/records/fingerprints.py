@@ -1,43 +1,68 @@
 """What files hold, in a few letters: of whole files, and of checkpoints without reading all of them."""
 import functools
 import hashlib
-from collections.abc import Iterable
+import json
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file, for its fingerprint
+SAMPLE_BYTES = 1024  # from the beginning, the middle and the end of each tensor
+MOST_HEADER_BYTES = 100_000_000  # of a safetensors file, as the library has it
 REMOTE = ".remote.json"  # in a folder that stands for a remote one: where it comes from (runtime/remote.py)
 
 
 def fingerprint(folders: Iterable[Path]) -> str:
-    """Sixteen hex digits that change with what the folders hold: by the Hub's commit where they are of a snapshot, else
-    by the files. So another fine-tune of the same shape is noticed, without reading all of it."""
+    """Sixteen hex digits that change with what the folders hold: of weights, something of every tensor; of all else,
+    and of what the Hub's cache names by its hash, the whole. A fine-tune of a few layers is noticed, without reading
+    all of it."""
     digest = hashlib.sha256()
     for folder in folders:
-        if folder.parent.parent.name == "snapshots":
-            digest.update(f"{folder.parent.name}/{folder.name}".encode())
-            continue
         if (folder / REMOTE).exists():
             digest.update((folder / REMOTE).read_bytes())
             continue
         for file in sorted(path for path in folder.iterdir() if path.is_file()):
-            digest.update(f"{folder.name}/{file.name}".encode())
-            sample(file, digest)
+            digest.update(f"{folder.name}/{file.name}\0".encode())
+            digest.update(known_hash(file) or sampled(file))
     return digest.hexdigest()[:16]
 
 
-def sample(file: Path, digest) -> None:
-    """A file's size, its safetensors header, and blocks spread evenly over all of it, from the first to the last."""
-    size = file.stat().st_size
-    digest.update(str(size).encode())
+def known_hash(file: Path) -> bytes | None:
+    """What the Hub's cache says of a file: it links to blobs/<hash of its content>."""
+    target = file.resolve()
+    named = target.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", target.name)
+    return target.name.encode() if named else None
+
+
+def sampled(file: Path) -> bytes:
+    """A small file by all it holds; a safetensors file by its header and by some bytes of every tensor."""
+    status = file.stat()
+    if file.suffix != ".safetensors":
+        return hash_file(file, status.st_mtime_ns, status.st_size)
+    return sample_tensors(file, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=256)  # by when it was changed
+def sample_tensors(file: Path, *changed: int) -> bytes:
+    digest = hashlib.sha256()
     with file.open("rb") as handle:
-        if file.suffix == ".safetensors":
-            digest.update(handle.read(min(int.from_bytes(handle.read(8), "little"), size)))
-        offsets = list(range(0, size, SAMPLE_BYTES))
-        if len(offsets) > SAMPLES:
-            offsets = [(size - SAMPLE_BYTES) * number // (SAMPLES - 1) for number in range(SAMPLES)]
-        for offset in offsets:
-            handle.seek(offset)
-            digest.update(handle.read(SAMPLE_BYTES))
+        length = int.from_bytes(handle.read(8), "little")
+        header = handle.read(min(length, MOST_HEADER_BYTES))
+        digest.update(str(file.stat().st_size).encode() + header)
+        for begin, end in tensors_in(header):
+            last = max(end - SAMPLE_BYTES, begin)
+            for place in (begin, (begin + last) // 2, last):
+                handle.seek(8 + length + place)
+                digest.update(handle.read(min(SAMPLE_BYTES, end - place)))
+    return digest.digest()
+
+
+def tensors_in(header: bytes) -> Iterator[tuple[int, int]]:
+    """Where the tensors lie behind a header; of one that cannot be read nothing, which loading will say."""
+    try:
+        entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+        yield from sorted((int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for entry in entries)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        return
 
 
 def digest(files: Iterable[Path]) -> str:
@@ -49,7 +74,7 @@ def digest(files: Iterable[Path]) -> str:
     return content.hexdigest()[:16]
 
 
-@functools.lru_cache(maxsize=64)  # by when it was changed
+@functools.lru_cache(maxsize=256)  # by when it was changed
 def hash_file(path: Path, *changed: int) -> bytes:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").digest()

@@ -93,7 +93,7 @@ def finished_before(settled: dict, fingerprints: dict[str, str], folder: Path) -
     with contextlib.suppress(OSError, ValueError, KeyError):
         metrics = json.loads((folder / "metrics.json").read_text())
         same = metrics["config_hash"] == config_hash(settled, fingerprints)
-        if same and metrics["stages"] == settled["stages"]:
+        if same and metrics["stages"] == settled["stages"] and metrics["output"] == settled["output"]:
             log.info("%s: done before", folder)
             return metrics["step_seconds_median"] or metrics["seconds"]["total"]
     return None
@@ -133,10 +133,15 @@ def write_failure(folder: Path, overrides: list[str], message: str) -> None:
 
 
 def copy_pictures(folder: Path, config) -> None:
-    """The files a video is made from, for those who replay it: inputs/image.jpg, inputs/references.0.png."""
-    for key in inputs.taken(config):
-        files = inputs.paths(config, key)
-        for number, source in enumerate(files):
+    """The files a video is made from, for those who replay it: inputs/image.jpg, inputs/references.0.png. What an
+    earlier run has left there goes, unless it is what this one is made from."""
+    given = {key: inputs.paths(config, key) for key in inputs.taken(config)}
+    sources = {path.resolve() for paths in given.values() for path in paths}
+    for old in folder.glob("inputs/*"):
+        if old.resolve() not in sources:
+            old.unlink()
+    for key, paths in given.items():
+        for number, source in enumerate(paths):
             place = f".{number}" if OmegaConf.is_list(config[key]) else ""
             target = folder / "inputs" / f"{key}{place}{source.suffix}"
             target.parent.mkdir(exist_ok=True)
@@ -166,6 +171,7 @@ def metrics(settled: dict, contents: dict[str, str], mesh, overrides: list[str])
         "overrides": list(overrides),
         "pipeline": settled["pipeline"]["name"],
         "stages": settled["stages"],
+        "output": settled["output"],
         "config_hash": config_hash(settled, contents),
         "weights": {key: value for key, value in contents.items() if key not in inputs.FILES},
         "inputs": {key: value for key, value in contents.items() if key in inputs.FILES},

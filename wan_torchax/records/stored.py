@@ -91,9 +91,8 @@ def with_pictures(now: DictConfig, source: Path, stored: Stored) -> DictConfig:
     for key in inputs.taken(now):
         if inputs.paths(now, key):
             continue
-        found = sorted((source / "inputs").glob(f"{key}.*"), key=lambda path: (len(path.name), path.name))
-        copies = [literal(str(path)) for path in found if path.resolve().is_relative_to(source.resolve())]
-        if copies:  # none of them a link to somewhere else
+        copies = [literal(str(path)) for path in inputs.copies(source, key)]
+        if copies:
             now[key] = copies if OmegaConf.is_list(now[key]) else copies[0]
         elif isinstance(recorded, dict) and (key in recorded or key not in now.pipeline.optional):
             log.warning("%s: was made from a file that is not there; give it: %s=<file>", source, key)

@@ -34,6 +34,7 @@ from wan_torchax.runtime.weights import STORED_DTYPES, Change
 log = logging.getLogger("wan")
 PROBLEMS_SHOWN = 20
 EXAMPLES = 3
+PATTERN_LETTERS, PATTERN_REPEATS = 200, 3  # of an expression in a file, at most
 INTEGERS = {"I64": "int64", "I32": "int32"}  # that an alpha may be stored as
 
 # Ends of keys -> what they hold. DiffSynth and PEFT put an adapter's name before the last word.
@@ -170,14 +171,28 @@ def peft_settings(path: Path) -> dict:
             settings = dict(json.loads(beside.read_text()))
         else:
             return {}
-        patterns = {name: float(value) for name, value in (settings.get("alpha_pattern") or {}).items()}
-        alpha = settings.get("lora_alpha")
-        return {
-            "lora_alpha": None if alpha is None else float(alpha), "alpha_pattern": patterns,
-            "use_rslora": settings.get("use_rslora") is True,
-        }
+        patterns = {str(name): float(value) for name, value in (settings.get("alpha_pattern") or {}).items()}
+        alpha, is_dora = settings.get("lora_alpha"), settings.get("use_dora") is True
+        is_rank_stable = settings.get("use_rslora") is True
+        alpha = None if alpha is None else float(alpha)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path}: its settings cannot be read ({error})") from error
+    if is_dora:
+        raise ConfigError(f"{path}: is DoRA by its settings, which is not implemented; low-rank adapters and diffs are")
+    for pattern in patterns:
+        check_pattern(path, pattern)
+    return {"lora_alpha": alpha, "alpha_pattern": patterns, "use_rslora": is_rank_stable}
+
+
+def check_pattern(path: Path, pattern: str) -> None:
+    """Refuse what is no regular expression, and what a stranger could make one run for hours with."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{path}: alpha_pattern {pattern[:80]!r} is no regular expression ({error})") from error
+    repeats = len(re.findall(r"(?<!\\)[*+?{]", pattern))
+    if len(pattern) > PATTERN_LETTERS or repeats > PATTERN_REPEATS or re.search(r"\)[*+{]", pattern):
+        raise ConfigError(f"{path}: alpha_pattern {pattern[:80]!r} is more than a name of modules; leave it out")
 
 
 def scale_of(contents: Contents, module: str, rank: int) -> float:
@@ -185,8 +200,9 @@ def scale_of(contents: Contents, module: str, rank: int) -> float:
     alpha, settings = contents.modules[module].get("alpha"), contents.settings
     if alpha is not None:
         return read_number(alpha) / rank
-    patterns = settings.get("alpha_pattern", {})
-    named = [value for name, value in patterns.items() if f".{module}".endswith(f".{name}")]
+    # As PEFT reads them: a regular expression for the end of a module's name, from a dot on; the first counts.
+    patterns = settings.get("alpha_pattern", {}).items()
+    named = [value for pattern, value in patterns if re.match(rf"(?:.*\.)?(?:{pattern})$", module)]
     alpha = (*named, settings.get("lora_alpha"))[0]
     if alpha is None:
         return 1.0

@@ -434,9 +434,17 @@ def merge(tensor: Tensor, changes: Iterable[Change], parts: Callable[[], dict]) 
 def send_added(changes: Iterable[Change], sharding, parts: Callable[[], dict]) -> tuple[tuple, tuple]:
     """What is added to a tensor: the scale and the factors, on the devices, of every change."""
     factors = tuple(
-        tuple(send(one.shape, spread, parts()) for one, spread in placed(change, sharding)) for change in changes
+        tuple(send(one.shape, spread, finite(one, parts())) for one, spread in placed(change, sharding))
+        for change in changes
     )
     return tuple(numpy.float32(change.scale) for change in changes), factors
+
+
+def finite(stored: Stored, parts: dict) -> dict:
+    """An adapter's numbers, refused where there are others than finite ones: the checkpoint would be blamed."""
+    if not all(numpy.isfinite(part.astype(numpy.float32)).all() for part in parts.values()):
+        raise ConfigError(f"{stored.file}: has numbers that are not finite; download it again, or leave it out")
+    return parts
 
 
 def merged(base, scales, added, dtype):

@@ -161,10 +161,8 @@ def frames_for(seconds: float, config: DictConfig) -> int:
 
 def files_in(folder: Path) -> dict[str, list[Path]]:
     """By the key of the config that each is for: inputs/image.png, inputs/references.0.png."""
-    files = {}
-    for path in sorted((folder / "inputs").iterdir()):
-        files.setdefault(path.name.partition(".")[0], []).append(path)
-    return {key: paths for key, paths in files.items() if key in inputs.FILES}
+    found = {key: inputs.copies(folder, key) for key in inputs.FILES}
+    return {key: paths for key, paths in found.items() if paths}
 
 
 def write_files(folder: Path, files: dict[str, list[bytes]]) -> None:

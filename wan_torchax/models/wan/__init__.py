@@ -168,6 +168,8 @@ def problems(config) -> Iterator[str]:
     elif controlled and transformer["vace_in_channels"] != channels:
         key = "model.architecture.transformer.vace_in_channels"
         yield f"{key}={transformer['vace_in_channels']}: {pipeline} gives {channels}"
+    if "last_image" in config.pipeline.inputs and config.resolution.frames == 1:
+        yield f"resolution.frames=1: {pipeline} starts with one picture and ends with another; at least 5"
     if controlled and config.precision.weights is not None:
         yield f"precision={config.precision.name}: control blocks (VACE) are not in it yet; use precision=none"
 

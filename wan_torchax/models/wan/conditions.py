@@ -20,11 +20,10 @@ def first_and_last(view, values: dict[str, Any], encode: Callable) -> numpy.ndar
     every frame that a latent frame stands for, 1 where a picture is given.
     """
     size = view.config.resolution
-    given = {0: "image", size.frames - 1: "last_image"}
+    given = {name: frame for name, frame in (("image", 0), ("last_image", size.frames - 1)) if name in values}
     pictures = {
         frame: read_picture(Path(values[name]), size.height, size.width, view.config.fit)
-        for frame, name in given.items()
-        if name in values
+        for name, frame in given.items()
     }
     latents = encode(size.frames, lambda piece: video(pictures, piece, size))
     marks = mask(pictures, view.geometry.frame_scale, latents.shape)
