@@ -12,17 +12,18 @@ from types import SimpleNamespace
 import pytest
 from hydra import compose, initialize_config_dir
 
+from tests import tiny
 from tests.conftest import ROOT, SMALL, listed
 from tests.fork import warm
 from wan_torchax.config import jobs
 from wan_torchax.config.schema import ConfigError
 
 PROMPTS = json.dumps(["a red circle", "a blue square", "a green star", "a yellow ring"])
-LIGHT = [*SMALL, "steps=2", "stages=[text,denoise]", f"prompts={PROMPTS}"]
 
 
-def start(cache, *arguments):
-    return warm().start([*LIGHT, cache, *arguments])
+def start(*arguments):
+    only = ["steps=2", "stages=[text,denoise]", f"prompts={PROMPTS}"]
+    return warm().start([*SMALL, *tiny.model(), *only, *arguments])
 
 
 def done(folder) -> dict[str, int]:
@@ -42,11 +43,12 @@ def workers(folder) -> list[int]:
     return listed
 
 
-def test_a_lost_worker_loses_its_running_job_and_a_restart_makes_it(tmp_path, cache):
+@pytest.mark.system
+def test_a_lost_worker_loses_its_running_job_and_a_restart_makes_it(tmp_path):
     """Two workers of submitit's local launcher, one of them killed while it makes a video."""
     sweep = ["shard=1/2,2/2", "steps=8", "sweep.resume=true", f"hydra.sweep.dir={tmp_path}"]
     command = ["-m", "hydra/launcher=workers", *sweep]
-    process = start(cache, *command)
+    process = start(*command)
     while not done(tmp_path):
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.05)
@@ -56,7 +58,7 @@ def test_a_lost_worker_loses_its_running_job_and_a_restart_makes_it(tmp_path, ca
     before = done(tmp_path)
     assert 2 <= len(before) < 4, "the other worker's two, and what this one had finished"
     assert f"{tmp_path / 'report.html'}" in output
-    process = start(cache, *command)
+    process = start(*command)
     output = process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
     after = done(tmp_path)
@@ -70,9 +72,10 @@ def rows(folder) -> dict[str, int]:
     return {status: statuses.count(status) for status in statuses}
 
 
-def test_shards_in_one_folder_are_one_list_and_one_report(tmp_path, cache):
+@pytest.mark.system
+def test_shards_in_one_folder_are_one_list_and_one_report(tmp_path):
     """Two machines that know nothing of each other but the folder."""
-    processes = [start(cache, f"shard={part}/2", f"hydra.run.dir={tmp_path}") for part in (1, 2)]
+    processes = [start(f"shard={part}/2", f"hydra.run.dir={tmp_path}") for part in (1, 2)]
     outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert set(done(tmp_path)) == {folder.name for folder in listed(tmp_path)}
@@ -89,7 +92,7 @@ def launcher(name, *overrides):
         return compose("config", [f"hydra/launcher={name}", *overrides], return_hydra_config=True).hydra.launcher
 
 
-TPU = SimpleNamespace(platform="tpu", devices=8)
+TPU = SimpleNamespace(platform="tpu", axes={"tp": 8})
 
 
 def test_a_launcher_that_would_put_two_jobs_on_one_tpu_is_refused():
@@ -109,7 +112,7 @@ def test_a_launcher_that_would_put_two_jobs_on_one_tpu_is_refused():
 def test_launchers_that_give_a_job_its_host_are_taken():
     jobs.check_launcher(launcher("basic"), TPU)
     jobs.check_launcher(launcher("slurm"), TPU)
-    jobs.check_launcher(launcher("workers"), SimpleNamespace(platform="cpu", devices=1))
+    jobs.check_launcher(launcher("workers"), SimpleNamespace(platform="cpu", axes={"tp": 1}))
     remote = SimpleNamespace(remote={"resources": {"TPU": 8}})
     jobs.check_launcher(SimpleNamespace(_target_="x.RayLauncher", ray=remote), TPU)
 

@@ -21,6 +21,7 @@ from wan_torchax.config.validation import validate
 from wan_torchax.events import Stepped
 from wan_torchax.records import results
 from wan_torchax.serve import requests, worker
+from wan_torchax.serve.processes import bind
 from wan_torchax.serve.queue import Queue, append, read_state
 from wan_torchax.session import session
 
@@ -29,9 +30,9 @@ FUZZ_ROUNDS = int(os.environ.get("FUZZ_ROUNDS", 40))
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, cache, two_layers):
+def server(tmp_path_factory, two_layers):
     """One that makes videos."""
-    made = Server(tmp_path_factory.mktemp("queue"), *two_layers, cache, works=True)
+    made = Server(tmp_path_factory.mktemp("queue"), *two_layers, works=True)
     yield made
     made.close()
     session.clear()
@@ -71,7 +72,7 @@ def test_openais_client_makes_lists_downloads_and_deletes(server, generate, two_
     with pytest.raises(openai.NotFoundError):
         client.videos.retrieve(first.id)
     assert server.finished(others[0].id)["frames"] == 5, "8 a second, and 4n+1 of them"
-    run = generate(*two_layers, "prompt=a green star", "seed=7")
+    run = generate("prompt=a green star", "seed=7")
     made = load_file(server.queue.folder / remix.id / "decode.safetensors")["frames"]
     assert numpy.array_equal(made, load_file(run / "decode.safetensors")["frames"]), "what run.py makes"
 
@@ -149,15 +150,10 @@ def test_metrics_count_videos_stages_and_routes_by_template(server):
     assert 'route="/v1/videos/{id}"' in text and "video_" not in text
 
 
-def test_small_answers_are_not_held_back(server):
-    """A socket that is not known to be TCP's waits 40 ms for more to send."""
-    server.get("/healthz")
-    times = []
-    for _ in range(20):
-        began = time.perf_counter()
-        server.get("/v1/videos?limit=1")
-        times.append(time.perf_counter() - began)
-    assert sorted(times)[5] < 0.03
+def test_small_answers_are_not_held_back():
+    """asyncio has them wait 40 ms for more to send, unless it knows a socket to be TCP's."""
+    with bind("127.0.0.1", 0) as listening:
+        assert listening.proto == socket.IPPROTO_TCP
 
 
 # ---------------------------------------------------------------- what a request may say
@@ -260,9 +256,13 @@ def test_a_picture_comes_as_its_bytes_and_keeps_no_name(tmp_path):
         remix = server.client.post(f"/v1/videos/{job.id}/remix", json={"prompt": "b"}).json()
         assert (server.queue.folder / remix["id"] / "inputs" / "image.png").is_file()
         assert "image: missing" in server.post(400, prompt="a")["error"]["message"]
-        half = {"input_reference": ("a.png", picture(tmp_path)[:200])}
-        broken = server.client.post("/v1/videos", data={"prompt": "a"}, files=half)
-        assert broken.status_code == 400 and str(tmp_path) not in broken.text
+        for length, status in ((20, 400), (200, 200)):  # without a header, and with one: that is all it looks at
+            cut = {"input_reference": ("a.png", picture(tmp_path)[:length])}
+            broken = server.client.post("/v1/videos", data={"prompt": "a"}, files=cut)
+            assert broken.status_code == status and str(tmp_path) not in broken.text
+        config, _ = worker.configure(server.queue.get(broken.json()["id"]), server.base)
+        with pytest.raises(ConfigError, match="not a picture that Pillow reads"):
+            validate(config)
     finally:
         server.close()
 
@@ -475,10 +475,10 @@ def test_a_video_that_fails_fails_alone(server, monkeypatch):
     """The disk is full when its result is to be kept, and there is room for no new file."""
     save = results.save
 
-    def full(folder, stage, *rest):
-        if stage == "denoise" and read_request(folder)["seed"] == 666:
-            raise OSError(errno.ENOSPC, "No space left on device", str(folder))
-        save(folder, stage, *rest)
+    def full(path, *rest):
+        if path.stem == "denoise" and read_request(path.parent)["seed"] == 666:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        save(path, *rest)
 
     monkeypatch.setattr(results, "save", full)
     bad, good = server.post(prompt="a", seed=666, steps=1), server.post(prompt="a", seed=1, steps=1)
@@ -491,22 +491,22 @@ def test_a_video_that_fails_fails_alone(server, monkeypatch):
 
 
 def test_a_video_without_memory_fails_alone(server, monkeypatch):
-    def run(resolved, *arguments, original=session.run):
+    def opened(resolved, *arguments, original=session.open):
         if resolved.config.seed == 666:
             raise RuntimeError("RESOURCE_EXHAUSTED: out of memory while trying to allocate 99 GiB")
         return original(resolved, *arguments)
 
-    monkeypatch.setattr(session, "run", run)
+    monkeypatch.setattr(session, "open", opened)
     bad, good = server.post(prompt="a", seed=666, steps=1), server.post(prompt="a", seed=1, steps=1)
     assert server.finished(good["id"])["status"] == "completed"
     failed = server.get(f"/v1/videos/{bad['id']}").json()
     assert failed["status"] == "failed" and "out of memory" in failed["error"]["message"]
 
 
-def test_told_to_stop_a_worker_finishes_what_it_has_and_begins_nothing(tmp_path, cache, two_layers):
+def test_told_to_stop_a_worker_finishes_what_it_has_and_begins_nothing(tmp_path, two_layers):
     """As between SIGTERM and the deadline."""
-    server = Server(tmp_path / "queue", *two_layers, cache, works=True)
-    first, second = (server.post(prompt="a", steps=60)["id"] for _ in range(2))
+    server = Server(tmp_path / "queue", *two_layers, works=True)
+    first, second = (server.post(prompt="a", steps=30)["id"] for _ in range(2))
     wait_for(lambda: server.get(f"/v1/videos/{first}").json()["step"] >= 1)
     server.ends = True
     wait_for(lambda: not server.threads[1].is_alive())
@@ -518,9 +518,9 @@ def read_request(folder):
     return json.loads((folder / "request.json").read_text())
 
 
-def test_a_parked_video_goes_on_behind_its_last_finished_stage(tmp_path, cache, two_layers):
+def test_a_parked_video_goes_on_behind_its_last_finished_stage(tmp_path, two_layers):
     """As after SIGTERM: another worker takes it up, and encodes no text."""
-    server = Server(tmp_path / "queue", *two_layers, cache, works=True)
+    server = Server(tmp_path / "queue", *two_layers, works=True)
     video = server.post(prompt="a red circle", steps=150)
     wait_for(lambda: server.get(f"/v1/videos/{video['id']}").json()["step"] >= 2)
     server.parks = True
@@ -528,11 +528,11 @@ def test_a_parked_video_goes_on_behind_its_last_finished_stage(tmp_path, cache, 
     parked = server.get(f"/v1/videos/{video['id']}").json()
     server.close()
     folder = server.queue.folder / video["id"]
-    assert parked["status"] == "queued" and parked["progress"] >= 5 and (folder / "text.safetensors").exists()
+    assert parked["status"] == "queued" and parked["progress"] > 0 and (folder / "text.safetensors").exists()
     content = read_request(folder)
     content["values"]["steps"] = 2  # as short as it goes; the text does not depend on it
     (folder / "request.json").write_text(json.dumps(content))
-    again = Server(tmp_path / "queue", *two_layers, cache, works=True)
+    again = Server(tmp_path / "queue", *two_layers, works=True)
     assert again.get(f"/v1/videos/{video['id']}").json()["progress"] >= parked["progress"]
     assert again.finished(video["id"])["status"] == "completed"
     again.close()
@@ -540,14 +540,14 @@ def test_a_parked_video_goes_on_behind_its_last_finished_stage(tmp_path, cache, 
     assert "denoise" in seconds and "text" not in seconds
 
 
-def test_results_of_other_settings_are_made_again(tmp_path, cache, generate, two_layers):
-    server = Server(tmp_path / "queue", *two_layers, cache)
+def test_results_of_other_settings_are_made_again(tmp_path, generate, two_layers):
+    server = Server(tmp_path / "queue", *two_layers)
     video = server.post(prompt="a red circle", steps=1)
     server.close()
     folder = server.queue.folder / video["id"]
-    other = generate(*two_layers, "prompt=something else", "stages=[text]")
+    other = generate("prompt=something else", "stages=[text]")
     (folder / "text.safetensors").write_bytes((other / "text.safetensors").read_bytes())
-    again = Server(tmp_path / "queue", *two_layers, cache, works=True)
+    again = Server(tmp_path / "queue", *two_layers, works=True)
     assert again.finished(video["id"])["status"] == "completed"
     again.close()
 
@@ -619,7 +619,7 @@ def test_the_page_is_made_from_what_the_server_offers(idle):
 
 
 def test_the_gallery_finds_runs_of_run_py_too(server, generate, two_layers, tmp_path):
-    run = generate(*two_layers, "prompt=a Purple hexagon", "seed=4711", "steps=2")
+    run = generate("prompt=a Purple hexagon", "seed=4711", "steps=2")
     video = server.finished(server.post(prompt="a purple ring", seed=5, steps=2)["id"])
     gallery = Server(tmp_path / "queue", *SMALL, f"serve.gallery=[{run.parent},{server.queue.folder}]")
     try:

@@ -6,9 +6,10 @@ import numpy
 import pytest
 from safetensors.numpy import load_file
 
-from tests.conftest import SMALL, make_config
+from tests.conftest import SMALL, make_config, metrics
 from tests.serving import Server
 from wan_torchax.events import Stepped
+from wan_torchax.runtime.jobs import find_job
 from wan_torchax.serve import worker
 from wan_torchax.serve.queue import Queue, append
 from wan_torchax.session import session
@@ -32,8 +33,8 @@ class Crowd(Server):
 
 
 @pytest.fixture
-def crowd(tmp_path, cache, two_layers):
-    made = Crowd(tmp_path / "queue", *two_layers, cache)
+def crowd(tmp_path, two_layers):
+    made = Crowd(tmp_path / "queue", *two_layers)
     yield made
     made.close()
 
@@ -42,10 +43,6 @@ def crowd(tmp_path, cache, two_layers):
 def tidy():
     yield
     session.clear()
-
-
-def metrics(folder: Path) -> dict:
-    return json.loads((folder / "metrics.json").read_text())
 
 
 def counts(folders) -> list[int]:
@@ -73,11 +70,12 @@ def at_step(monkeypatch, number: int, action) -> None:
 
 
 @pytest.mark.parametrize("settings", [
-    pytest.param((), id="guided"), pytest.param(("guidance=sequential", "scheduler=renoise"), id="one after the other"),
-    pytest.param(("guidance_scale=1",), id="not guided"),
+    pytest.param((), id="guided"),
+    pytest.param(("guidance=sequential", "scheduler=renoise"), id="one after the other", marks=pytest.mark.full),
+    pytest.param(("guidance_scale=1",), id="not guided", marks=pytest.mark.full),
 ])
-def test_a_video_of_several_is_what_it_is_alone(tmp_path, cache, two_layers, settings):
-    crowd = Crowd(tmp_path / "queue", *two_layers, cache, *settings)
+def test_a_video_of_several_is_what_it_is_alone(tmp_path, two_layers, settings):
+    crowd = Crowd(tmp_path / "queue", *two_layers, *settings)
     texts = [{"prompt": prompt, "negative_prompt": prompt[::-1], "seed": seed} for seed, prompt in enumerate(PROMPTS)]
     alone = crowd.ask(*texts)
     crowd.work_off(batch=1)
@@ -97,9 +95,9 @@ def test_videos_of_other_shapes_or_with_a_cache_are_not_put_together(crowd):
     asked = crowd.ask(*({"prompt": "a"} | fields for fields in wanted))
     groups = [[asked.index(job.folder) for job in group] for group in worker.groups(crowd.queue, 3)]
     assert groups == [[0, 3], [1], [2]]
-    assert Denoise.takes_several(make_config())
+    assert together.takes_several(find_job(make_config()))
     for others in ("cache=easycache", "cache=guidance", "pipeline=i2v", "pipeline=v2v"):
-        assert not Denoise.takes_several(make_config(others))
+        assert not together.takes_several(find_job(make_config(others)))
 
 
 def test_each_has_its_own_events_and_preview(crowd):
@@ -145,7 +143,7 @@ def test_several_are_parked_and_go_on_behind_what_is_finished(crowd, monkeypatch
 
 def test_without_memory_for_several_they_go_one_by_one_and_the_log_says_so(crowd, monkeypatch, caplog):
     monkeypatch.setattr(together, "memory_bytes", lambda *_: 3 * 2**30)
-    monkeypatch.setattr(together.Denoise, "temporaries", lambda resolved: resolved.videos * 0.6 * 2**30)
+    monkeypatch.setattr(Denoise, "temporaries", classmethod(lambda cls, resolved: resolved.videos * 0.6 * 2**30))
     caplog.set_level("INFO", "wan")
     asked = crowd.ask({"prompt": "a"}, {"prompt": "b"})
     crowd.work_off()

@@ -20,6 +20,7 @@ from tests.serving import wait_for
 from wan_torchax.config.schema import FolderError
 from wan_torchax.records.files import claimed
 
+pytestmark = pytest.mark.system
 KILLS = int(os.environ.get("KILLS", 0))
 LOAD = int(os.environ.get("SERVE_LOAD", 0))  # videos
 
@@ -71,8 +72,8 @@ def files(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
 
 
-def test_a_killed_server_takes_up_its_queue_and_one_told_to_end_parks(tmp_path, cache, two_layers):
-    folder, settings = tmp_path / "queue", [cache, *two_layers, "serve.batch=2"]
+def test_a_killed_server_takes_up_its_queue_and_one_told_to_end_parks(tmp_path, two_layers):
+    folder, settings = tmp_path / "queue", [*two_layers, "serve.batch=2"]
     server = Processes(folder, *settings)
     assert server.client.get("/readyz").status_code == 503, "nothing is loaded yet"
     server.ready()
@@ -103,8 +104,8 @@ def test_a_killed_server_takes_up_its_queue_and_one_told_to_end_parks(tmp_path, 
     assert not (folder / fourth / "failure.json").exists()
 
 
-def test_a_second_signal_ends_a_server_that_waits_for_its_video(tmp_path, cache, two_layers):
-    server = Processes(tmp_path / "queue", cache, *two_layers, "serve.drain_seconds=600").ready()
+def test_a_second_signal_ends_a_server_that_waits_for_its_video(tmp_path, two_layers):
+    server = Processes(tmp_path / "queue", *two_layers, "serve.drain_seconds=600").ready()
     video = server.post(steps=900)
     wait_for(lambda: server.get(video)["step"] >= 1)
     server.run.send_signal(signal.SIGINT)
@@ -122,8 +123,8 @@ def is_free(folder: Path) -> bool:
     return False
 
 
-def test_a_server_that_cannot_start_says_why(tmp_path, cache):
-    places = [f"serve.folder={tmp_path / 'queue'}", f"hydra.run.dir={tmp_path / 'log'}", "serve.port=0", cache]
+def test_a_server_that_cannot_start_says_why(tmp_path):
+    places = [f"serve.folder={tmp_path / 'queue'}", f"hydra.run.dir={tmp_path / 'log'}", "serve.port=0"]
     run = warm().run(["task=serve", "model.path=/nowhere", *places])
     assert run.returncode == 1 and "/nowhere" in run.stderr and "the worker cannot start" in run.stderr
 
@@ -151,10 +152,10 @@ def resident(pid: int) -> float:
 
 
 @pytest.mark.skipif(not KILLS, reason="KILLS=10 kills ten times")
-def test_kills_at_any_moment_lose_nothing_that_was_acknowledged(tmp_path, cache, two_layers):
+def test_kills_at_any_moment_lose_nothing_that_was_acknowledged(tmp_path, two_layers):
     folder, chance, asked = tmp_path / "queue", Random(0), []
     for number in range(KILLS):
-        server = Processes(folder, cache, *two_layers)
+        server = Processes(folder, *two_layers)
         deadline = time.monotonic() + chance.uniform(0, 20)
         while time.monotonic() < deadline:
             if len(asked) < 3 * (number + 1):
@@ -165,7 +166,7 @@ def test_kills_at_any_moment_lose_nothing_that_was_acknowledged(tmp_path, cache,
             time.sleep(0.5)
             assert server.client.get("/healthz").status_code == 200
         server.kill()
-    server = Processes(folder, cache, *two_layers).ready()
+    server = Processes(folder, *two_layers).ready()
     assert [ask(server, number) for number in range(len(asked))] == asked, "a client that got no answer asks again"
     assert {video["status"] for video in server.all_over(asked)} == {"completed"}
     assert len(list(folder.glob("video_*"))) == len(asked)
@@ -178,8 +179,8 @@ def ask(server: Processes, number: int) -> str:
 
 
 @pytest.mark.skipif(not LOAD, reason="SERVE_LOAD=100 makes a hundred videos for two hundred clients")
-def test_a_crowd_is_served_and_nothing_grows(tmp_path, cache):
-    server = Processes(tmp_path / "queue", cache, *SMALL, "serve.queue_limit=50").ready()
+def test_a_crowd_is_served_and_nothing_grows(tmp_path):
+    server = Processes(tmp_path / "queue", *SMALL, "serve.queue_limit=50").ready()
     try:
         asyncio.run(crowd(server))
     finally:

@@ -14,15 +14,17 @@ from wan_torchax.session import session
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no Chromium and chromedriver here")
+pytestmark = [
+    pytest.mark.system, pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no Chromium and chromedriver here"),
+]
 PICTURES = os.environ.get("PICTURES")
 QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, cache, two_layers):
+def server(tmp_path_factory, two_layers):
     model = [] if PICTURES else two_layers
-    made = Server(tmp_path_factory.mktemp("queue"), *model, cache, works=True)
+    made = Server(tmp_path_factory.mktemp("queue"), *model, works=True)
     yield made
     made.close()
     session.clear()

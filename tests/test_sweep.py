@@ -19,7 +19,8 @@ from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.numpy import load_file
 
-from tests.conftest import ROOT, SMALL, listed, make_config
+from tests import tiny
+from tests.conftest import ROOT, SMALL, listed, make_config, metrics
 from tests.fork import warm
 from wan_torchax.config.commandline import rewrite
 from wan_torchax.config.schema import ConfigError
@@ -29,78 +30,73 @@ from wan_torchax.session import session
 from wan_torchax.tasks import attempt
 
 PROMPTS = ["a red circle, moving right", "a blue square"]
+KILLS = int(os.environ.get("KILLS", 1))
 
 
-def start(cache, *overrides):
-    return warm().start([*SMALL, cache, *overrides])
-
-
-def finish(process):
-    return process.wait(400), process.stderr + process.stdout
-
-
-def metrics(folder):
-    return json.loads((folder / "metrics.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def sweep(tmp_path_factory, cache):
-    """Three seeds of two prompts, killed in the middle and started again; KILLS=30 does that thirty times, any time."""
-    folder = tmp_path_factory.mktemp("sweep")
-    arguments = [f"prompts={json.dumps(PROMPTS)}", "seeds=3", "seed=1", f"hydra.run.dir={folder}", "sweep.resume=true"]
-    random = Random(0)
-    for number in range(int(os.environ.get("KILLS", 1))):
-        process = start(cache, *arguments)
-        deadline = time.monotonic() + (random.uniform(0, 25) if number else 200)
-        while (number or len(done(folder)) < 2) and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    before = done(folder)
-    status, output = finish(start(cache, *arguments))
-    assert status == 0, output
-    return folder, before, output
+def listing(folder):
+    """Three seeds of two prompts."""
+    model = [*SMALL, *tiny.model()]
+    return [*model, f"prompts={json.dumps(PROMPTS)}", "seeds=3", "seed=1", f"hydra.run.dir={folder}"]
 
 
 def done(folder):
     return {path.parent.name: path.stat().st_mtime_ns for path in folder.glob("*/metrics.json")}
 
 
-def test_a_killed_sweep_goes_on_with_nothing_lost_or_doubled(sweep):
-    folder, before, _ = sweep
-    after = done(folder)
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """A list, made: its folder, and what was said."""
+    folder = tmp_path_factory.mktemp("sweep")
+    store = f"compile.store={tmp_path_factory.mktemp('store') / 'store'}"  # an empty one
+    answer = warm().run([*listing(folder), store])
+    assert answer.returncode == 0, answer.output
+    return folder, answer.output
+
+
+@pytest.fixture(scope="module")
+def made(sweep):
+    """One of its videos: the first."""
+    return listed(sweep[0])[0]
+
+
+@pytest.mark.system
+def test_a_killed_sweep_goes_on_with_nothing_lost_or_doubled(sweep, tmp_path):
+    """Killed in the middle and started again; KILLS=30 does that thirty times, at any moment."""
+    random, arguments = Random(0), [*listing(tmp_path), "sweep.resume=true"]
+    for number in range(KILLS):
+        process = warm().start(arguments)
+        deadline = time.monotonic() + (random.uniform(0, 25) if number else 200)
+        while (number or len(done(tmp_path)) < 2) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    before = done(tmp_path)
+    answer = warm().run(arguments)
+    assert answer.returncode == 0, answer.output
+    after = done(tmp_path)
     assert len(before) >= 2 and len(after) == 6
     assert all(after[name] == time for name, time in before.items()), "finished jobs are left alone"
-    frames = {name: load_file(folder / name / "decode.safetensors")["frames"].tobytes() for name in after}
-    assert len(set(frames.values())) == 6, "no two videos are the same"
+    for name in after:
+        assert numpy.array_equal(frames(tmp_path / name), frames(sweep[0] / name)), "as undisturbed"
 
 
-def test_a_video_of_a_killed_sweep_is_the_undisturbed_one(sweep, generate):
-    number = 1 if "KILLS" in os.environ else 6
-    for place, path in enumerate(listed(sweep[0])):
-        if (place + 1) % number == 0:
-            prompt, seed = f"prompt={PROMPTS[place // 3]}", f"seed={1 + place % 3}"
-            assert numpy.array_equal(frames(path), frames(generate(prompt, seed, folder=path.name)))
+def test_no_two_videos_of_a_sweep_are_the_same(sweep):
+    assert len({frames(path).tobytes() for path in listed(sweep[0])}) == 6
 
 
 def test_a_sweep_loads_and_compiles_once(sweep):
-    folder, before, _ = sweep
-    if len(before) == 6:
-        pytest.skip("the last of many kills came after the last video")
-    made = [metrics(path) for path in listed(folder) if path.name not in before]
-    assert set(made[0]["compile"]) == {"text.encode", "denoise.step", "decode.first", "decode.later"}
-    assert {"load_text_encoder", "load_transformer", "load_vae"} <= set(made[0]["seconds"])
-    for later in made[1:]:
-        assert not later["compile"]
-        assert not [name for name in later["seconds"] if name.startswith("load_")]
-    texts = [name for name in (job["seconds"] for job in made) if "text" in name]
-    prompts = {json.dumps(job["overrides"]).split("prompt.text")[1].split('"')[0] for job in made}
-    assert len(texts) == len(prompts), "each prompt is encoded once"
+    first, *later = map(metrics, listed(sweep[0]))
+    assert set(first["compile"]) == {"text.text_encoder", "denoise.step", "decode.first", "decode.later"}
+    assert {"load_text_encoder", "load_transformer", "load_vae"} <= set(first["seconds"])
+    for job in later:
+        assert not job["compile"]
+        assert not [name for name in job["seconds"] if name.startswith("load_")]
+    assert ["text" in job["seconds"] for job in (first, *later)] == 2 * [True, False, False], "each prompt once"
 
 
 def test_a_sweep_is_reported(sweep):
-    folder, _, output = sweep
-    assert output.splitlines()[-1] == str(folder / "report.html")
+    folder, output = sweep
+    assert str(folder / "report.html") in output.splitlines()
     with (folder / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["job"] for row in rows] == [path.name for path in listed(folder)], "in the order of the list"
@@ -117,6 +113,7 @@ def test_a_sweep_is_reported(sweep):
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
+@pytest.mark.system
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 def test_the_report_opens_in_a_browser(sweep, tmp_path):
     """Rendered for real: the table's text is in the page, and every video has its size."""
@@ -132,26 +129,26 @@ def test_the_report_opens_in_a_browser(sweep, tmp_path):
     assert len(colours) > 500, "contact sheets are shown"
 
 
-def test_one_failure_does_not_stop_the_others(tmp_path, cache):
+def test_one_failure_does_not_stop_the_others(tmp_path, two_layers):
     jobs = tmp_path / "jobs.jsonl"
     broken = '{"prompt": "a", "resolution.height": 50}\n{oops\n{"prompt": "b", "stesp": 3}\n'
     jobs.write_text('{"prompt": "a red circle"}\n' + broken + '{"prompt": "a blue square"}\n')
-    status, output = finish(start(cache, f"prompts={jobs}", f"hydra.run.dir={tmp_path / 'out'}", "steps=1"))
-    assert status == 1
+    answer = warm().run([*two_layers, f"prompts={jobs}", f"hydra.run.dir={tmp_path / 'out'}", "steps=1"])
+    assert answer.returncode == 1
     first, second, *_, last = (path.name for path in listed(tmp_path / "out"))
     assert set(done(tmp_path / "out")) == {first, last}
     rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
     errors = {row["job"]: row["error"] for row in rows if row["status"] == "failed"}
     assert "multiple of 16" in errors[second] and "line 3: not JSON" in errors["line0003"]
     assert "nearest: steps" in errors["line0004"]
-    assert "line 3: not JSON" in output
+    assert "line 3: not JSON" in answer.output
 
 
-def test_a_hydra_sweep_over_meshes_and_blocks(tmp_path, cache):
+@pytest.mark.full
+def test_a_hydra_sweep_over_meshes_and_blocks(tmp_path, two_layers):
     swept = ["mesh=auto,cpu_8", "attention=xla", "attention.self.block_kv=16,512"]
-    arguments = ["-m", "stages=[text,denoise]", "steps=1", *swept, f"hydra.sweep.dir={tmp_path}"]
-    status, output = finish(start(cache, *arguments))
-    assert status == 0, output
+    answer = warm().run(["-m", *two_layers, "stages=[text,denoise]", "steps=1", *swept, f"hydra.sweep.dir={tmp_path}"])
+    assert answer.returncode == 0, answer.output
     latents = [load_file(tmp_path / str(job) / "denoise.safetensors")["latents"] for job in range(4)]
     assert all(numpy.abs(latents[0] - other).max() < 1e-4 for other in latents)
     made = [metrics(tmp_path / str(job)) for job in range(4)]
@@ -168,17 +165,15 @@ def frames(folder):
     return load_file(folder / "decode.safetensors")["frames"]
 
 
-def test_a_video_alone_is_replayed_bit_for_bit(sweep, tmp_path, cache):
-    folder, before, _ = sweep
-    original = folder / min(before)
+def test_a_video_alone_is_replayed_bit_for_bit(made, tmp_path):
     video = tmp_path / "found.mp4"
-    shutil.copy(original / "video.mp4", video)
-    places = [cache, f"replay={video}", f"hydra.run.dir={tmp_path / 'again'}", "output.keep_frames=true"]
-    answer = warm().run(places)
+    shutil.copy(made / "video.mp4", video)
+    places = [f"hydra.run.dir={tmp_path / 'again'}", "output.keep_frames=true"]
+    answer = warm().run([*tiny.model(), f"replay={video}", *places])
     assert answer.returncode == 0, answer.stderr
-    assert numpy.array_equal(frames(tmp_path / "again"), frames(original))
+    assert numpy.array_equal(frames(tmp_path / "again"), frames(made))
     assert "differs" not in answer.stderr
-    assert metrics(tmp_path / "again")["config_hash"] == metrics(original)["config_hash"]
+    assert metrics(tmp_path / "again")["config_hash"] == metrics(made)["config_hash"]
 
 
 def taken(source, *overrides):
@@ -187,30 +182,28 @@ def taken(source, *overrides):
     return take_over(make_config(*overrides), rewrite(overrides))
 
 
-def test_overrides_go_on_top_of_a_replay(sweep):
-    source = sweep[0] / min(sweep[1])
-    config = taken(source, "seed=77", "mesh=cpu_8")
+def test_overrides_go_on_top_of_a_replay(made):
+    config = taken(made, "seed=77", "mesh=cpu_8")
     assert (config.seed, config.mesh.name, config.steps, config.resolution.height) == (77, "cpu_8", 3, 64)
     assert config.prompt.text == PROMPTS[0]
 
 
-def test_overrides_of_a_replay_have_their_consequences(sweep):
-    source = sweep[0] / min(sweep[1])
-    assert taken(source).scheduler.arguments.flow_shift == 3
-    assert taken(source, "resolution.flow_shift=7").scheduler.arguments.flow_shift == 7
-    portrait = taken(source, "model=wan21_t2v_1_3b", "resolution=720p_portrait")
+def test_overrides_of_a_replay_have_their_consequences(made):
+    assert taken(made).scheduler.arguments.flow_shift == 3
+    assert taken(made, "resolution.flow_shift=7").scheduler.arguments.flow_shift == 7
+    portrait = taken(made, "model=wan21_t2v_1_3b", "resolution=720p_portrait")
     assert (portrait.resolution.height, portrait.resolution.width, portrait.resolution.frames) == (1280, 720, 81)
-    assert portrait.scheduler.arguments.flow_shift == 5 and portrait.sharding.vae.carry[3] == ["dp", "sp", "tp"]
+    assert portrait.scheduler.arguments.flow_shift == 5 and portrait.sharding.picture[3] == ["dp", "sp", "tp"]
     assert portrait.model.path == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers" and portrait.guidance_scale == 5
     assert portrait.steps == 3, "said when the run was made"
-    assert "conv3d" not in taken(source, "~ops.conv3d").ops and "conv3d" in taken(source).ops
-    assert taken(source, "scheduler=euler").scheduler.target == "FlowMatchEulerDiscreteScheduler"
+    assert "conv3d" not in taken(made, "~ops.conv3d").ops and "conv3d" in taken(made).ops
+    assert taken(made, "scheduler=euler").scheduler.target == "FlowMatchEulerDiscreteScheduler"
 
 
-def test_what_the_stored_run_said_holds_where_conf_has_changed_since(sweep, tmp_path, caplog):
+def test_what_the_stored_run_said_holds_where_conf_has_changed_since(made, tmp_path, caplog):
     """As if another version had made it, with another default of its own and one key fewer."""
     source = tmp_path / "run"
-    shutil.copytree(sweep[0] / min(sweep[1]), source)
+    shutil.copytree(made, source)
     stored = OmegaConf.load(source / "config.yaml")
     stored.guidance_scale, stored.resolution.fps = 2.5, 12
     del stored.compile["matmul_precision"]
@@ -222,15 +215,15 @@ def test_what_the_stored_run_said_holds_where_conf_has_changed_since(sweep, tmp_
     assert taken(source, "resolution=demo").resolution.fps == 8
     stored["of_the_video"] = 1
     OmegaConf.save(stored, source / "config.yaml")
-    taken(source)
+    taken(source, *tiny.model())
     assert "not taken over, since they may only be given on the command line: of_the_video" in caplog.text
 
 
-def test_a_run_whose_command_is_not_known_is_taken_value_by_value(sweep, tmp_path):
+def test_a_run_whose_command_is_not_known_is_taken_value_by_value(made, tmp_path):
     """As an unfinished job of a list was stored before there was a command.json."""
     source = tmp_path / "run"
     source.mkdir()
-    stored = OmegaConf.load(sweep[0] / min(sweep[1]) / "config.yaml")
+    stored = OmegaConf.load(made / "config.yaml")
     stored.resolution.flow_shift = stored.scheduler.arguments.flow_shift = 5.0
     OmegaConf.save(stored, source / "config.yaml")
     config = taken(source)
@@ -245,20 +238,18 @@ def test_a_prompt_is_a_text_in_a_replay_too(generate):
     assert taken(source).prompt.text == text
 
 
-def test_a_video_carries_nothing_of_this_machine(sweep):
-    video = sweep[0] / min(sweep[1]) / "video.mp4"
+def test_a_video_carries_nothing_of_this_machine(made):
+    video = made / "video.mp4"
     carried = json.dumps(media.read_metadata(video))
-    places = (ROOT, sweep[0].parent, Path.home(), tempfile.gettempdir(), sys.prefix, socket.gethostname())
+    places = (ROOT, made.parent, Path.home(), tempfile.gettempdir(), sys.prefix, socket.gethostname())
     assert not [place for place in places if re.search(rf"(?<![\w/]){place}\b", carried)]
     assert read_stored(video, "replay").config["resolution.height"] == 64
 
 
-def test_a_replay_elsewhere_says_what_differs(sweep, caplog):
-    folder, before, _ = sweep
-    source = folder / min(before)
-    now = metrics(source) | {"device": "TPU v6 lite", "devices": 8}
+def test_a_replay_elsewhere_says_what_differs(made, caplog):
+    now = metrics(made) | {"device": "TPU v6 lite", "devices": 8}
     with caplog.at_level("WARNING"):
-        compare_replay(make_config(f"replay={source}"), now)
+        compare_replay(make_config(f"replay={made}"), now)
     assert "device differs: cpu then, TPU v6 lite now" in caplog.text
     assert "devices differs: 1 then, 8 now" in caplog.text
 
@@ -277,17 +268,17 @@ def test_what_cannot_be_replayed_is_told(tmp_path, what, message):
 # ---------------------------------------------------------------- other ends
 
 
-def test_a_full_disk_is_told_and_finished_stages_are_kept(tmp_path, cache, monkeypatch, caplog):
+def test_a_full_disk_is_told_and_finished_stages_are_kept(tmp_path, two_layers, monkeypatch, caplog):
     save = results.save
 
-    def full(folder, stage, *rest):
-        if stage == "decode":
-            raise OSError(28, "No space left on device", str(folder))
-        save(folder, stage, *rest)
+    def full(path, *rest):
+        if path.stem == "decode":
+            raise OSError(28, "No space left on device", str(path))
+        save(path, *rest)
 
     monkeypatch.setattr(results, "save", full)
     monkeypatch.setattr(attempt, "failures", [])
-    assert attempt.attempt(make_config(*SMALL, cache), tmp_path, []) is None
+    assert attempt.attempt(make_config(*two_layers), tmp_path, []) is None
     assert "the disk is full; free some space and go on with resume=" in caplog.text
     assert (tmp_path / "denoise.safetensors").exists() and not (tmp_path / "video.mp4").exists()
 
@@ -305,8 +296,7 @@ def test_previews_are_updated_while_denoising(generate, monkeypatch):
     assert numpy.array_equal(last, frames(folder)[0]), "a preview of finished latents is that frame"
 
 
-def test_a_report_takes_folders_that_others_are_still_writing_into(sweep, tmp_path):
-    made = sweep[0] / min(sweep[1])
+def test_a_report_takes_folders_that_others_are_still_writing_into(made, tmp_path):
     for name, files in (("0", ("metrics.json", "video.mp4")), ("1", ("metrics.json", "config.yaml"))):
         (tmp_path / name).mkdir()
         for file in files:  # a video without its pictures, metrics without a video
