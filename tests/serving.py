@@ -11,6 +11,7 @@ import uvicorn
 from tests.conftest import make_config
 from wan_torchax.config.commandline import rewrite
 from wan_torchax.serve import worker
+from wan_torchax.serve.connections import connection_class
 from wan_torchax.serve.front import Front, make_app
 from wan_torchax.serve.processes import bind
 from wan_torchax.serve.queue import Queue
@@ -28,7 +29,7 @@ class Server:
         self.front, self.ends, self.parks = Front(self.base, self.queue, ready), False, False
         listening = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        options = dict(log_level="warning", lifespan="off", limit_concurrency=config.serve.connections)
+        options = dict(log_level="warning", lifespan="off", http=connection_class(config.serve.connections))
         self.uvicorn = uvicorn.Server(uvicorn.Config(make_app(self.front), **options))
         self.threads = [threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [listening]})]
         if works:

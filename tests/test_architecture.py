@@ -19,6 +19,7 @@ FLOORS = [
     ("models",),
     ("runtime",),
     ("stages",),
+    ("work",),
     ("session",),
     ("tasks", "serve"),
 ]

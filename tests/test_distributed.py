@@ -11,14 +11,17 @@ import numpy
 import pytest
 
 from tests import tiny
-from tests.conftest import listed, make_config, resolve_here
+from tests.conftest import SMALL, listed, make_config, metrics, resolve_here, results, run_into
 from tests.fork import warm
-from tests.test_parity import SIZE_OVERRIDES, psnr, relative_error, results
+from tests.reference import psnr, relative_error
+from tests.test_parity import LARGE
+from wan_torchax.config.geometry import device_count
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
 from wan_torchax.devices import distributed
 
 PROMPT = "a red circle moving right on a white background"
+system = pytest.mark.system  # two processes
 
 
 def free_port() -> int:
@@ -80,18 +83,12 @@ def by_environment(port):
 # ---------------------------------------------------------------- one video over two processes
 
 SMALL_SIZE = {"resolution.height": 64, "resolution.width": 64, "resolution.frames": 5}
+ALONG = {"mesh.axes.dp": 1, "mesh.axes.sp": 8, "mesh.axes.tp": 1, "stages": ["text", "denoise"]}
 LAYOUTS = {  # each axis crosses from one process to the other in one of them, with tokens on every device
-    "tokens over sp": {
-        "mesh.axes.dp": 1, "mesh.axes.sp": 8, "mesh.axes.tp": 1, "sharding": "sequence", "stages": ["text", "denoise"],
-    },
-    "a ring over sp": {
-        "mesh.axes.dp": 1, "mesh.axes.sp": 8, "mesh.axes.tp": 1, "sharding": "ring", "stages": ["text", "denoise"],
-    },
+    "tokens over sp": ALONG | {"sharding": "sequence"},
+    "a ring over sp": ALONG | {"sharding": "ring"},
     "guidance over dp and tp": SMALL_SIZE | {"mesh.axes.dp": 2, "mesh.axes.tp": 4},
 }
-if os.environ.get("FULL"):  # its decision is one on both processes
-    cached = {"cache": "easycache", "cache.threshold": 1, "steps": 6}
-    LAYOUTS = {"an adaptive cache": LAYOUTS["tokens over sp"] | cached} | LAYOUTS
 LAST, KILLED = len(LAYOUTS), len(LAYOUTS) + 2  # line numbers
 
 
@@ -100,22 +97,20 @@ def video(folder, line):
     return listed(folder / "0")[line - 1]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny.overrides(tiny.make_checkpoint(tmp_path_factory.mktemp("tiny") / "model"))
+def start_two(folder, lines, *overrides):
+    """The lines of a list, one after the other, by two processes; the folder of each is its number's."""
+    (folder / "jobs.jsonl").write_text("".join(json.dumps({"prompt": PROMPT, **line}) + "\n" for line in lines))
+    command = ["run.py", *tiny.model(), *LARGE, "mesh=cpu_8", "distributed=auto", "distributed.lost_seconds=10"]
+    places = [f"prompts={folder / 'jobs.jsonl'}", f"hydra.run.dir={folder}/{{number}}"]
+    return Pair([*command, "output.keep_frames=true", *places, *overrides], by_environment(free_port()))
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory, cache, model):
+def two(tmp_path_factory):
     """Every layout as one line of a list, in one pair of processes; then a line that fails on both, and one in whose
     steps process 1 is killed."""
     folder = tmp_path_factory.mktemp("two")
-    lines = [*LAYOUTS.values(), {"mesh.axes.dp": 3}, {"steps": 900, "preview_every": 2}]
-    (folder / "jobs.jsonl").write_text("".join(json.dumps({"prompt": PROMPT, **line}) + "\n" for line in lines))
-    command = ["run.py", *model, *SIZE_OVERRIDES, cache, "mesh=cpu_8"]
-    command += ["distributed=auto", "distributed.lost_seconds=10", "output.keep_frames=true"]
-    command += [f"prompts={folder / 'jobs.jsonl'}", f"hydra.run.dir={folder}/{{number}}"]
-    pair = Pair(command, by_environment(free_port()))
+    pair = start_two(folder, [*LAYOUTS.values(), {"mesh.axes.dp": 3}, {"steps": 900, "preview_every": 2}])
     deadline = time.monotonic() + 400
     while not (folder / "0" / "list.json").exists() or not (video(folder, KILLED) / "preview.png").exists():
         running = pair.processes[0].poll() is None and time.monotonic() < deadline
@@ -126,22 +121,34 @@ def two(tmp_path_factory, cache, model):
     return folder, pair
 
 
-def test_two_processes_give_what_one_gives(two, generate, model):
-    only = ["steps=2", f"prompt={PROMPT}"]
-    small = results(generate(*model, *only))
-    large = results(generate(*model, *SIZE_OVERRIDES, *only, "stages=[text,denoise]", folder="large"))
-    for number, layout in enumerate(LAYOUTS, start=1):
-        alone = small if "resolution.height" in LAYOUTS[layout] else large
-        if "cache" in LAYOUTS[layout]:
-            mode = ["cache=easycache", "cache.threshold=1", "steps=6", "stages=[text,denoise]"]
-            alone = results(generate(*model, *SIZE_OVERRIDES, f"prompt={PROMPT}", *mode, folder="cached"))
+def alone(folder, *overrides):
+    return results(run_into(folder, *tiny.model(), *LARGE, f"prompt={PROMPT}", "output.keep_frames=true", *overrides))
+
+
+@system
+def test_two_processes_give_what_one_gives(two, tmp_path):
+    small = alone(tmp_path / "small", *SMALL, "steps=2")
+    large = alone(tmp_path / "large", "stages=[text,denoise]")
+    for number, (name, layout) in enumerate(LAYOUTS.items(), start=1):
+        expected = small if "resolution.height" in layout else large
         values = results(video(two[0], number))
-        assert relative_error(values["latents"], alone["latents"]) < 1e-4, layout
-        if "stages" not in LAYOUTS[layout]:
-            assert psnr(values["frames"], alone["frames"]) > 55, layout
+        assert relative_error(values["latents"], expected["latents"]) < 1e-4, name
+        if "stages" not in layout:
+            assert psnr(values["frames"], expected["frames"]) > 55, name
     assert small["frames"].std() > 1
 
 
+@system
+@pytest.mark.full
+def test_an_adaptive_cache_decides_alike_on_both(tmp_path):
+    mode = ["cache=easycache", "cache.threshold=1", "steps=6"]
+    pair = start_two(tmp_path, [LAYOUTS["tokens over sp"]], *mode)
+    assert pair.ends(300) == [0, 0], pair.text(0) + pair.text(1)
+    expected = alone(tmp_path / "alone", *mode, "stages=[text,denoise]")
+    assert relative_error(results(video(tmp_path, 1))["latents"], expected["latents"]) < 1e-4
+
+
+@system
 def test_process_0_writes_and_all_are_tagged(two):
     folder, pair = two
     written = {path.name for path in video(folder, LAST).iterdir()}
@@ -155,32 +162,38 @@ def test_process_0_writes_and_all_are_tagged(two):
         assert f"[{number}/2] error: 1 problem in the configuration" in pair.text(number), both
 
 
+@system
 def test_each_process_holds_its_part_of_the_mesh(two):
-    metrics = json.loads((video(two[0], LAST) / "metrics.json").read_text())
-    assert metrics["devices"] == 8 and metrics["processes"] == 2 and metrics["mesh"] == {"dp": 2, "sp": 1, "tp": 4}
+    told = metrics(video(two[0], LAST))
+    assert told["devices"] == 8 and told["processes"] == 2 and told["mesh"] == {"dp": 2, "sp": 1, "tp": 4}
 
 
 LOAD = """
 import sys, torch, jax
 from pathlib import Path
 from tests.conftest import make_config
-from wan_torchax.config.schema import Rule, Table
+from omegaconf import OmegaConf
 from wan_torchax.devices import distributed
+from wan_torchax.models.family import ComponentSpec
 from wan_torchax.records.provenance import peak_host_bytes
 from wan_torchax.runtime import weights
+from wan_torchax.runtime.jobs import plan_job
 from wan_torchax.session import session
 config = make_config("mesh=cpu_8", "mesh.axes={{dp:1,sp:1,tp:8}}", *sys.argv[2:])
 distributed.join(config)
-mesh = session.resolve(config, [], weights=False).mesh
+mesh = session.place(plan_job(config)).mesh
 with torch.device("meta"):
     model = torch.nn.Sequential(*(torch.nn.Linear(8192, 8192, bias=False) for _ in range(16)))
-tensors = weights.plan(model, Table({{"all": Rule(r".*", ["tp"])}}), mesh, "float32", "x")
+rules = OmegaConf.create({{"all": {{"pattern": ".*", "axes": ["rows"]}}}})
+layout = weights.Layout(mesh, rules, {{"rows": "tp"}})
+tensors = weights.plan(model, ComponentSpec(lambda _: model), {{}}, layout, "float32")
 arrays = weights.load(tensors, Path(sys.argv[1]), lambda count: None)
 print("peak", peak_host_bytes())
 distributed.finish()
 """
 
 
+@system
 def test_each_process_loads_only_what_it_owns(tmp_path):
     """4 GiB of weights over eight devices: a process that has four of them never holds more than 0.6 of what one with
     all eight does."""
@@ -197,6 +210,7 @@ def test_each_process_loads_only_what_it_owns(tmp_path):
 # ---------------------------------------------------------------- ending together
 
 
+@system
 def test_a_process_killed_while_denoising_ends_the_other_by_name(two):
     _, pair = two
     assert pair.statuses == [1, -signal.SIGKILL]
@@ -217,6 +231,7 @@ def test_messages_of_those_who_do_not_know_the_secret_are_refused(monkeypatch):
         distributed.verify("1/host/1", signed)
 
 
+@system
 def test_mismatched_configurations_end_both_at_once(tmp_path):
     command = ["run.py", "mesh=cpu_8", "steps=3{number}", f"hydra.run.dir={tmp_path}/{{number}}"]
     pair = Pair([*command, *by_config(free_port())])
@@ -260,6 +275,7 @@ def slurm(port):
     return [common | {"SLURM_PROCID": str(number), "SLURM_LOCALID": "0"} for number in (0, 1)]
 
 
+@system
 def test_slurm_is_found_and_ctrl_c_on_one_ends_all(tmp_path):
     each = slurm(free_port())
     pair = Pair([WAIT, "distributed=auto"], [each[0], each[1] | {"MEET": "what the other never says"}])
@@ -270,6 +286,7 @@ def test_slurm_is_found_and_ctrl_c_on_one_ends_all(tmp_path):
     assert re.search(r"process 1 of 2 \(.*\) was interrupted; this process ends too", pair.text(0))
 
 
+@system
 def test_an_error_on_one_ends_all_with_its_message(tmp_path):
     pair = Pair([WAIT, *by_config(free_port())], [{}, {"ERROR": "no such file here"}])
     assert pair.ends(60) == [1, 1]
@@ -286,6 +303,7 @@ def test_two_processes_with_one_number_are_told():
     del stores
 
 
+@system
 def test_a_coordinator_that_dies_is_named(tmp_path):
     pair = Pair([WAIT, *by_config(free_port())])
     for number in (0, 1):
@@ -298,6 +316,7 @@ def test_a_coordinator_that_dies_is_named(tmp_path):
         time.sleep(0.05)
 
 
+@system
 def test_a_process_that_never_arrives_is_named(tmp_path):
     """Process 0 of one pair and process 1 of another."""
     strangers = [by_environment(free_port())[number] for number in (0, 1)]
@@ -329,7 +348,7 @@ def test_what_cannot_be_joined_is_told(overrides, message):
     [
         (["mesh=v6e_16"], "has 4 hosts, and distributed=none is one process; set distributed=auto"),
         (["distributed=auto", "task=tune"], "task=tune is done by one process; set distributed=none"),
-        (["mesh=v6e_16", "mesh.hosts=3", "distributed=auto"], "mesh.hosts=3: must divide mesh.devices=16"),
+        (["mesh=v6e_16", "mesh.hosts=3", "distributed=auto"], "mesh.hosts=3: must divide the 16 devices"),
         (
             ["distributed=auto", "distributed.lost_seconds=1"],
             "distributed.lost_seconds=1: must be from 5 to 3600; nearest 5",
@@ -370,15 +389,16 @@ SLICES = {
 def test_the_axis_with_the_most_traffic_stays_inside_a_host_or_between_neighbours(name):
     mesh = make_config(f"mesh={name}", "sharding=tp_ring").mesh
     laid = distributed.arrange(SLICES[name], tuple(mesh.axes.values()))
-    assert laid.shape == tuple(mesh.axes.values()) and len({id(device) for device in laid.flat}) == mesh.devices
-    in_order = [number * mesh.hosts // mesh.devices for number in range(mesh.devices)]
+    devices = device_count(mesh)
+    assert laid.shape == tuple(mesh.axes.values()) and len({id(device) for device in laid.flat}) == devices
+    in_order = [number * mesh.hosts // devices for number in range(devices)]
     assert [device.process_index for device in laid.flat] == in_order, "as task=plan counts"
     for group in laid.reshape(-1, mesh.axes.tp):
         if len({device.process_index for device in group}) > 1:
             spans = numpy.ptp([device.coords for device in group], axis=0) + 1
             assert spans.prod() == mesh.axes.tp, "a block of the torus without gaps"
         else:
-            assert mesh.axes.tp <= mesh.devices // mesh.hosts
+            assert mesh.axes.tp <= devices // mesh.hosts
 
 
 def test_a_slice_needs_every_host():

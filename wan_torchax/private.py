@@ -20,6 +20,7 @@ VERSIONS = {
     "diffusers": ("0.42.1", "0.42.1"),
     "transformers": ("5.22.2", "5.22.2"),
     "hydra-core": ("1.3.8", "1.3.8"),
+    "uvicorn": ("0.54.0", "0.54.0"),
 }
 
 
@@ -300,6 +301,14 @@ def parse_override(text: str):
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     return OverridesParser.create().parse_override(text)
+
+
+@private("uvicorn", why="uvicorn has no deadline for a request's headers", until="it has one")
+def h11_protocol() -> type:
+    """What uvicorn makes of a connection: `conn`, `connections`, `loop`, `transport` and asyncio's own methods."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    return H11Protocol
 
 
 @private(

@@ -18,7 +18,6 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
 from omegaconf import OmegaConf
 
 from wan_torchax.config import inputs, trust
@@ -107,15 +106,16 @@ def read(config) -> list[Job]:
 
 def make_job(number: int, row: dict, folder: Path | None, error: str | None) -> Job:
     """One line of the list, which lies in a folder if it is a file."""
-    values = {TEXT_KEYS.get(key, key): value for key, value in row.items() if value is not None}
+    said = {TEXT_KEYS.get(key, key): value for key, value in row.items() if value is not None}
     try:
-        files = [file_override(key, values[key], folder) for key in values.keys() & inputs.FILES.keys()]
-        overrides = trust.overrides({key: value for key, value in values.items() if key not in inputs.FILES}) + files
+        files = {key: files_of(key, said.pop(key), folder) for key in inputs.FILES if key in said}
+        values = trust.parsed(said)
     except ConfigError as problem:
-        overrides, error = [], error or f"line {number}: {problem}"
+        error = error or f"line {number}: {problem}"
     if error is not None:
-        return Job(f"line{number:04d}", overrides, error)
-    return Job(name_of(values), overrides)
+        return Job(f"line{number:04d}", [], error)
+    named = {key: [str(path.relative_to(folder)) for path in paths] for key, paths in files.items()}
+    return Job(name_of(values | named), trust.overrides(values) + [file_override(key, files[key]) for key in files])
 
 
 def folder_of(source: str | None) -> Path | None:
@@ -123,13 +123,20 @@ def folder_of(source: str | None) -> Path | None:
     return None if source is None or source.lstrip().startswith("[") else Path(source).resolve().parent
 
 
-def file_override(key: str, value, folder: Path | None) -> str:
+def files_of(key: str, value, folder: Path | None) -> list[Path]:
     """What a line says of a picture or video: a file in the list's folder, or several (references)."""
-    names = yaml.safe_load(value) if isinstance(value, str) and value.startswith("[") else value
+    names = trust.read_literal(value) if isinstance(value, str) and value.startswith("[") else value
     names = names if isinstance(names, list) else [names]
-    paths = [(folder / name).resolve() for name in names if folder and isinstance(name, str)]
-    if len(paths) != len(names) or not all(folder and path.is_relative_to(folder) for path in paths):
+    named = [name for name in names if isinstance(name, str) and name and "\0" not in name]
+    paths = [(folder / name).resolve() for name in named] if folder else []
+    if not paths or len(paths) != len(names) or not all(path.is_relative_to(folder) for path in paths):
         raise ConfigError(f"{key}={trust.shown(value)}: a list may only name files in its own folder")
+    if len(paths) > 1 and key != "references":
+        raise ConfigError(f"{key}={trust.shown(value)}: takes one file")
+    return paths
+
+
+def file_override(key: str, paths: list[Path]) -> str:
     texts = [str(path) for path in paths]
     return f"{key}={trust.written(texts if key == 'references' else texts[0])}"
 

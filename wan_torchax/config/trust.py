@@ -15,6 +15,7 @@ import functools
 import json
 import math
 import re
+import reprlib
 import typing
 from typing import Any
 
@@ -28,35 +29,47 @@ from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import flatten, nearest
 
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+MOST_LETTERS = 1000  # of a number or list that comes as text
+MOST_PROMPT = 100_000  # of an override that holds a prompt
 
 
-def override(key: str, value: Any) -> str:
-    """What an artefact says of one key, as an override for `compose`; an error where it may not say that."""
-    if key in groups():
-        several = value if isinstance(value, list) and key in tables() else [value]
-        if not all(name in options(key) for name in several):
-            raise ConfigError(f"{key}={shown(value)}: no such option; one of: {', '.join(options(key))}")
-        return f"{key}=[{','.join(several)}]" if several is value else f"{key}={value}"
-    return f"{key}={written(offered_value(key, value))}"
+def parsed(values: dict) -> dict[str, Any]:
+    """What an artefact says, by key, in the keys' types; an error where it may not say that. Objects may be nested."""
+    return {key: chosen(key, value) if key in groups() else offered_value(key, value) for key, value in flatten(values)}
 
 
 def overrides(values: dict) -> list[str]:
-    """All of them; objects may be nested."""
-    return [override(key, value) for key, value in flatten(values)]
+    """The same, as overrides for `compose`."""
+    return [f"{key}={written(value, key in groups())}" for key, value in parsed(values).items()]
+
+
+def override(key: str, value: Any) -> str:
+    return overrides({key: value})[0]
+
+
+def chosen(group: str, value: Any) -> str | list[str]:
+    """An option of a group, or several where its options are rows of a table."""
+    several = value if isinstance(value, list) and group in tables() else [value]
+    if not all(name in options(group) for name in several):
+        raise ConfigError(f"{group}={shown(value)}: no such option; one of: {', '.join(options(group))}")
+    return value
 
 
 def repeated(text: str) -> list[str]:
     """An override that an artefact carries, in Hydra's grammar, as such that are safe to compose."""
+    most = MOST_PROMPT if re.match(r"[\w.]+=['\"]", text) else MOST_LETTERS  # Hydra takes long over what has no quotes
+    if len(text) > most:
+        raise ConfigError(f"{shown(text)}: longer than {most} characters")
     try:
-        parsed = private.parse_override(text)
+        change = private.parse_override(text)
     except (HydraException, RecursionError) as error:
-        raise ConfigError(f"{text[:80]}: not an override ({str(error).splitlines()[0]})") from error
-    if parsed.type.name != "CHANGE" or parsed.package is not None:
-        raise ConfigError(f"{key_of(text)}: may only be added or removed on the command line")
-    if parsed.is_sweep_override():
-        raise ConfigError(f"{text[:80]}: several values, which may only be swept over on the command line")
-    value = parsed.value()
-    return overrides({parsed.key_or_group: plain_text(value) if isinstance(value, str) else value})
+        raise ConfigError(f"{shown(text)}: not an override ({shown(str(error).splitlines()[0])})") from error
+    if change.type.name != "CHANGE" or change.package is not None:
+        raise ConfigError(f"{shown(key_of(text))}: may only be added or removed on the command line")
+    if change.is_sweep_override():
+        raise ConfigError(f"{shown(text)}: several values, which may only be swept over on the command line")
+    value = change.value()
+    return overrides({change.key_or_group: plain_text(value) if isinstance(value, str) else value})
 
 
 def offered_value(key: str, value: Any) -> Any:
@@ -67,11 +80,27 @@ def offered_value(key: str, value: Any) -> Any:
             raise ConfigError(f"{shown(key) or repr(key)}: no such key; {nearest(key, [*offered(), *groups()])}")
         raise ConfigError(f"{key}: may only be given on the command line")
     if isinstance(value, str) and str not in (kind, *typing.get_args(kind)):  # a table of texts
-        with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):  # then it stays a text, and does not fit
-            value = yaml.safe_load(value)
+        value = read_literal(value)
     if not fits(kind, value):
         raise ConfigError(f"{key}={shown(value)}: must be {words(kind)}")
     return value
+
+
+class PlainLoader(yaml.SafeLoader):
+    """Without aliases, by which a few letters can grow to fill the memory."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has aliases")
+        return super().compose_node(parent, index)
+
+
+def read_literal(text: str) -> Any:
+    """A number or list that comes as text, as YAML writes it; the text itself where it is none."""
+    if len(text) <= MOST_LETTERS:
+        with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):
+            return yaml.load(text, PlainLoader)
+    return text
 
 
 def is_offered(key: str) -> bool:
@@ -140,13 +169,14 @@ def words(kind) -> str:
     return WORDS[kind]
 
 
-def written(value) -> str:
-    """A literal of Hydra's grammar."""
-    if isinstance(value, str):
-        return quote(value)
-    return f"[{','.join(map(written, value))}]" if isinstance(value, list) else json.dumps(value)
+def written(value, plain: bool = False) -> str:
+    """A literal of Hydra's grammar; `plain`: of texts that need no quotes, such as an option's name."""
+    if isinstance(value, list):
+        return f"[{','.join(written(item, plain) for item in value)}]"
+    return (value if plain else quote(value)) if isinstance(value, str) else json.dumps(value)
 
 
 def shown(value) -> str:
-    text = str(value)
+    """For a message: shortened before it is written out, however large it is."""
+    text = value if isinstance(value, str) else reprlib.repr(value)
     return text if len(text) <= 60 else f"{text[:57]}…"

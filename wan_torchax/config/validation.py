@@ -5,7 +5,6 @@ Pure, like schema.py: no JAX, no torch.
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 import logging
 import math
 import os
@@ -25,6 +24,7 @@ from wan_torchax.config.caches import cache_problems
 from wan_torchax.config.commandline import options
 from wan_torchax.config.geometry import guided, steps_skipped
 from wan_torchax.config.graph import Graph
+from wan_torchax.config.keys import key_problems
 from wan_torchax.config.registry import FAMILIES, STAGES, TASKS, family_of
 from wan_torchax.config.schema import (
     DTYPES,
@@ -372,10 +372,7 @@ def serve_problems(config: DictConfig) -> Iterator[str]:
         return
     if not 0 <= serve.port <= 65535:
         yield f"serve.port={serve.port}: must be from 1 to 65535, or 0 for any that is free; usual 8000"
-    if not is_loopback(serve.host) and serve.keys_file is None and not os.environ.get("WAN_TORCHAX_KEYS"):
-        remedy = "serve.keys_file=<file with a key a line>, or serve.host=127.0.0.1"
-        yield f"serve.host={serve.host}: others can reach it, and there are no keys; give {remedy}"
-    yield from file_problems("serve.keys_file", serve.keys_file)
+    yield from key_problems(serve.host, serve.keys_file)
     for key, least in SERVE_LEAST.items():
         if serve[key] < least:
             yield f"serve.{key}={serve[key]}: must be at least {least}; nearest {least}"
@@ -383,13 +380,6 @@ def serve_problems(config: DictConfig) -> Iterator[str]:
         yield from one_of("serve.choices", group, trust.groups())
         for name in names if group in trust.groups() else ():
             yield from one_of(f"serve.choices.{group}", name, options(group))
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def spec_axes(spec) -> list[str]:

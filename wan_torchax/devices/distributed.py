@@ -343,7 +343,7 @@ def speak_on_abort() -> None:
 def hush() -> None:
     """This process ends in order."""
     if group.speaker is not None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # whatever it does, this process ends
             group.speaker.communicate(b"in order", timeout=5)
 
 

@@ -2,6 +2,7 @@
 import itertools
 import logging
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -28,6 +29,7 @@ class Clock:
         self.start: dict[str, float] = dict.fromkeys(START, 0.0)
         self.start["imports"] = process_seconds()
         self.began = time.perf_counter()
+        self.lock = threading.Lock()
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Ended) and not event.phase.startswith("compile_"):
@@ -41,7 +43,8 @@ class Clock:
         elif isinstance(event, Compiled):
             self.compiled(event)
         elif isinstance(event, Took):
-            self.start[event.part] += event.seconds
+            with self.lock:  # weights and programs are made ready in threads
+                self.start[event.part] += event.seconds
 
     def compiled(self, event: Compiled) -> None:
         memory = {part: round(getattr(event.memory, f"{part}_size_in_bytes") / GIB, 4) for part in MEMORY}

@@ -12,6 +12,7 @@ from wan_torchax.config.schema import FolderError
 def whole(path: Path) -> Iterator[Path]:
     """A path to write to; the file gets its name when all of it is written."""
     partial = path.with_name(f".partial-{os.getpid()}-{path.name}")  # two processes may write the same
+    partial.unlink(missing_ok=True)  # a link, in a folder of somebody else's making
     try:
         yield partial
         os.replace(partial, path)
@@ -22,6 +23,12 @@ def whole(path: Path) -> Iterator[Path]:
 def write_text(path: Path, text: str) -> None:
     with whole(path) as partial:
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")  # a prompt may hold half a character
+
+
+def own_file(folder: Path, name: str) -> Path | None:
+    """A file that lies in the folder itself, not one that a link leads to."""
+    path = folder / name
+    return path if path.is_file() and path.resolve() == folder.resolve() / name else None
 
 
 def sync(path: Path) -> None:
@@ -36,7 +43,8 @@ def sync(path: Path) -> None:
 @contextlib.contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """This process alone writes into the folder; the system lets go of it however the process ends."""
-    with (folder / ".lock").open("w") as file:
+    # Not through a link: a folder may be a stranger's.
+    with open(os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

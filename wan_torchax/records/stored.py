@@ -21,7 +21,8 @@ from wan_torchax.records.outputs import CALL, UNCOUNTED, is_under
 log = logging.getLogger("wan")
 HERE = "runs are under outputs/<date>/<time>"
 SHOWN = 10  # keys that are named
-MOST_BYTES = 16e6  # of a file that settings are read from
+MOST_BYTES = {".yaml": 256_000, ".json": 16_000_000}  # of a file that settings are read from; YAML is slow to read
+MOST_OVERRIDES = 200
 
 
 @dataclass
@@ -158,7 +159,7 @@ def set_value(config: DictConfig, key: str, value) -> None:
 def is_sound(key: str, value) -> bool:
     """Whether an artefact may say this of the key."""
     try:
-        return trust.offered_value(key, value) == value
+        return trust.is_offered(key) and trust.offered_value(key, value) == value
     except ConfigError:
         return False
 
@@ -202,16 +203,9 @@ def make_stored(config, overrides, metrics: dict) -> Stored:
     if not isinstance(overrides, list):
         names = {group: config[group].get("name") for group in trust.groups() if isinstance(config.get(group), dict)}
         overrides = [f"{group}={name}" for group, name in names.items() if name in options(group)]
+    if len(overrides) > MOST_OVERRIDES:
+        raise ConfigError(f"a run with {len(overrides)} overrides; at most {MOST_OVERRIDES} are taken over")
     return Stored(config, [text for text in overrides if isinstance(text, str)], metrics)
-
-
-class PlainLoader(yaml.SafeLoader):
-    """Without aliases, by which a small file can grow to fill the memory."""
-
-    def compose_node(self, parent, index):
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it has aliases")
-        return super().compose_node(parent, index)
 
 
 def read_mapping(path: Path) -> dict:
@@ -219,10 +213,10 @@ def read_mapping(path: Path) -> dict:
     if not path.is_file():
         return {}
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise ValueError(f"it has more than {MOST_BYTES} bytes")
+        if path.stat().st_size > MOST_BYTES[path.suffix]:
+            raise ValueError(f"it has more than {MOST_BYTES[path.suffix]} bytes")
         text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.load(text, PlainLoader)
+        content = json.loads(text) if path.suffix == ".json" else yaml.load(text, trust.PlainLoader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read ({str(error).splitlines()[0]}); runs write it whole") from error
     if not isinstance(content, dict):

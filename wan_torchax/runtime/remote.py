@@ -93,6 +93,8 @@ def fill(file: Path, offset: int, count: int) -> None:
     with file.open("r+b") as handle:
         handle.seek(offset)
         handle.write(content)
+        handle.flush()
+        os.fsync(handle.fileno())  # before it is recorded: after a loss of power zeros must not load as weights
     with lock:
         write_text(ranges_of(file), json.dumps(joined([*read_ranges(file), [offset, offset + count]])))
 

@@ -1,5 +1,6 @@
 """OpenAI's video API over the queue: https://platform.openai.com/docs/api-reference/videos, and what it lacks."""
 import asyncio
+import itertools
 import json
 import shutil
 import time
@@ -9,13 +10,15 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import one_of
+from wan_torchax.records.files import own_file
 from wan_torchax.records.report import without_places
 from wan_torchax.serve import estimate, requests
-from wan_torchax.serve.errors import Refused
+from wan_torchax.serve.errors import Answer, Refused
+from wan_torchax.serve.guard import whole_number
 from wan_torchax.serve.queue import Conflict, Full, Job, events_from
 
 VARIANTS = {"video": "video.mp4", "thumbnail": "poster.png", "spritesheet": "contact_sheet.png"}
@@ -50,12 +53,12 @@ def find(request: Request) -> Job:
 # ---------------------------------------------------------------- asking for a video
 
 
-async def create(request: Request) -> JSONResponse:
+async def create(request: Request) -> Answer:
     front, asked = request.app.state.front, await read(request)
     return await run_in_threadpool(submit, front, *asked, request.headers.get("idempotency-key"))
 
 
-async def remix(request: Request) -> JSONResponse:
+async def remix(request: Request) -> Answer:
     """The same again with another prompt."""
     front, job, (fields, files) = request.app.state.front, find(request), await read(request)
     if set(fields) != {"prompt"} or files:
@@ -98,14 +101,15 @@ async def read_form(form: FormData) -> tuple[dict, dict[str, list[bytes]]]:
     return fields, files
 
 
-def submit(front, fields: dict, files: dict, key: str | None, source: Job | None = None) -> JSONResponse:
+def submit(front, fields: dict, files: dict, key: str | None, source: Job | None = None) -> Answer:
     """Check a request as run.py would, put it into the queue, answer with its video."""
     if front.draining:
         raise Refused(503, "the server is about to end; ask again in a moment", "draining", {"Retry-After": "10"})
     with front.queue.draft() as draft:
         requests.write_files(draft, files)
         if source is not None:
-            shutil.copytree(source.folder / "inputs", draft / "inputs", dirs_exist_ok=True)
+            for path in itertools.chain(*requests.files_in(source.folder).values()):
+                shutil.copy(path, draft / "inputs")
             fields = source.request["fields"] | fields
         values, config = requests.make(front.base, fields, draft)
         content = describe(front.base, fields, values, config)
@@ -119,7 +123,7 @@ def submit(front, fields: dict, files: dict, key: str | None, source: Job | None
         except Conflict as error:
             raise Refused(409, str(error), "idempotency_conflict") from None
     front.measures.open[job.id] = job
-    return JSONResponse(video(front, job), headers=POLL)
+    return Answer(video(front, job), headers=POLL)
 
 
 def describe(base, fields: dict, values: dict, config) -> dict:
@@ -136,12 +140,12 @@ def describe(base, fields: dict, values: dict, config) -> dict:
 # ---------------------------------------------------------------- what became of it
 
 
-async def show(request: Request) -> JSONResponse:
-    return JSONResponse(video(request.app.state.front, find(request)), headers=POLL)
+async def show(request: Request) -> Answer:
+    return Answer(video(request.app.state.front, find(request)), headers=POLL)
 
 
-async def listed(request: Request) -> JSONResponse:
-    return JSONResponse(await run_in_threadpool(page_of, request.app.state.front, request.query_params))
+async def listed(request: Request) -> Answer:
+    return Answer(await run_in_threadpool(page_of, request.app.state.front, request.query_params))
 
 
 def page_of(front, query) -> dict:
@@ -149,7 +153,7 @@ def page_of(front, query) -> dict:
     order, limit = query.get("order", "desc"), query.get("limit", "20")
     for problem in one_of("order", order, ("asc", "desc")):
         raise ConfigError(problem)
-    if not limit.isdecimal() or not 1 <= int(limit) <= MOST_LISTED:
+    if not 1 <= whole_number(limit) <= MOST_LISTED:
         raise ConfigError(f"limit={limit[:20]}: must be from 1 to {MOST_LISTED}")
     jobs = front.queue.jobs()
     jobs = jobs if order == "asc" else jobs[::-1]
@@ -163,11 +167,11 @@ def page_of(front, query) -> dict:
     return {"object": "list", "data": chosen, "has_more": len(jobs) > len(chosen)} | ends
 
 
-async def delete(request: Request) -> JSONResponse:
+async def delete(request: Request) -> Answer:
     """Also of a video in the making, which OpenAI's does not do: it stops at its next step."""
     front, job = request.app.state.front, find(request)
     await run_in_threadpool(front.queue.delete, job)
-    return JSONResponse({"id": job.id, "object": "video.deleted", "deleted": True})
+    return Answer({"id": job.id, "object": "video.deleted", "deleted": True})
 
 
 async def content(request: Request) -> FileResponse:
@@ -177,28 +181,28 @@ async def content(request: Request) -> FileResponse:
     state = request.app.state.front.queue.state(job)
     if state.status != "completed":
         raise Refused(409, f"the video is not there yet: {state.phase}", "not_ready")
-    return send_file(job.folder / VARIANTS[variant])
+    return send_file(job.folder, VARIANTS[variant])
 
 
-def send_file(path: Path) -> FileResponse:
-    if not path.is_file():
-        raise Refused(404, f"there is no {path.name}", "not_found")
+def send_file(folder: Path, name: str) -> FileResponse:
+    path = own_file(folder, name)
+    if path is None:
+        raise Refused(404, f"there is no {name}", "not_found")
     return FileResponse(path, headers={"Cache-Control": "private, max-age=86400"})
 
 
 async def preview(request: Request) -> Response:
     """In one piece: the next preview takes its place at any moment."""
-    try:
-        picture = (find(request).folder / "preview.png").read_bytes()
-    except FileNotFoundError:
-        raise Refused(404, "there is no preview yet", "not_ready") from None
-    return Response(picture, media_type="image/png", headers={"Cache-Control": "no-store"})
+    path = own_file(find(request).folder, "preview.png")
+    if path is None:
+        raise Refused(404, "there is no preview yet", "not_ready")
+    return Response(path.read_bytes(), media_type="image/png", headers={"Cache-Control": "no-store"})
 
 
 async def events(request: Request) -> StreamingResponse:
     """Server-sent events, from the first or behind Last-Event-ID: queued, loading, …, step, preview; last done."""
     front, job, last = request.app.state.front, find(request), request.headers.get("last-event-id", "0")
-    return stream(follow(front, job, int(last) if last.isdecimal() else 0))
+    return stream(follow(front, job, whole_number(last)))
 
 
 def stream(generator) -> StreamingResponse:
@@ -236,9 +240,9 @@ def written(name: str, data, number: int | None = None) -> str:
 # ---------------------------------------------------------------- the server itself
 
 
-async def models(request: Request) -> JSONResponse:
+async def models(request: Request) -> Answer:
     names = request.app.state.front.base.models
-    return JSONResponse({"object": "list", "data": [
+    return Answer({"object": "list", "data": [
         {"id": name, "object": "model", "created": 0, "owned_by": "wan-torchax"} for name in names
     ]})
 

@@ -1,5 +1,6 @@
 """What went wrong, in the shape that OpenAI's clients know."""
 import errno
+import json
 import logging
 
 from starlette.exceptions import HTTPException
@@ -12,6 +13,13 @@ log = logging.getLogger("wan")
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
+class Answer(JSONResponse):
+    """In ASCII: a prompt may hold half a character, which UTF-8 cannot write."""
+
+    def render(self, content) -> bytes:
+        return json.dumps(content, allow_nan=False).encode()
+
+
 class Refused(HTTPException):
     """A request that is not carried out, with the reason in words, and in one word for programs."""
 
@@ -20,22 +28,22 @@ class Refused(HTTPException):
         self.code = code
 
 
-def answer(status: int, message: str, code: str | None = None, headers: dict | None = None) -> JSONResponse:
+def answer(status: int, message: str, code: str | None = None, headers: dict | None = None) -> Answer:
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     content = {"error": {"message": message, "type": kind, "param": None, "code": code}}
-    return JSONResponse(content, status, headers)
+    return Answer(content, status, headers)
 
 
-async def refused(request: Request, error: HTTPException) -> JSONResponse:
+async def refused(request: Request, error: HTTPException) -> Answer:
     return answer(error.status_code, error.detail, getattr(error, "code", None), error.headers)
 
 
-async def wrong(request: Request, error: ConfigError) -> JSONResponse:
+async def wrong(request: Request, error: ConfigError) -> Answer:
     """What run.py would print of such settings."""
     return answer(400, str(error), "invalid_settings")
 
 
-async def failed(request: Request, error: Exception) -> JSONResponse:
+async def failed(request: Request, error: Exception) -> Answer:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return answer(507, "the server's disk is full; ask its owner to free some space", "disk_full")
     log.error("%s %s: %s", request.method, request.url.path, error, exc_info=error)

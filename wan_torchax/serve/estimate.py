@@ -21,7 +21,7 @@ def finished(queue: Queue):
     over = [job for job in reversed(queue.jobs()) if queue.state(job).status == "completed"]
     for job in over[:LOOKED_AT]:
         metrics = read_json(job.folder / "metrics.json")
-        if metrics.get("seconds"):
+        if isinstance(metrics.get("seconds"), dict) and isinstance(metrics["seconds"].get("total"), (int, float)):
             yield job, metrics
 
 

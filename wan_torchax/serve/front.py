@@ -14,9 +14,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from wan_torchax.config.keys import read_keys
 from wan_torchax.serve import api, errors, page
+from wan_torchax.serve.connections import connection_class
 from wan_torchax.serve.gallery import Gallery
-from wan_torchax.serve.guard import Guard, read_keys
+from wan_torchax.serve.guard import Guard, digest
 from wan_torchax.serve.measures import Measures
 from wan_torchax.serve.queue import Queue
 from wan_torchax.serve.requests import Base
@@ -34,7 +36,7 @@ class Front:
         self.serve = base.config.serve
         self.gallery = Gallery([Path(folder) for folder in self.serve.gallery], queue)
         self.measures = Measures(queue)
-        self.keys = read_keys(self.serve.keys_file)
+        self.keys = [digest(key) for key in read_keys(self.serve.keys_file)]
         self.draining = self.stopping = False
 
 
@@ -88,8 +90,8 @@ def run(base: Base, queue: Queue, ready, listening: socket.socket) -> None:
         front.draining = True
 
     server = uvicorn.Server(uvicorn.Config(
-        make_app(front, lifespan), limit_concurrency=front.serve.connections, timeout_graceful_shutdown=STOP_SECONDS,
-        timeout_keep_alive=IDLE_SECONDS, proxy_headers=False, server_header=False,
-        log_config=None, log_level="warning", access_log=False,
+        make_app(front, lifespan), http=connection_class(front.serve.connections),
+        timeout_graceful_shutdown=STOP_SECONDS, timeout_keep_alive=IDLE_SECONDS,
+        proxy_headers=False, server_header=False, log_config=None, log_level="warning", access_log=False,
     ))
     server.run(sockets=[listening])

@@ -14,7 +14,6 @@ from wan_torchax.serve.queue import IDS, Queue
 
 DEPTH = 4  # folders below which nothing is looked for: outputs/<date>/<time>/<job>
 LOOK_SECONDS = 2  # between two looks at the disk
-FILES = ("video.mp4", "poster.png", "contact_sheet.png")
 # What is shown of a run, by the name the form has for it.
 SHOWN = {
     "prompt": "prompt.text", "negative_prompt": "prompt.negative", "seed": "seed", "steps": "steps",
@@ -60,15 +59,11 @@ class Gallery:
                 if "metrics.json" in files and "video.mp4" in files:
                     yield Path(place)
 
-    def file(self, identifier: str, name: str) -> Path | None:
-        """A file of a run, if it is one to look at."""
-        if name not in FILES:
-            return None
+    def folder_of(self, identifier: str) -> Path | None:
+        """Of a run that is shown."""
         if identifier not in (run["id"] for run in self.runs.values()):
             self.look()
-        folder = next((folder for folder, run in self.runs.items() if run["id"] == identifier), None)
-        path = folder and folder / name
-        return path if path and path.resolve().parent == folder else None  # no link to somewhere else
+        return next((folder for folder, run in self.runs.items() if run["id"] == identifier), None)
 
 
 def read_run(folder: Path) -> dict:

@@ -2,15 +2,13 @@
 import asyncio
 import hashlib
 import hmac
-import os
 import time
 from http.cookies import CookieError, SimpleCookie
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
-from wan_torchax.config.validation import is_loopback
+from wan_torchax.config.keys import is_loopback
 from wan_torchax.serve.errors import Refused, answer
 
 OPEN = ("/", "/login", "/healthz", "/readyz")  # and what lies under /static/: nothing of anybody's
@@ -21,13 +19,6 @@ HEADERS = {
     b"x-content-type-options": b"nosniff",
     b"referrer-policy": b"no-referrer",
 }
-
-
-def read_keys(path: str | None) -> list[bytes]:
-    """Digests of the keys that are good: of a file's lines, and of WAN_TORCHAX_KEYS."""
-    lines = Path(path).read_text().splitlines() if path is not None else []
-    keys = [*lines, *os.environ.get("WAN_TORCHAX_KEYS", "").split(",")]
-    return [digest(key.strip()) for key in keys if key.strip()]
 
 
 def digest(key: str) -> bytes:
@@ -41,7 +32,7 @@ def is_good(given: str, keys: list[bytes]) -> bool:
 
 class Guard:
     def __init__(self, app, front):
-        self.app, self.front = app, front
+        self.app, self.front, self.open = app, front, 0
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] != "http":
@@ -56,19 +47,22 @@ class Guard:
                 message["headers"] += [pair for pair in HEADERS.items() if pair[0] not in given]
             await send(message)
 
+        self.open += 1
         try:
             if (refusal := self.refusal(scope)) is not None:
                 return await answer(*refusal)(scope, receive, send_on)
             await self.app(scope, self.limited(receive), send_on)
         finally:
+            self.open -= 1
             seconds = time.perf_counter() - began
             self.front.measures.answered(template_of(scope), scope["method"], status, seconds)
 
     def refusal(self, scope) -> tuple | None:
         """Why a request is not even looked at."""
         headers, path = Headers(scope=scope), scope["path"]
-        length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > self.most_bytes:
+        if self.open > self.front.serve.connections and path != "/healthz":  # the server lives, however many ask
+            return 503, "too many requests are open; ask again in a moment", "too_many", {"Retry-After": "5"} | CLOSE
+        if not 0 <= whole_number(headers.get("content-length", "0")) <= self.most_bytes:
             return 413, self.too_large, "too_large", CLOSE
         if not self.is_from_here(headers):
             reason = "a page of another site may not call this server; its owner can allow it with serve.origins"
@@ -95,11 +89,12 @@ class Guard:
         here would make its pages ours.
         """
         host, origin = headers.get("host", ""), headers.get("origin")
-        if not self.front.keys and not is_loopback(urlsplit(f"//{host}").hostname or ""):
+        try:
+            if not self.front.keys and not is_loopback(urlsplit(f"//{host}").hostname or ""):
+                return False
+            return origin is None or origin in self.front.serve.origins or urlsplit(origin).netloc == host
+        except ValueError:  # half an address, such as http://[
             return False
-        if origin is None or origin in self.front.serve.origins:
-            return True
-        return urlsplit(origin).netloc == host
 
     def limited(self, receive):
         """`receive` that lets so many bytes through, in so many seconds."""
@@ -122,6 +117,11 @@ class Guard:
             return message
 
         return receive_some
+
+
+def whole_number(text: str) -> int:
+    """Of a request: at most 18 digits, as Python takes long over thousands; -1 where it is none."""
+    return int(text) if len(text) <= 18 and text.isascii() and text.isdecimal() else -1
 
 
 def given_key(headers: Headers) -> str:

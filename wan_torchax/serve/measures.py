@@ -1,4 +1,5 @@
 """What Prometheus is told: of requests as they are answered, of videos from the queue on disk."""
+import contextlib
 import logging
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -50,10 +51,11 @@ class Measures:
             return
         self.ends.labels(self.queue.state(job).status).inc()
         metrics = read_json(job.folder / "metrics.json")
-        for part, seconds in seconds_by_part(metrics).items():
-            self.parts.labels(part).observe(seconds)
-        for seconds in metrics.get("step_seconds", ()):
-            self.steps.observe(seconds)
+        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # of another version
+            for part, seconds in seconds_by_part(metrics).items():
+                self.parts.labels(part).observe(seconds)
+            for seconds in metrics.get("step_seconds", ()):
+                self.steps.observe(seconds)
 
     def text(self) -> bytes:
         self.look()

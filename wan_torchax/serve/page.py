@@ -6,16 +6,16 @@ import json
 from omegaconf import OmegaConf
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response, StreamingResponse
 
 from wan_torchax.config import inputs, trust
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.records.pages import render
 from wan_torchax.serve import api, requests
-from wan_torchax.serve.errors import Refused
+from wan_torchax.serve.errors import Answer, Refused
 from wan_torchax.serve.estimate import estimate as estimated
-from wan_torchax.serve.guard import COOKIE, given_key, is_good
+from wan_torchax.serve.guard import COOKIE, given_key, is_good, whole_number
 from wan_torchax.serve.requests import FIELDS
 
 LOOK_SECONDS = 0.25  # between two looks at the queue
@@ -122,7 +122,7 @@ def shown_jobs(queue) -> list:
     return [job for job in jobs if not queue.state(job).is_over] + failed[: -FAILED - 1 : -1]
 
 
-async def estimate(request: Request) -> JSONResponse:
+async def estimate(request: Request) -> Answer:
     """What Run would do: the video's size and length, and how long it would take; or what is wrong, which is no error
     while somebody types."""
     front, (fields, files) = request.app.state.front, await api.read(request)
@@ -140,18 +140,18 @@ async def estimate(request: Request) -> JSONResponse:
             "video_seconds": resolution.frames / resolution.fps, "ahead": len(front.queue.waiting()),
         }
 
-    return JSONResponse(await run_in_threadpool(answer))
+    return Answer(await run_in_threadpool(answer))
 
 
-async def runs(request: Request) -> JSONResponse:
+async def runs(request: Request) -> Answer:
     """A page of the gallery: `query` words, `start` at which."""
     front, query = request.app.state.front, request.query_params
     start = query.get("start", "0")
-    if not start.isdecimal():
+    if whole_number(start) < 0:
         raise Refused(400, f"start={start[:20]}: must be a whole number")
     found = await run_in_threadpool(front.gallery.search, query.get("query", "")[:200])
     shown = found[int(start) : int(start) + RUNS]
-    return JSONResponse({"total": len(found), "data": [shown_run(run) for run in shown]})
+    return Answer({"total": len(found), "data": [shown_run(run) for run in shown]})
 
 
 def shown_run(run: dict) -> dict:
@@ -160,7 +160,7 @@ def shown_run(run: dict) -> dict:
 
 async def run_file(request: Request) -> FileResponse:
     gallery, named = request.app.state.front.gallery, request.path_params
-    path = await run_in_threadpool(gallery.file, named["id"], named["name"])
-    if path is None:
+    folder = await run_in_threadpool(gallery.folder_of, named["id"])
+    if folder is None or named["name"] not in api.VARIANTS.values():
         raise Refused(404, "there is no such file", "not_found")
-    return api.send_file(path)
+    return api.send_file(folder, named["name"])

@@ -12,6 +12,7 @@ Nothing else is remembered: a server that was killed finds everything here, and 
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -23,11 +24,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wan_torchax.config.schema import FolderError
-from wan_torchax.records.files import claimed, sync, write_text
+from wan_torchax.records.files import claimed, own_file, sync, write_text
 from wan_torchax.records.report import read_json
 
+log = logging.getLogger("wan")
 IDS = re.compile(r"video_[0-9a-f]{12,48}")
 TAIL_BYTES = 4096  # more than the last line of events.jsonl has
+# What request.json says of a job, and of what type.
+REQUEST = {
+    "created": (int, float), "digest": str, "keyed": bool, "fields": dict, "values": dict, "model": str, "size": str,
+    "seconds": str, "frames": int, "steps": int, "seed": int, "remixed_from": (str, type(None)),
+}
+NUMBERS = ("progress", "step", "steps", "preview")  # of an event
 STALE_SECONDS = 3600  # after which a folder that was never completed is nobody's
 
 
@@ -76,6 +84,7 @@ class Queue:
         self.folder = folder.resolve()
         self.known: dict[str, Job] = {}
         self.over: dict[str, State] = {}
+        self.strange: set[str] = set()  # folders that are no jobs
         self.lock = threading.Lock()
 
     # ------------------------------------------------------------ asking
@@ -133,18 +142,21 @@ class Queue:
         if (folder / "cancel").exists() or not (folder / "request.json").exists():
             self.known.pop(identifier, None), self.over.pop(identifier, None)
             return None
-        if identifier not in self.known:
+        job = self.known.get(identifier)
+        if job is None and identifier not in self.strange:
             request = read_json(folder / "request.json")
-            if "keyed" not in request:
-                return None
-            self.known[identifier] = Job(identifier, folder, request)
-        return self.known[identifier]
+            if own_file(self.folder, f"{identifier}/request.json") and is_request(request):
+                job = self.known[identifier] = Job(identifier, folder, request)
+            else:
+                self.strange.add(identifier)
+                log.warning("%s: left alone: its request.json is none of a server's", folder)
+        return job
 
     def jobs(self) -> list[Job]:
         """All, from the first to the last."""
         names = [entry.name for entry in os.scandir(self.folder) if entry.name.startswith("video_")]
         # Of thousands that are over the disk is not asked again.
-        found = (self.known[name] if name in self.over else self.get(name) for name in names)
+        found = ((self.known.get(name) if name in self.over else None) or self.get(name) for name in names)
         return sorted((job for job in found if job is not None), key=lambda job: job.order)
 
     def waiting(self) -> list[Job]:
@@ -152,12 +164,10 @@ class Queue:
         return [job for job in self.jobs() if not self.state(job).is_over]
 
     def state(self, job: Job) -> State:
-        if job.id not in self.over:
-            state = read_state(job.folder)
-            if not state.is_over:
-                return state
+        state = self.over.get(job.id) or read_state(job.folder)
+        if state.is_over:
             self.over[job.id] = state
-        return self.over[job.id]
+        return state
 
     # ------------------------------------------------------------ ending
 
@@ -199,6 +209,12 @@ class Queue:
                         self.remove(Job(entry.name, path, {}))
 
 
+def is_request(content: dict) -> bool:
+    """Whether request.json is whole: of a folder that a server did not write nothing is known."""
+    has = all(isinstance(content.get(name), kind) for name, kind in REQUEST.items())
+    return has and isinstance(content["values"].get("prompt.text"), str)
+
+
 def new_number() -> str:
     """Of a job without a key: by time, and no two alike."""
     return f"{time.time_ns():016x}{uuid.uuid4().hex[:8]}"
@@ -224,9 +240,11 @@ def read_state(folder: Path) -> State:
     """From the files alone."""
     metrics, failure = read_json(folder / "metrics.json"), read_json(folder / "failure.json")
     if failure:
-        return State("failed", "failed", last_event(folder).progress, error=failure.get("error"), ended=age(folder))
+        error = str(failure.get("error"))
+        return State("failed", "failed", last_event(folder).progress, error=error, ended=age(folder))
     if metrics:
-        steps = len(metrics.get("step_seconds", ()))
+        seconds = metrics.get("step_seconds")
+        steps = len(seconds) if isinstance(seconds, list) else 0
         return State("completed", "completed", 100, steps, steps, ended=age(folder))
     return last_event(folder)
 
@@ -238,15 +256,23 @@ def last_event(folder: Path) -> State:
             lines = file.read().split(b"\n")
     except OSError:
         return State()
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):
-            return state_of(json.loads(line))
-    return State()
+    events = (event_of(line) for line in reversed(lines))
+    return next((state_of(event) for event in events if event is not None), State())
+
+
+def event_of(line: bytes) -> dict | None:
+    """A line of events.jsonl, if it is one."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    sound = isinstance(event, dict) and isinstance(event.get("event"), str)
+    return event if sound and all(type(event.get(name, 0)) is int for name in NUMBERS) else None
 
 
 def state_of(event: dict) -> State:
     status = "queued" if event["event"] == "queued" else "in_progress"
-    numbers = {name: event.get(name, 0) for name in ("progress", "step", "steps", "preview")}
+    numbers = {name: event.get(name, 0) for name in NUMBERS}
     return State(status, event["event"], **numbers)
 
 
@@ -265,8 +291,6 @@ def events_from(folder: Path, offset: int) -> tuple[list[dict], int]:
             content = file.read()
     except OSError:
         return [], offset
-    end, events = content.rfind(b"\n") + 1, []
-    for line in content[:end].splitlines():
-        with contextlib.suppress(ValueError):
-            events.append(json.loads(line))
-    return events, offset + end
+    end = content.rfind(b"\n") + 1
+    events = [event_of(line) for line in content[:end].splitlines()]
+    return [event for event in events if event is not None], offset + end
