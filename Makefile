@@ -1,7 +1,8 @@
 # make demo    a video from the embedded model
-# make test    lint and the whole test suite
-# make test-full   with every case of every matrix
-# make check   lint and the quick lane: configs, kernels, parity on a model of two layers, one run
+# make test    lint, and every test that neither kills processes nor drives browsers, notebooks or second hosts
+# make test-system   those that do
+# make test-full   both, with every case of every matrix
+# make check   lint and the quickest tests: configs, kernels, parity on a model of two layers, one run
 # All make their own .venv and install into it what this machine needs, at the versions and hashes of a lock:
 # make KIND=cpu, tpu or gpu says it yourself. With uv installed they use it.
 # make locks   resolves requirements.txt and requirements/*.txt anew (needs uv)
@@ -23,22 +24,28 @@ QUICK_PARITY = "tests/test_parity.py::test_every_layout_is_diffusers[one device]
 MIRROR_TORCH = 2.13.0
 COMPILE = uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header
 
-.PHONY: demo test test-full check lint locks image clean install-from-mirror
+TEST = .venv/bin/python -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations=10
+
+.PHONY: demo test test-system test-full check lint locks image clean install-from-mirror
 
 demo: .venv/ready
 	.venv/bin/python run.py
 
 test: lint
-	.venv/bin/python -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations=10
+	$(TEST) -m "not system and not full"
 
-test-full: export FULL = 1
-test-full: test
+test-system: .venv/ready-dev
+	$(TEST) -m "system and not full"
+
+test-full: lint
+	$(TEST)
 
 check: lint
-	.venv/bin/python -m pytest -q --numprocesses 2 --dist load -k "not lowers" $(QUICK:%=tests/test_%.py) $(QUICK_PARITY)
+	.venv/bin/python -m pytest -q --numprocesses 2 --dist load -k "not lowers" -m "not system and not full" $(QUICK:%=tests/test_%.py) $(QUICK_PARITY)
 
 lint: .venv/ready-dev
 	.venv/bin/ruff check .
+	.venv/bin/mypy --no-error-summary
 
 locks:
 	$(COMPILE) requirements.txt -o requirements/cpu.lock

@@ -69,7 +69,8 @@ def test_the_tpus_kernel_goes_on_from_what_stands_beside(scheme):
         assert np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact) < 5e-3
 
 
-@pytest.mark.parametrize("kernel", [Kernel(kernel="xla"), Kernel(kernel="splash", interpret=True)], ids=["xla", "splash"])
+@pytest.mark.parametrize("kernel", [Kernel(kernel="xla"), Kernel(kernel="splash", interpret=True)],
+                         ids=["xla", "splash"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_heads_are_normalised_one_by_one_before_rope(kernel, head_dim):
     generator = np.random.default_rng(0)

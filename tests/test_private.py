@@ -1,11 +1,13 @@
 """What the project uses of others without their promise: a canary for each entry of private.py, and none elsewhere."""
 import ast
+import asyncio
 import subprocess
 import sys
 import threading
 import warnings
 from importlib.metadata import version
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -320,3 +322,36 @@ def test_parse_override():
     assert "CHANGE" not in kinds
     assert private.parse_override("a@b=c").package == "b"
     assert private.parse_override("a=1,2").is_sweep_override() and not parsed.is_sweep_override()
+
+
+def test_apply_overrides():
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.create({"a": {"b": 1}, "c": None})
+    OmegaConf.set_struct(config, True)
+    private.apply_overrides(config, ["a.b=2", "c=[1,{d:x}]", "+a.e='f,g'"])
+    assert config == {"a": {"b": 2, "e": "f,g"}, "c": [1, {"d": "x"}]}
+    with pytest.raises(HydraException, match="unknown"):
+        private.apply_overrides(config, ["unknown=1"])
+
+
+def test_h11_protocol():
+    """What serve/connections.py builds on."""
+    import h11
+    import uvicorn
+    from uvicorn.server import ServerState
+
+    async def connect():
+        config = uvicorn.Config(None)
+        config.load()
+        connection, transport = private.h11_protocol()(config, ServerState(), {}), Mock()
+        connection.connection_made(transport)
+        assert connection in connection.connections and connection.transport is transport
+        assert connection.loop is asyncio.get_running_loop()
+        connection.data_received(b"GET / HTTP/1.1\r\n")
+        assert connection.conn.their_state is h11.IDLE, "headers have not ended"
+        connection.connection_lost(None)
+        assert connection not in connection.connections
+
+    asyncio.run(connect())

@@ -19,11 +19,11 @@ from wan_torchax.config import jobs, trust
 from wan_torchax.config.commandline import compose, literal, plain_text, rewrite
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import flatten
+from wan_torchax.models.tokens import load_tokenizer
 from wan_torchax.records import media
 from wan_torchax.records.outputs import carried, settle
 from wan_torchax.records.stored import take_over
 from wan_torchax.runtime.checkpoint import find_all
-from wan_torchax.stages.text import load_tokenizer
 
 # What somebody would write into a file that you are going to open.
 FORGED = {

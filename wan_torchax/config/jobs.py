@@ -114,7 +114,7 @@ def make_job(number: int, row: dict, folder: Path | None, error: str | None) -> 
         error = error or f"line {number}: {problem}"
     if error is not None:
         return Job(f"line{number:04d}", [], error)
-    named = {key: [str(path.relative_to(folder)) for path in paths] for key, paths in files.items()}
+    named = {key: [os.path.relpath(path, folder) for path in paths] for key, paths in files.items()}
     return Job(name_of(values | named), trust.overrides(values) + [file_override(key, files[key]) for key in files])
 
 
@@ -128,8 +128,8 @@ def files_of(key: str, value, folder: Path | None) -> list[Path]:
     names = trust.read_literal(value) if isinstance(value, str) and value.startswith("[") else value
     names = names if isinstance(names, list) else [names]
     named = [name for name in names if isinstance(name, str) and name and "\0" not in name]
-    paths = [(folder / name).resolve() for name in named] if folder else []
-    if not paths or len(paths) != len(names) or not all(path.is_relative_to(folder) for path in paths):
+    paths = [path for name in named if folder and (path := (folder / name).resolve()).is_relative_to(folder)]
+    if not paths or len(paths) != len(names):
         raise ConfigError(f"{key}={trust.shown(value)}: a list may only name files in its own folder")
     if len(paths) > 1 and key != "references":
         raise ConfigError(f"{key}={trust.shown(value)}: takes one file")
