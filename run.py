@@ -46,11 +46,11 @@ def generate(config, folder: Path, overrides=(), listener=silence, clock=None) -
     with Making(config, folder, overrides, listener, clock) as video:
         job = find_job(video.config)  # checkpoints, adapters, pictures: each found and looked into once
         at_hand = read_results(job)  # what an earlier run has left
-        resolved = session.resolve(job, at_hand.missing, video.tell)  # weights here, devices started, nothing left open
+        resolved = session.resolve(job, at_hand.missing, video.emit)  # weights here, devices started, nothing left open
         video.begin(resolved, at_hand)
         values = resolved.inputs() | at_hand.values
         # Stages are built: programs to be traced, plans of arrays. From here on programs compile in a thread …
-        with session.open(resolved, at_hand.missing, values, video.tell, at_hand.segments) as work:
+        with session.open(resolved, at_hand.missing, values, video.emit, at_hand.segments) as work:
             for step in work.steps:
                 work.run(step)  # … while weights stream in and stages run: text, denoise, decode
         return video.write(work.result)  # the video, whose frames were encoded as they came, pictures, metrics

@@ -43,8 +43,8 @@ def measure(overrides: list[str]) -> dict:
     component = session.components["transformer"]
     component.check()
     before, began, worked = peak_host_bytes(), time.perf_counter(), time.process_time()
-    component.load(component.tensors, lambda event: None)
-    seconds, device = time.perf_counter() - began, sum(tensor.bytes for tensor in component.tensors.values())
+    component.load(component.specs, lambda event: None)
+    seconds, device = time.perf_counter() - began, sum(tensor.bytes for tensor in component.specs.values())
     cpu = time.process_time() - worked
     return {"seconds": seconds, "cpu": cpu, "device": device, "peak": peak_host_bytes(), "before": before}
 

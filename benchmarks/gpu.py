@@ -242,7 +242,7 @@ def build(config, name, make):
 
     resolved = session.place(plan_job(config))
     stage, report = session.build(resolved, [name])[name], []
-    (component, tensors), = stage.tensors.items()
+    (component, tensors), = stage.specs.items()
     with compiling({name: stage.programs}, report.append):
         if not stage.components[component].arrays:
             stage.components[component].arrays = hand_over(tensors, make(config))

@@ -63,7 +63,7 @@ class Candidate:
     steps: int  # of the grid, for one block
     trips: tuple  # of each stretch of code that uses the MXU, in program order; 0 for what only lost rows need
     rate: int = 1  # of its products at best, times the peak in bf16
-    before: tuple = ()  # trips of the longest stretches that do not: tokens turned around, rounded
+    before: tuple = ()  # trips of the longest stretches that do not: tokens transposed, rounded
 
 
 def arguments():
@@ -82,7 +82,7 @@ def arguments():
     parser.add_argument("--blocks", nargs="*", help=blocks)
     product = (
         "linear layers instead: TOKENSxINPUTSxOUTPUTS, +gelu, +int8 or +fp8, +residual (with a gate), "
-        "+gives_turned (the result has tokens last), +takes_turned (what it is of has)"
+        "+transpose_out (the result has tokens last), +transpose_in (what it is of has)"
     )
     parser.add_argument("--product", nargs="*", help=product)
     parser.add_argument("--products", default="pallas", help="whose blocks: a file of conf/products")
@@ -143,18 +143,18 @@ def linear(text, products):
     tokens, inputs, outputs = map(int, sizes.split("x"))
     settings = Products(**compose([f"products={products}"]).products)
     small = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}.get(next((name for name in features if "8" in name), None))
-    how = {name: name in features for name in ("gelu", "takes_turned", "gives_turned")}
+    how = {name: name in features for name in ("gelu", "transpose_in", "transpose_out")}
     shapes = {"array": (1, tokens, inputs), "weight": (1, outputs, inputs), "layer": (), "bias": (outputs,)}
     shapes |= {"scale": (outputs,)} if small else {}
     shapes |= {"residual": (1, tokens, outputs), "gate": (1, outputs)} if "residual" in features else {}
     dtypes = {"scale": jnp.float32, "gate": jnp.float32, "layer": jnp.int32} | ({"weight": small} if small else {})
     shapes = {name: jax.ShapeDtypeStruct(shape, dtypes.get(name, jnp.bfloat16)) for name, shape in shapes.items()}
-    rows, columns = product.block_sizes(shapes, settings, how["takes_turned"] or how["gives_turned"])
+    rows, columns = product.block_sizes(shapes, settings, how["transpose_in"] or how["transpose_out"])
 
     def function(*arrays):
         return product.product(dict(zip(shapes, arrays)), settings=settings, **how)
 
-    before = [rows / product.LANES] if how["takes_turned"] else []
+    before = [rows / product.LANES] if how["transpose_in"] else []
     before += [rows / product.STRIP] if small else []
     return Candidate(
         name=f"linear {text}, blocks {rows} x {columns}",

@@ -149,7 +149,7 @@ def velocities(options, folder: Path) -> list[dict]:
         found = {}
         for mode, stage in stages.items():
             component = stage.components["transformer"]
-            component.arrays = gpu.hand_over(stage.tensors["transformer"], model)
+            component.arrays = gpu.hand_over(stage.specs["transformer"], model)
             found[mode] = relative(gpu.velocity(stage, configs[mode], latents, texts), reference)
             component.free()
             rows.append({"factor": factor, "peak": peak, "changed": changed, "mode": mode, "error": found[mode]})

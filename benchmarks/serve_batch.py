@@ -33,12 +33,12 @@ def denoise(resolved, values: dict, videos: int) -> tuple[list[float], float]:
     """Seconds of each step of so many videos at once, and CPU seconds of all."""
     steps, began = [], time.process_time()
 
-    def tell(event):
+    def emit(event):
         if isinstance(event, Stepped) and event.video == 0:
             steps.append(event.seconds)
 
     several = replace(resolved, seeds=tuple(range(videos)))
-    session.run(several, ["denoise"], Denoise.joined([values] * videos, ["embeddings"]), tell)
+    session.run(several, ["denoise"], Denoise.joined([values] * videos, ["embeddings"]), emit)
     return steps, time.process_time() - began
 
 

@@ -51,7 +51,7 @@ class Attend:
     grid: tuple[int, int, int] | None = None  # frames, height and width of the tokens, where they are a video's
 
     def __call__(self, query, key, value, rotary=(), norms=()):
-        """`rotary`, the cosines and sines of RoPE as (tokens, head_dim) float32, turns queries and keys first; before
+        """`rotary`, the cosines and sines of RoPE as (tokens, head_dim) float32, rotates queries and keys first; before
         that, `norms`, weights of the queries' and the keys' RMS norm, normalises them: over all heads at once where
         they are (width,), each head by itself where they are (head_dim,)."""
         return self.counted(query, key, value, rotary, norms)[0]

@@ -383,11 +383,11 @@ def any_above(sums, limit):
     """Whether any row of a warpgroup has a sum that is not below the limit."""
     types = plgpu.Layout.WGMMA.reduce(1),
     result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
-    return plgpu.inline_mgpu(arg_types=types, return_type=result)(partial(tell, limit))(sums) != 0
+    return plgpu.inline_mgpu(arg_types=types, return_type=result)(partial(vote_any, limit))(sums) != 0
 
 
-def tell(limit, _, sums):
-    """1 in all threads of a warpgroup if one has such a sum: a barrier that tells.
+def vote_any(limit, _, sums):
+    """1 in all threads of a warpgroup if one has such a sum: a reducing barrier (bar.red.or).
 
     The shuffle is for the compiler, which takes a branch for a divergent one else, and products behind it one by one.
     """

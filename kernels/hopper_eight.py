@@ -69,8 +69,8 @@ def quantise_queries(query, head_dim):
     """int8, and (batch, heads, queries) what scores have to be multiplied with, in units of the exponent."""
     query = query.reshape(*query.shape[:2], -1, head_dim).astype(jnp.float32)
     scale = scale_to(127, jnp.max(jnp.abs(query), axis=3))
-    small = jnp.round(query / scale[..., None]).astype(jnp.int8)
-    return small.reshape(*small.shape[:2], -1), scale.swapaxes(1, 2) * (head_dim**-0.5 * LOG2_E)
+    quantized = jnp.round(query / scale[..., None]).astype(jnp.int8)
+    return quantized.reshape(*quantized.shape[:2], -1), scale.swapaxes(1, 2) * (head_dim**-0.5 * LOG2_E)
 
 
 def quantise_keys(key, head_dim):
@@ -79,8 +79,8 @@ def quantise_keys(key, head_dim):
     blocks = jnp.pad(key, ((0, 0), (0, -tokens % BLOCK), (0, 0))).astype(jnp.float32)
     blocks = blocks.reshape(batch, -1, BLOCK, width // head_dim, head_dim)
     scale = scale_to(127, jnp.max(jnp.abs(blocks), axis=(2, 4)))
-    small = jnp.round(blocks / scale[:, :, None, :, None]).astype(jnp.int8)
-    return small.reshape(batch, -1, width)[:, :tokens], scale.swapaxes(1, 2)
+    quantized = jnp.round(blocks / scale[:, :, None, :, None]).astype(jnp.int8)
+    return quantized.reshape(batch, -1, width)[:, :tokens], scale.swapaxes(1, 2)
 
 
 def quantise_values(value):
@@ -89,16 +89,16 @@ def quantise_values(value):
     tokens, value = value.shape[1], value.astype(jnp.float32)
     mean, high, low = jnp.mean(value, axis=1), jnp.max(value, axis=1), jnp.min(value, axis=1)
     scale = scale_to(LARGEST, jnp.maximum(high - mean, mean - low))
-    small = ((value - mean[:, None]) / scale[:, None]).astype(E4M3)
+    quantized = ((value - mean[:, None]) / scale[:, None]).astype(E4M3)
     # Words of four keys first: XLA is slow at turning single bytes.
-    parts = lax.bitcast_convert_type(small, jnp.uint8).astype(jnp.uint32)
+    parts = lax.bitcast_convert_type(quantized, jnp.uint8).astype(jnp.uint32)
     parts = jnp.pad(parts, ((0, 0), (0, -tokens % 128), (0, 0)))
     parts = parts.reshape(parts.shape[0], -1, 2, 4, 2, parts.shape[2])
     words = sum(parts[:, :, i, :, j] << 8 * (2 * i + j) for i in (0, 1) for j in (0, 1))
     words = words.reshape(words.shape[0], -1, words.shape[3]).swapaxes(1, 2)
-    small = lax.bitcast_convert_type(words, E4M3).reshape(*words.shape[:2], -1)
-    rest = jnp.sum(small.astype(jnp.float32), axis=2) / tokens * scale  # rounding does not keep the mean
-    return small, jnp.stack([scale, mean - rest], axis=1)
+    quantized = lax.bitcast_convert_type(words, E4M3).reshape(*words.shape[:2], -1)
+    rest = jnp.sum(quantized.astype(jnp.float32), axis=2) / tokens * scale  # rounding does not keep the mean
+    return quantized, jnp.stack([scale, mean - rest], axis=1)
 
 
 def scale_to(largest, of):
@@ -265,11 +265,11 @@ class Walk(NamedTuple):
             """The next block's weights, not rounded, and their sum; the last block's are in the sums then. In the order
             of hopper.Walk.step, for the same reasons."""
             slot, previous, scale = lax.rem(index, STAGES), lax.rem(index - 1, STAGES), self.scale(index)
-            small = to_e4m3(weights)
+            quantized = to_e4m3(weights)
 
             def overlapped(scores):
                 self.multiply_keys(scores, slot)
-                self.multiply_values(sums, small, previous)
+                self.multiply_values(sums, quantized, previous)
                 values = as_float(plgpu.wgmma_accumulator_load(scores, wait_n=1))
                 values = masked(values, tail) if last and tail else values
                 weights_now = self.weigh(values, scale, reference)

@@ -8,7 +8,7 @@ ahead. Here a block of tokens stays in VMEM while blocks of weights are fetched 
 GELU, or gate and residual, fit between the products.
 
 Attention's kernel has values and outputs with tokens along the lanes. The product that makes values gives them so; the
-one that takes outputs turns its block of tokens around in VMEM, once.
+one that takes outputs transposes its block of tokens in VMEM, once.
 
 In eight bits (kernels/quantized.py) the kernel rounds its block of tokens itself, once: in passes of their own, maxima
 and rounding take as long as the products gain.
@@ -40,15 +40,15 @@ class Linear:
 
     scale       one for each output: weight is of eight bits, and tokens are rounded to it too
     residual    what the result, times gate (batch, outputs) if there is one, is added to
-    takes_turned, gives_turned      array, the result lies with its tokens last in memory
+    transpose_in, transpose_out      array, the result lies with its tokens last in memory
     """
 
     settings: Products
     sharding: jax.sharding.NamedSharding | None = None  # None: one device
 
     def __call__(
-        self, array, weight, bias, layer=None, scale=None, residual=None, gate=None, gelu=False, takes_turned=False,
-        gives_turned=False,
+        self, array, weight, bias, layer=None, scale=None, residual=None, gate=None, gelu=False, transpose_in=False,
+        transpose_out=False,
     ):
         if layer is None:
             weight, layer = weight[None], 0
@@ -60,7 +60,7 @@ class Linear:
         }
         given = {name: pair for name, pair in given.items() if pair[0] is not None}
         arrays, specs = ({name: pair[place] for name, pair in given.items()} for place in range(2))
-        how = {"gelu": gelu, "takes_turned": takes_turned, "gives_turned": gives_turned}
+        how = {"gelu": gelu, "transpose_in": transpose_in, "transpose_out": transpose_out}
         compute = partial(product, settings=self.settings, **how)
         if spread is None:
             return compute(arrays)
@@ -70,10 +70,10 @@ class Linear:
         )(arrays)
 
 
-def product(arrays, settings, gelu=False, takes_turned=False, gives_turned=False):
+def product(arrays, settings, gelu=False, transpose_in=False, transpose_out=False):
     """One device's share, by Linear's names; weight (layers, outputs, inputs)."""
     (batch, tokens, inputs), (_, outputs, _) = arrays["array"].shape, arrays["weight"].shape
-    dtype, (rows, columns) = arrays["array"].dtype, block_sizes(arrays, settings, takes_turned or gives_turned)
+    dtype, (rows, columns) = arrays["array"].dtype, block_sizes(arrays, settings, transpose_in or transpose_out)
     blocks = {
         "array": pl.BlockSpec((None, rows, inputs), lambda b, i, j, layer: (b, i, 0)),
         "weight": pl.BlockSpec((None, columns, inputs), lambda b, i, j, layer: (layer[0], j, 0)),
@@ -83,22 +83,22 @@ def product(arrays, settings, gelu=False, takes_turned=False, gives_turned=False
         "gate": pl.BlockSpec((None, 1, columns), lambda b, i, j, layer: (b, 0, j)),
     }
     out_shape, out_block = (batch, tokens, outputs), blocks["residual"]
-    if gives_turned:
+    if transpose_out:
         out_shape = batch, outputs, tokens
         out_block = pl.BlockSpec((None, columns, rows), lambda b, i, j, layer: (b, j, i))
     arrays = arrays | {name: arrays[name][None] for name in ("bias", "scale") if name in arrays}
     if "gate" in arrays:
         arrays["gate"] = arrays["gate"][:, None]
     scratch = {}
-    if takes_turned:
+    if transpose_in:
         arrays["array"] = arrays["array"].swapaxes(1, 2)
         blocks["array"] = pl.BlockSpec((None, inputs, rows), lambda b, i, j, layer: (b, 0, i))
         scratch["upright"] = pltpu.VMEM((rows, inputs), dtype)
     if "scale" in arrays:
-        scratch["small"] = pltpu.VMEM((rows, inputs), arrays["weight"].dtype)
+        scratch["quantized"] = pltpu.VMEM((rows, inputs), arrays["weight"].dtype)
         scratch["own"] = pltpu.VMEM((rows, 1), jnp.float32)
     names = [name for name in blocks if name in arrays]
-    kernel = partial(product_kernel, names=(*names, "out", *scratch), gelu=gelu, turned=gives_turned)
+    kernel = partial(product_kernel, names=(*names, "out", *scratch), gelu=gelu, transposed=transpose_out)
     out = pl.pallas_call(
         partial(outline, 1 + len(names)) if settings.outline else kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -115,7 +115,7 @@ def product(arrays, settings, gelu=False, takes_turned=False, gives_turned=False
         interpret=settings.interpret,
         name="product_kernel",
     )(arrays["layer"].reshape(1), *(arrays[name] for name in names))
-    return out.swapaxes(1, 2) if gives_turned else out
+    return out.swapaxes(1, 2) if transpose_out else out
 
 
 def block_sizes(arrays, settings: Products, along_lanes=False) -> tuple[int, int]:
@@ -134,36 +134,36 @@ def evenly(count: int, most: int, multiple: int) -> int:
     return pl.cdiv(parts, pl.cdiv(parts, max(most // multiple, 1))) * multiple
 
 
-def product_kernel(layer, *refs, names, gelu, turned):
+def product_kernel(layer, *refs, names, gelu, transposed):
     """array (rows, inputs)   weight (columns, inputs)   out (rows, columns)   residual (rows, columns)
     bias, scale, gate (1, columns)
 
-    With turned, out (columns, rows). With upright (rows, inputs), array (inputs, rows) is turned around into it when
-    the first weights come by; with small (rows, inputs) and own (rows, 1), tokens are rounded into it, own being their
-    scales."""
+    With transposed, out (columns, rows). With upright (rows, inputs), array (inputs, rows) is transposed into it when
+    the first weights come by; with quantized (rows, inputs) and own (rows, 1), tokens are rounded into it, own being
+    their scales."""
     given = dict(zip(names, refs))
-    array, weight, out, upright, small = map(given.get, ("array", "weight", "out", "upright", "small"))
+    array, weight, out, upright, quantized = map(given.get, ("array", "weight", "out", "upright", "quantized"))
     if upright is not None:
         pl.when(pl.program_id(2) == 0)(lambda: turn_around(array, upright))
-    if small is not None:
+    if quantized is not None:
         source = array if upright is None else upright
-        pl.when(pl.program_id(2) == 0)(lambda: round_tokens(source, small, given["own"]))
-    tokens = next(ref for ref in (small, upright, array) if ref is not None)
+        pl.when(pl.program_id(2) == 0)(lambda: round_tokens(source, quantized, given["own"]))
+    tokens = next(ref for ref in (quantized, upright, array) if ref is not None)
     half = tokens.shape[0] // 2
 
     def along(row):
-        return row.T if turned else row
+        return row.T if transposed else row
 
     # Half the rows at a time: more would be too much code, fewer would leave GELU no product to hide behind.
     @pl.loop(0, 2)
     def one_half(number):
-        rows = pl.ds(pl.multiple_of(number * half, LANES if turned else PACKED[weight.dtype.itemsize]), half)
+        rows = pl.ds(pl.multiple_of(number * half, LANES if transposed else PACKED[weight.dtype.itemsize]), half)
         for begin in range(0, weight.shape[0], COLUMNS):
             columns = pl.ds(begin, COLUMNS)
-            place = (columns, rows) if turned else (rows, columns)
-            factors = (weight[columns, :], tokens[rows, :]) if turned else (tokens[rows, :], weight[columns, :])
+            place = (columns, rows) if transposed else (rows, columns)
+            factors = (weight[columns, :], tokens[rows, :]) if transposed else (tokens[rows, :], weight[columns, :])
             result = dot(*factors)
-            if small is not None:
+            if quantized is not None:
                 result = result * along(given["own"][rows, :]) * along(given["scale"][:, columns])
             result += along(given["bias"][:, columns].astype(jnp.float32))
             if gelu:
@@ -183,15 +183,15 @@ def turn_around(array, upright):
         upright[rows, :] = array[:, rows].T
 
 
-def round_tokens(array, small, own):
+def round_tokens(array, quantized, own):
     @pl.loop(0, array.shape[0] // STRIP)
     def one_strip(index):
         rows = pl.ds(pl.multiple_of(index * STRIP, STRIP), STRIP)
         tokens = array[rows, :].astype(jnp.float32)
         largest = jnp.max(jnp.abs(tokens), axis=1, keepdims=True)
-        factor = jnp.where(largest == 0, 1, largest / LARGEST[str(small.dtype)])
+        factor = jnp.where(largest == 0, 1, largest / LARGEST[str(quantized.dtype)])
         tokens = tokens * (1 / factor)
-        small[rows, :] = (jnp.round(tokens) if small.dtype == jnp.int8 else tokens).astype(small.dtype)
+        quantized[rows, :] = (jnp.round(tokens) if quantized.dtype == jnp.int8 else tokens).astype(quantized.dtype)
         own[rows, :] = factor
 
 

@@ -21,7 +21,7 @@ ROWS = 256  # tokens of a block: a few MiB even for 40 heads
 
 
 def rotate(array, cosine, sine, head_dim, kernel, parts=1, norm=None):
-    """Turn every head of one device's tokens, in float32, rounded once; gives (parts, batch, tokens, width / parts).
+    """Rotate every head of one device's tokens, in float32, rounded once; gives (parts, batch, tokens, width / parts).
     With `norm`, weights and epsilon, rows get their RMS norm first: over all heads where the weights are (width,), each
     head by itself where they are (head_dim,)."""
     if kernel.kernel != "splash" or array.shape[2] % (LANES * parts):
@@ -73,10 +73,10 @@ def rotate_lanes(array, cosine, sine, head_dim, kernel, parts, norm=None):
 
 
 def rotary_kernel(array, cosine, sine, *rest, epsilon=None, by_head=0):
-    """array (rows, width)   turned (parts, rows, width / parts)   cosine, sine (rows, 128)   weight (1, width)
+    """array (rows, width)   rotated (parts, rows, width / parts)   cosine, sine (rows, 128)   weight (1, width)
 
     by_head: 0, or how many lanes each norm is over."""
-    *weight, turned = rest
+    *weight, rotated = rest
     lane = lax.broadcasted_iota(jnp.int32, cosine.shape, 1)
     even, width = lane % 2 == 0, array.shape[1]
     if weight and not by_head:
@@ -89,8 +89,8 @@ def rotary_kernel(array, cosine, sine, *rest, epsilon=None, by_head=0):
         if weight:
             lanes = lanes * scale * weight[0][:, begin:begin + LANES]
         neighbours = jnp.where(even, pltpu.roll(lanes, LANES - 1, 1), pltpu.roll(lanes, 1, 1))
-        part, place = divmod(begin, turned.shape[2])
-        turned[part, :, place:place + LANES] = (lanes * cosine[...] + neighbours * sine[...]).astype(turned.dtype)
+        part, place = divmod(begin, rotated.shape[2])
+        rotated[part, :, place:place + LANES] = (lanes * cosine[...] + neighbours * sine[...]).astype(rotated.dtype)
 
 
 def scale_by_head(lanes, lane, head_dim, epsilon):

@@ -150,7 +150,7 @@ def fast_kernel(
     query (block_q, head_dim)   key (block_kv, head_dim)   value_t (head_dim, block_kv)   out_t (head_dim, block_q)
     before: nothing, or out_t in float32 and log_sum (1, block_q) of earlier keys
     rows (2, block_q): each row's log_sum, and 1 where it has been out of range
-    Kept from tile to tile: query_t (head_dim or twice that, block_q), and in float32 sums (head_dim, block_q),
+    BuildCache from tile to tile: query_t (head_dim or twice that, block_q), and in float32 sums (head_dim, block_q),
     reference and total (1, block_q). So far, the output is sums / total and the log2 of the softmax's denominator
     reference + log2(total). A tile that takes a row out of range, its total beyond TRUSTED_SUM, is taken again with a
     running maximum, which costs 1.4 tiles; wary (1,) is 1 from then on, and the rest are taken so at once.

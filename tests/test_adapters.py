@@ -44,9 +44,9 @@ def loaded(*overrides, component="transformer"):
     own.build(resolved, ["denoise"])
     part = own.components[component]
     part.check()
-    part.load(part.tensors, lambda event: None)
+    part.load(part.specs, lambda event: None)
     arrays = {}
-    for name, tensor in part.tensors.items():
+    for name, tensor in part.specs.items():
         value = numpy.asarray(part.arrays[name]).astype("float32")
         arrays |= dict(zip(tensor.sources, value if tensor.stacked else [value]))
     return arrays
@@ -264,8 +264,8 @@ def test_a_run_is_diffusers_and_a_strength_loads_the_transformer_alone(style, tm
 
     session.clear()
     loads, load = [], Component.load
-    monkeypatch.setattr(Component, "load", lambda self, tensors, tell: (
-        loads.append(self.name) if not self.is_loaded() else None, load(self, tensors, tell)))
+    monkeypatch.setattr(Component, "load", lambda self, tensors, emit: (
+        loads.append(self.name) if not self.is_loaded() else None, load(self, tensors, emit)))
     row = adapter("style", style)
     mine = "prompt=of this test alone"  # so that no other has had it encoded
     off, before = run(tmp_path / "off", row, "adapter.style.strength=0", mine)

@@ -148,7 +148,7 @@ FITTED += [("wan21_t2v_14b", "denoise", "ring"), ("wan21_t2v_14b", "denoise", "t
 def test_every_table_fits_the_real_parameter_names(model, stage, sharding):
     """Planning raises on a rule that matches nothing, a tensor matched twice, a dimension that does not divide."""
     built = build(resolve_real(model, "v6e_8", sharding), stage)
-    for part in built.tensors.values() if stage == "denoise" else ():
+    for part in built.specs.values() if stage == "denoise" else ():
         tensors = [tensor for tensor in part.values() if tensor.sources]
         count = sum(tensor.bytes // jax.numpy.dtype(tensor.dtype).itemsize for tensor in tensors)
         assert count == pytest.approx(REAL[model], rel=0.005)
@@ -190,7 +190,7 @@ def test_the_step_of_every_preset_lowers_for_its_tpu(preset):
 
 
 def test_tensor_parallel_puts_a_quarter_of_the_14b_on_each_chip():
-    tensors = build(resolve_real("wan21_t2v_14b", "v6e_8", "tp"), "denoise").tensors["transformer"].values()
+    tensors = build(resolve_real("wan21_t2v_14b", "v6e_8", "tp"), "denoise").specs["transformer"].values()
     total, per_chip = sum(tensor.bytes for tensor in tensors), sum(tensor.bytes_per_device for tensor in tensors)
     assert gib(total) == pytest.approx(26.7, abs=0.2)
     assert per_chip < 0.27 * total

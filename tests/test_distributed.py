@@ -186,7 +186,7 @@ with torch.device("meta"):
     model = torch.nn.Sequential(*(torch.nn.Linear(8192, 8192, bias=False) for _ in range(16)))
 rules = OmegaConf.create({{"all": {{"pattern": ".*", "axes": ["rows"]}}}})
 layout = weights.Layout(mesh, rules, {{"rows": "tp"}})
-tensors = weights.plan(model, ComponentSpec(lambda _: model), {{}}, layout, "float32")
+tensors = weights.array_specs(model, ComponentSpec(lambda _: model), {{}}, layout, "float32")
 arrays = weights.load(tensors, Path(sys.argv[1]), lambda count: None)
 print("peak", peak_host_bytes())
 distributed.finish()

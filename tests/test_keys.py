@@ -123,7 +123,7 @@ def made(name, config):
     try:
         resolved = resolve_all(config)
         if name in resolved.config.model.architecture:
-            tensors = Component(name, resolved).tensors.items()
+            tensors = Component(name, resolved).specs.items()
             return {key: (tensor.struct, tensor.sources, tensor.stacked) for key, tensor in tensors}
         programs = Session().build(resolved, [name])[name].programs
         return {key: program.as_text() for key, program in programs.lower().items()}

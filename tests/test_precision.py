@@ -114,7 +114,7 @@ def test_any_blocks_can_be_left_out(checkpoint, cache, ends):
         checkpoint, "precision=int8_weights", f"precision.first={first}", f"precision.last={last}"
     )
     component = Component("transformer", resolved)
-    tensors = {name: tensor for name, tensor in component.tensors.items() if "attn1.to_q." in name}
+    tensors = {name: tensor for name, tensor in component.specs.items() if "attn1.to_q." in name}
     sources = {name.rpartition(".")[2]: tensor.sources for name, tensor in tensors.items()}
     small = range(first, 5 - last)
     assert sources["quantized"] == [f"blocks.{block}.attn1.to_q.weight" for block in small]
@@ -137,7 +137,7 @@ def test_what_is_loaded_is_rounded_once_after_adapters(checkpoint, tmp_path, mod
     session.build(resolved, ["denoise"])
     component = session.components["transformer"]
     component.check()
-    component.load(component.tensors, lambda event: None)
+    component.load(component.specs, lambda event: None)
     weights["blocks.1.attn1.to_q.weight"] += 0.5 * up @ down
     for layer in LAYERS:
         name = f"blocks.*.{layer}"
@@ -145,7 +145,7 @@ def test_what_is_loaded_is_rounded_once_after_adapters(checkpoint, tmp_path, mod
             np.asarray(component.arrays[f"{name}.{part}"]).astype("float32")
             for part in ("quantized", "scale", "weight")
         )
-        assert str(component.tensors[f"{name}.quantized"].dtype) == dtype
+        assert str(component.specs[f"{name}.quantized"].dtype) == dtype
         for place, block in enumerate((1, 2)):
             expected = rounded(weights[f"blocks.{block}.{layer}.weight"], dtype).numpy()
             step = scale[place][:, None] * (1 if dtype == "int8" else 32)  # of the largest numbers

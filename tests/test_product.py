@@ -35,24 +35,25 @@ def exact(array, weight, bias, gelu):
     return result / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (result + 0.044715 * result**3)))
 
 
-@pytest.mark.parametrize("gelu, turned", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("gelu, transposed", [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("batch, tokens, inputs, outputs", [(1, 1, 128, 1), (1, 100, 96, 300), (2, 377, 256, 1100)])
-def test_it_is_a_linear_layer_at_odd_sizes(batch, tokens, inputs, outputs, gelu, turned):
+def test_it_is_a_linear_layer_at_odd_sizes(batch, tokens, inputs, outputs, gelu, transposed):
     array, weight, bias = make_inputs(batch, tokens, inputs, outputs)
-    out = Linear(SMALL)(array, weight[1], bias[1], gelu=gelu, gives_turned=turned)
+    out = Linear(SMALL)(array, weight[1], bias[1], gelu=gelu, transpose_out=transposed)
     np.testing.assert_allclose(np.asarray(out, float), exact(array, weight[1], bias[1], gelu), rtol=2**-8, atol=2e-3)
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("small, gated", [(False, True), (False, False), (True, True)])
-def test_a_residual_is_joined_and_attention_s_outputs_are_taken_as_they_lie(turned, small, gated):
+def test_a_residual_is_joined_and_attention_s_outputs_are_taken_as_they_lie(transposed, small, gated):
     array, weight, bias = make_inputs(2, 377, 256, 1100)
     generator = np.random.default_rng(1)
     residual = jnp.asarray(generator.normal(0, 1, (2, 377, 1100)), jnp.bfloat16)
     gate = jnp.asarray(generator.normal(0, 1, (2, 1100)), jnp.float32) if gated else None
     weight, scale = quantized.quantize(weight, "int8") if small else (weight, [None] * 3)
     plain = Linear(SMALL)(array, weight[1], bias[1], scale=scale[1]).astype(jnp.float32)
-    out = Linear(SMALL)(array, weight[1], bias[1], scale=scale[1], residual=residual, gate=gate, takes_turned=turned)
+    given = dict(scale=scale[1], residual=residual, gate=gate, transpose_in=transposed)
+    out = Linear(SMALL)(array, weight[1], bias[1], **given)
     expected = residual.astype(jnp.float32) + plain * (gate[:, None] if gated else 1)
     assert np.abs(out - expected).max() < 2**-7 * np.abs(expected).max()  # both are rounded
     assert np.linalg.norm(out - expected) < 4e-3 * np.linalg.norm(expected)
@@ -65,15 +66,16 @@ def test_a_layer_of_a_stack_is_that_layer():
         np.testing.assert_array_equal(of_stack, Linear(SMALL)(array, weight[layer], bias[layer]))
 
 
-@pytest.mark.parametrize("kind, turned", [("int8", False), ("int8", True), ("float8_e4m3fn", False)])
+@pytest.mark.parametrize("kind, transposed", [("int8", False), ("int8", True), ("float8_e4m3fn", False)])
 @pytest.mark.parametrize("batch, tokens, inputs, outputs", [(1, 100, 96, 300), (2, 77, 256, 1100)])
-def test_in_eight_bits_it_is_the_layer_with_both_factors_rounded(batch, tokens, inputs, outputs, kind, turned):
+def test_in_eight_bits_it_is_the_layer_with_both_factors_rounded(batch, tokens, inputs, outputs, kind, transposed):
     array, weight, bias = make_inputs(batch, tokens, inputs, outputs)
     array = array.at[0, 0].set(0)  # a token without a largest number
     small, scale = quantized.quantize(weight, kind)
     expected = quantized.linear(array, small[1], scale[1], bias[1], activations=True).astype(jnp.float32)
     for chosen in ((small[1], bias[1], None), (small, bias[1], jnp.int32(1))):
-        out = jax.jit(partial(Linear(SMALL), gives_turned=turned))(array, *chosen, scale=scale[1]).astype(jnp.float32)
+        layer = jax.jit(partial(Linear(SMALL), transpose_out=transposed))
+        out = layer(array, *chosen, scale=scale[1]).astype(jnp.float32)
         within = 2e-3 if kind == "int8" else 3e-3  # of float8 the other rounds its products before they are scaled
         assert np.linalg.norm(out - expected) < within * np.linalg.norm(expected)
         np.testing.assert_array_equal(out[0, 0], bias[1].astype(jnp.float32))
@@ -156,12 +158,12 @@ def test_plans_count_them(overrides, layers):
     resolved = resolve_there(*PLAN, "sharding=sequence", *overrides, "mesh.axes={dp:2,sp:4,tp:1}")
     parts = plan.estimate(resolved, report | {"flops_per_step": Denoise.flops(resolved)})["parts"]
     chip, peak = resolved.config.mesh.chip, 8 * 918e12
-    turned, layer = (2 * 32_760 * flops / peak for flops in (3 * 2 * 5120**2, 3 * 2 * 5120**2 + 4 * 5120 * 13824))
+    transposed, layer = (2 * 32_760 * flops / peak for flops in (3 * 2 * 5120**2, 3 * 2 * 5120**2 + 4 * 5120 * 13824))
     expected = {
         "product kernel": layers[0] * layer / chip.product_share,
-        "product kernel, turned": layers[0] * turned / chip.turned_product_share,
+        "product kernel, transposed": layers[0] * transposed / chip.transposed_product_share,
         "product kernel, int8": layers[1] * layer / chip.int8_product_share,
-        "product kernel, int8 turned": layers[1] * turned / chip.int8_turned_product_share,
+        "product kernel, int8 transposed": layers[1] * transposed / chip.int8_transposed_product_share,
         "norms": 1,
     }
     assert {name: parts.get(name, 0) for name in expected} == pytest.approx(expected)

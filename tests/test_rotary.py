@@ -23,16 +23,16 @@ def make_inputs(tokens, heads, head_dim, dtype=jnp.float32):
 def complex_rotation(array, cosine, sine, head_dim):
     pairs = np.asarray(array, np.float64).reshape(*array.shape[:2], -1, head_dim // 2, 2)
     angles = (np.asarray(cosine, np.float64) + 1j * np.asarray(sine, np.float64))[:, None, ::2]
-    turned = (pairs[..., 0] + 1j * pairs[..., 1]) * angles
-    return np.stack((turned.real, turned.imag), axis=-1).reshape(array.shape)
+    rotated = (pairs[..., 0] + 1j * pairs[..., 1]) * angles
+    return np.stack((rotated.real, rotated.imag), axis=-1).reshape(array.shape)
 
 
 @pytest.mark.parametrize("kernel", [PLAIN, LANES], ids=lambda kernel: kernel.kernel)
 @pytest.mark.parametrize("tokens, heads, head_dim", [(300, 2, 128), (7, 2, 64), (19, 3, 64)])
 def test_rotation_is_multiplication_by_a_complex_number(tokens, heads, head_dim, kernel):
     inputs = make_inputs(tokens, heads, head_dim)
-    turned = rotary.rotate(*inputs, head_dim, kernel)[0]
-    np.testing.assert_allclose(turned, complex_rotation(*inputs, head_dim), atol=1e-5)
+    rotated = rotary.rotate(*inputs, head_dim, kernel)[0]
+    np.testing.assert_allclose(rotated, complex_rotation(*inputs, head_dim), atol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", [PLAIN, LANES], ids=lambda kernel: kernel.kernel)
@@ -77,12 +77,12 @@ def test_bf16_is_rounded_once():
 def test_attention_turns_queries_and_keys_on_every_device(tokens):
     query, cosine, sine = make_inputs(tokens, 2, 64)
     key, value = query[::-1] * 0.3, query + 1
-    turned = [jnp.asarray(complex_rotation(x, cosine, sine, 64), jnp.float32) for x in (query, key)]
+    rotated = [jnp.asarray(complex_rotation(x, cosine, sine, 64), jnp.float32) for x in (query, key)]
     mesh = jax.make_mesh((2, 4), ("u", "r"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     parallel = Parallel(ulysses="u", ring="r")
     attend = Attend(64, PLAIN, parallel, mesh)
     out = jax.jit(lambda *arrays: attend(*arrays[:3], rotary=arrays[3:]))(query, key, value, cosine, sine)
-    np.testing.assert_allclose(out, Attend(64, PLAIN)(*turned, value), atol=1e-5)
+    np.testing.assert_allclose(out, Attend(64, PLAIN)(*rotated, value), atol=1e-5)
 
 
 def test_kernel_lowers_for_tpu():

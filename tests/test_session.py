@@ -41,9 +41,9 @@ def twins(configure, tmp_path):
     return tmp_path / "model", configure(f"model.path={tmp_path / 'model'}", both)
 
 
-def run(session, config, names=STAGES, tell=events.silence, **values):
-    resolved = session.resolve(config, names, tell)
-    return session.run(resolved, names, resolved.inputs() | values, tell)
+def run(session, config, names=STAGES, emit=events.silence, **values):
+    resolved = session.resolve(config, names, emit)
+    return session.run(resolved, names, resolved.inputs() | values, emit)
 
 
 # ---------------------------------------------------------------- one at a time
@@ -53,11 +53,11 @@ def test_two_threads_queue_and_get_what_they_asked_for(configure):
     session, order, made = Session(), [], {}
 
     def ask(seed):
-        def tell(event):
+        def emit(event):
             if isinstance(event, events.Began) and event.phase in STAGES:
                 order.append(seed)
 
-        made[seed] = run(session, configure(f"seed={seed}", "keep_resident=true"), tell=tell)["frames"]
+        made[seed] = run(session, configure(f"seed={seed}", "keep_resident=true"), emit=emit)["frames"]
 
     threads = [threading.Thread(target=ask, args=[seed]) for seed in (1, 2)]
     for thread in threads:
@@ -73,7 +73,7 @@ def test_two_threads_queue_and_get_what_they_asked_for(configure):
 
 def test_events_tell_the_whole_story(configure):
     heard = []
-    run(Session(), configure("preview_every=1", "keep_resident=true"), tell=heard.append)
+    run(Session(), configure("preview_every=1", "keep_resident=true"), emit=heard.append)
     began = [event.phase for event in heard if isinstance(event, events.Began)]
     ended = [event.phase for event in heard if isinstance(event, events.Ended)]
     assert began == ended, "one phase at a time"
@@ -115,7 +115,7 @@ def test_a_listener_is_called_in_the_thread_that_runs_the_session(configure, unk
             raise Stop
 
     with pytest.raises(Stop):
-        run(Session(), configure(), tell=listen)
+        run(Session(), configure(), emit=listen)
     assert threads == {threading.get_ident()}
 
 
@@ -123,18 +123,18 @@ def test_a_listener_is_called_in_the_thread_that_runs_the_session(configure, unk
 
 
 def stop_at(step):
-    def tell(event):
+    def emit(event):
         if isinstance(event, events.Stepped) and event.step == step:
             raise Stop
 
-    return tell
+    return emit
 
 
 @pytest.mark.parametrize("resident", [False, True])
 def test_a_run_that_is_stopped_frees_its_weights_unless_they_may_stay(configure, resident):
     session, config = Session(), configure(f"keep_resident={str(resident).lower()}")
     with pytest.raises(Stop):
-        run(session, config, tell=stop_at(2))
+        run(session, config, emit=stop_at(2))
     assert bool(session.components["transformer"].arrays) is resident
     assert run(session, config)["frames"].shape == (5, 64, 64, 3), "and the next goes on"
 
@@ -142,11 +142,11 @@ def test_a_run_that_is_stopped_frees_its_weights_unless_they_may_stay(configure,
 def test_weights_go_as_soon_as_no_stage_needs_them(configure):
     session, present = Session(), {}
 
-    def tell(event):
+    def emit(event):
         if isinstance(event, events.Began) and event.phase in STAGES:
             present[event.phase] = {name for name, component in session.components.items() if component.arrays}
 
-    run(session, configure(), tell=tell)
+    run(session, configure(), emit=emit)
     assert present == {"text": {"text_encoder"}, "denoise": {"transformer"}, "decode": {"vae"}}
     assert not any(component.arrays for component in session.components.values())
 
@@ -183,7 +183,7 @@ class Average(Stage):
         frames = struct(self.mesh, (5, 64, 64, 3), "float32")
         self.add("average", Program(average, "vae", [frames], replicated(self.mesh)))
 
-    def run(self, view, values, tell):
+    def run(self, view, values, emit):
         (frames,) = self.programs.put("average", (values["frames"],))
         return {"mean": numpy.asarray(self("average", frames))}
 
@@ -195,13 +195,13 @@ def test_two_stages_share_a_component(configure, monkeypatch):
     monkeypatch.setitem(registry.STAGES, "average", "tests.test_session.Average")
     session, loads, together = Session(), [], []
 
-    def tell(event):
+    def emit(event):
         if isinstance(event, events.Began) and event.phase == "load_vae":
             loads.append(event.total)
         if isinstance(event, events.Began) and event.phase == "average":
             together.append({name.split(".")[0] for name in session.components["vae"].arrays})
 
-    values = run(session, config, [*STAGES, "average"], tell=tell)
+    values = run(session, config, [*STAGES, "average"], emit=emit)
     assert values["mean"].shape == () and len(loads) == 2 and min(loads) < 10_000 < max(loads)
     assert together == [{"decoder", "post_quant_conv", "quant_conv"}], "nothing is loaded that no stage asked for"
     assert session.stages["decode"].components["vae"] is session.stages["average"].components["vae"]
@@ -218,7 +218,7 @@ class Alternating(Denoise):
 def test_two_components_share_one_program(configure, twins, monkeypatch):
     monkeypatch.setitem(registry.STAGES, "denoise", "tests.test_session.Alternating")
     heard = []
-    same = run(Session(), twins[1], ["text", "denoise"], tell=heard.append)["latents"]
+    same = run(Session(), twins[1], ["text", "denoise"], emit=heard.append)["latents"]
     loads = [event.phase for event in heard if isinstance(event, events.Ended) and "load_transformer" in event.phase]
     assert loads == ["load_transformer", "load_transformer_2"]
     assert [event.program for event in heard if isinstance(event, events.Compiled)].count("denoise.step") == 1

@@ -101,7 +101,7 @@ def test_one_forward_at_a_time_runs_on_a_mesh_with_dp(generate, override):
 
 
 def test_float32_islands_stay():
-    tensors = build(resolve_here("model.dtype.transformer=bfloat16"), "denoise").tensors["transformer"]
+    tensors = build(resolve_here("model.dtype.transformer=bfloat16"), "denoise").specs["transformer"]
     full = {name for name, tensor in tensors.items() if tensor.dtype == "float32"}
     assert all(any(part in name for name in full) for part in ("norm2", "scale_shift_table", "rope"))
     assert tensors["blocks.*.attn1.to_q.weight"].dtype == "bfloat16"

@@ -19,7 +19,7 @@ from wan_torchax.models import tokens as tokenizing
 from wan_torchax.models.wan import clean
 from wan_torchax.records import provenance, store
 from wan_torchax.records.store import Store
-from wan_torchax.runtime.kept import Kept, environment, pack_tree, unpack_tree
+from wan_torchax.runtime.build_cache import BuildCache, environment, pack_tree, unpack_tree
 from wan_torchax.session import Session
 from wan_torchax.stages.stage import find
 
@@ -169,7 +169,7 @@ CHANGED = {
     "other flags": lambda m: m.setenv("XLA_FLAGS", "--xla_other"),
     "other TPU flags": lambda m: m.setenv("LIBTPU_INIT_ARGS", "--xla_other"),
     "another process": lambda m: m.setattr(jax, "process_index", lambda: 1),
-    "another processor": lambda m: m.setattr("wan_torchax.runtime.kept.processor", lambda: "other"),
+    "another processor": lambda m: m.setattr("wan_torchax.runtime.build_cache.processor", lambda: "other"),
 }
 
 
@@ -353,9 +353,9 @@ def misses(config, names=STAGES) -> set[str]:
     """The entries that a run would not find."""
     session = Session()
     resolved = session.resolve(config, names)
-    kept = Kept.of(resolved)
+    build_cache = BuildCache.of(resolved)
     kinds = {f"programs-{name}": find(name).recipe_for(name, resolved) for name in names}
-    return {name for name, recipe in kinds.items() if kept.read(name, recipe) is None}
+    return {name for name, recipe in kinds.items() if build_cache.read(name, recipe) is None}
 
 
 ALL = {"programs-text", "programs-denoise", "programs-decode"}

@@ -44,7 +44,7 @@ def plan(mesh, dtype="float32", module=None, gather=None, stacks=(), **rules):
     axes = {"tp": "tp", "dp": "dp", "both": ["dp", "tp"]}
     layout = weights.Layout(mesh, rows, axes, gather, "model.weights.x")
     spec = ComponentSpec(build=lambda architecture: None, stacks=stacks)
-    return weights.plan(module or small_module(), spec, {}, layout, dtype)
+    return weights.array_specs(module or small_module(), spec, {}, layout, dtype)
 
 
 @pytest.mark.parametrize("spec", [["tp"], [None, "tp"], ["dp", "tp"]], ids=str)
@@ -275,7 +275,7 @@ def test_a_change_is_merged_some_rows_at_a_time(spec, tmp_path, monkeypatch):
     save_file(factors, tmp_path / "adapter" / "x.safetensors")
     up, down, up2, down2 = map(checkpoint.index(tmp_path / "adapter").get, factors)
     changes = {"1": [weights.Change(0.5, (up, down)), weights.Change(2.0, (up2, down2))]}
-    tensor = weights.Tensor(stack.shape, "float32", sharding, "x", ["0", "1"], stacked=True)
+    tensor = weights.ArraySpec(stack.shape, "float32", sharding, "x", ["0", "1"], stacked=True)
     shape, begins = weights.some_rows((22, 6), weights.layer_sharding(tensor))
     assert (shape, begins) == {"x": ((8, 6), [0, 4, 7]), None: ((8, 6), [0, 8, 14])}[spec[0]]
     loaded = weights.load({"stack": tensor}, tmp_path, lambda count: None, changes=changes)["stack"]
@@ -304,7 +304,7 @@ with torch.device("meta"):
     model = Model()
 mesh = jax.make_mesh((1,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
 spec, folder = ComponentSpec(lambda _: model, stacks=("blocks",)), Path(sys.argv[1])
-tensors = weights.plan(model, spec, {}, weights.Layout(mesh), "float32")
+tensors = weights.array_specs(model, spec, {}, weights.Layout(mesh), "float32")
 header, factors = read_header(folder / "adapter" / "x.safetensors"), {}
 for name in (name for name in weights.source_shapes(tensors) if "maps.0" in name):
     factors[name] = [weights.Change(0.5, (header[f"{name}.up"], header[f"{name}.down"]))]

@@ -104,11 +104,11 @@ def silence(event: Event) -> None:
 def to_all(*listeners: Listener) -> Listener:
     """One listener that tells several, in order."""
 
-    def tell(event: Event) -> None:
+    def emit(event: Event) -> None:
         for listener in listeners:
             listener(event)
 
-    return tell
+    return emit
 
 
 class Background(threading.Thread):
@@ -118,10 +118,10 @@ class Background(threading.Thread):
         self.told: SimpleQueue[Event] = SimpleQueue()
         super().__init__(target=work, args=[self.told.put])
 
-    def hand_on(self, tell: Listener) -> None:
+    def hand_on(self, emit: Listener) -> None:
         """Tell what this thread has told so far."""
         while not self.told.empty():
-            tell(self.told.get())
+            emit(self.told.get())
 
     def finish(self) -> None:
         """Wait for the end of its work, but not if this process is asked to end."""

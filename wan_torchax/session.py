@@ -27,9 +27,9 @@ from wan_torchax.events import Background, Listener, Took, silence
 from wan_torchax.models.family import Family, import_module
 from wan_torchax.records.provenance import sources, versions
 from wan_torchax.records.store import Store
+from wan_torchax.runtime.build_cache import BuildCache
 from wan_torchax.runtime.components import Component
 from wan_torchax.runtime.jobs import find_job, with_weights
-from wan_torchax.runtime.kept import Kept
 from wan_torchax.runtime.programs import Programs, compiling
 from wan_torchax.stages.stage import Stage, find, result_settings
 from wan_torchax.work import RunStep, Work, is_resident, load, phase, wait_for_programs
@@ -48,32 +48,32 @@ class Session:
 
     # ------------------------------------------------------------ before a run
 
-    def resolve(self, job: Job | DictConfig, names: Iterable[str], tell: Listener = silence) -> Resolved:
+    def resolve(self, job: Job | DictConfig, names: Iterable[str], emit: Listener = silence) -> Resolved:
         """Have the checkpoints of the named stages here, start the devices, and leave nothing open."""
         job, names = find_job(job) if OmegaConf.is_config(job) else job, list(names)
         check_stages(job, names)
         job, store = with_weights(job, job.graph.components(names)), Store.of(job.config)
-        return self.place(job, tell, warm=store is not None and store.has("start", start_of(job.config, names)))
+        return self.place(job, emit, warm=store is not None and store.has("start", start_of(job.config, names)))
 
-    def place(self, job: Job, tell: Listener = silence, warm: bool = False) -> Resolved:
+    def place(self, job: Job, emit: Listener = silence, warm: bool = False) -> Resolved:
         """A job on the devices of this machine. Torch and diffusers are imported while these start, unless the start is
         `warm`: then nothing will need them."""
-        with self.lock, phase("start", tell):
+        with self.lock, phase("start", emit):
             imports = Background(functools.partial(import_models, job.family))
             began = time.perf_counter()
             devices = start(job.config, meanwhile=(lambda: None) if warm else imports.start)
             resolved = resolve(job, devices)
             warm_up(resolved.mesh)
-            tell(Took("devices", time.perf_counter() - began))
+            emit(Took("devices", time.perf_counter() - began))
             imports.finish()
-            imports.hand_on(tell)
+            imports.hand_on(emit)
         return resolved
 
-    def build(self, resolved: Resolved, names: Iterable[str], kept: Kept | None = None) -> dict[str, Stage]:
-        """The named stages, on their components; what was made before and still fits is used again. With `kept`, also
+    def build(self, resolved: Resolved, names: Iterable[str], cache: BuildCache | None = None) -> dict[str, Stage]:
+        """The named stages, on their components; what was made before and still fits is used again. With `cache`, also
         what earlier processes made: such programs run, and cannot be looked into."""
         self.free_others(resolved)
-        return {name: self.build_one(name, resolved, kept) for name in names}
+        return {name: self.build_one(name, resolved, cache) for name in names}
 
     def free_others(self, resolved: Resolved) -> None:
         """Let go of components that are not this job's: also one that is not used this time holds memory."""
@@ -81,11 +81,11 @@ class Session:
             if component.family is not resolved.family or Component.key_for(name, resolved) != component.key:
                 self.components.pop(name).free()
 
-    def build_one(self, name: str, resolved: Resolved, kept: Kept | None) -> Stage:
+    def build_one(self, name: str, resolved: Resolved, cache: BuildCache | None) -> Stage:
         components = {}
         for component in resolved.graph.stages[name].uses:
             if component not in self.components:
-                self.components[component] = Component(component, resolved, kept)
+                self.components[component] = Component(component, resolved, cache)
             components[component] = self.components[component]
         recipe = find(name).recipe_for(name, resolved)
         videos = recipe.derived.get("videos", 1)  # programs for several at once stay beside those for one
@@ -93,20 +93,20 @@ class Session:
         stage = self.stages.get(place)
         if stage is None or stage.recipe.key != recipe.key or not stage.programs.ready():
             self.stages.pop(place, None)
-            stage = self.stages[place] = find(name)(name, recipe, components, resolved, kept)
+            stage = self.stages[place] = find(name)(name, recipe, components, resolved, cache)
         stage.components, stage.gives = components, tuple(resolved.graph.stages[name].gives)
         return stage
 
-    def prepare(self, resolved: Resolved, names: Iterable[str], tell: Listener = silence) -> None:
+    def prepare(self, resolved: Resolved, names: Iterable[str], emit: Listener = silence) -> None:
         """Compile what the named stages will run and load what may stay, so that a first run waits for neither."""
         with self.lock:
             resolved = resolved.segments()[0]
-            with phase("build", tell):
+            with phase("build", emit):
                 stages = self.build(resolved, names)
                 for component in self.components.values():
                     component.check()
             fresh = {name: stage.programs for name, stage in stages.items() if not stage.programs.ready()}
-            with compiling(fresh, tell) as tell_all:
+            with compiling(fresh, emit) as tell_all:
                 for stage in stages.values() if is_resident(resolved.config) else ():
                     load(stage, resolved, tell_all)
                 for stage in stages.values():
@@ -117,7 +117,7 @@ class Session:
 
     @contextlib.contextmanager
     def open(
-        self, resolved: Resolved, names: Iterable[str], values: dict[str, Any], tell: Listener = silence,
+        self, resolved: Resolved, names: Iterable[str], values: dict[str, Any], emit: Listener = silence,
         segments: Mapping[int, dict[str, Any]] = MappingProxyType({}),
     ) -> Iterator[Work]:
         """The named stages, built and held against their files, as work to be done in the block; their programs are
@@ -125,18 +125,18 @@ class Session:
         hand of each."""
         with self.lock:
             try:
-                kept, names = Kept.of(resolved), list(names)
-                work = Work(resolved, names, values, segments, functools.partial(self.recall, kept))
-                with phase("build", tell):
-                    stages = self.build_checked(resolved.segments()[0], work.fresh, kept)
+                cache, names = BuildCache.of(resolved), list(names)
+                work = Work(resolved, names, values, segments, functools.partial(self.recall, cache))
+                with phase("build", emit):
+                    stages = self.build_checked(resolved.segments()[0], work.fresh, cache)
                 fresh = {name: stage.programs for name, stage in stages.items() if not stage.programs.ready()}
-                if kept:
-                    tell_misses(kept, fresh)
-                with compiling(fresh, tell) as tell_all:
-                    work.begin(self, stages, kept, tell_all)
+                if cache:
+                    tell_misses(cache, fresh)
+                with compiling(fresh, emit) as tell_all:
+                    work.begin(self, stages, cache, tell_all)
                     yield work
-                if kept:
-                    kept.store.write("start", start_of(resolved.config, names), {}, {})
+                if cache:
+                    cache.store.write("start", start_of(resolved.config, names), {}, {})
             finally:
                 if not is_resident(resolved.config):
                     self.free()
@@ -149,12 +149,14 @@ class Session:
                 work.run(step)
         return work.result
 
-    def build_checked(self, resolved: Resolved, named: dict[str, Resolved], kept: Kept | None) -> dict[str, Stage]:
+    def build_checked(
+        self, resolved: Resolved, named: dict[str, Resolved], cache: BuildCache | None
+    ) -> dict[str, Stage]:
         """Stages, each for its own part of the job, and those that show what they make; held against their files."""
         self.free_others(resolved)
         helpers = dict.fromkeys(self.helpers(resolved, list(named)), resolved)
         order = [name for name in resolved.graph.stages if name in named or name in helpers]
-        stages = {name: self.build_one(name, (named | helpers)[name], kept) for name in order}
+        stages = {name: self.build_one(name, (named | helpers)[name], cache) for name in order}
         for name in {component for stage in stages.values() for component in stage.components}:
             self.components[name].check()
         for name, part in named.items():
@@ -175,7 +177,7 @@ class Session:
 
     # ------------------------------------------------------------ what stays
 
-    def recall(self, kept: Kept | None, step: RunStep) -> dict[str, numpy.ndarray] | None:
+    def recall(self, cache: BuildCache | None, step: RunStep) -> dict[str, numpy.ndarray] | None:
         """The result of a stage that was made from the same before, by this process or another."""
         stage = find(step.name)
         if not stage.results_remembered:
@@ -183,10 +185,10 @@ class Session:
         settings = seen_settings(step)
         if result := self.results.get(step.name, {}).get(key_of(settings)):
             return result
-        entry = kept and kept.read(f"result-{step.name}", stage.recipe_for(step.name, step.resolved), result=settings)
+        entry = cache and cache.read(f"result-{step.name}", stage.recipe_for(step.name, step.resolved), result=settings)
         return entry and entry.arrays
 
-    def remember(self, kept: Kept | None, step: RunStep, result: dict[str, numpy.ndarray]) -> None:
+    def remember(self, cache: BuildCache | None, step: RunStep, result: dict[str, numpy.ndarray]) -> None:
         stage = find(step.name)
         if not stage.results_remembered:
             return
@@ -194,8 +196,8 @@ class Session:
         results[key_of(settings)] = result
         while len(results) > stage.results_remembered:
             results.pop(next(iter(results)))
-        if kept:
-            kept.write(f"result-{step.name}", stage.recipe_for(step.name, step.resolved), {}, result, result=settings)
+        if cache:
+            cache.write(f"result-{step.name}", stage.recipe_for(step.name, step.resolved), {}, result, result=settings)
 
     def free_unused(self, stages: list[Stage]) -> None:
         """Let go of the weights that none of these stages needs."""
@@ -212,8 +214,8 @@ class Session:
         """Let go of everything."""
         with self.lock:
             self.free()
-            for kept in (self.stages, self.components, self.results):
-                kept.clear()
+            for made in (self.stages, self.components, self.results):
+                made.clear()
 
 
 def check_stages(job: Job, names: list[str]) -> None:
@@ -252,20 +254,20 @@ def start_of(config, names: list[str]) -> dict:
 # ---------------------------------------------------------------- while it runs
 
 
-def import_models(family: Family, tell: Listener) -> None:
+def import_models(family: Family, emit: Listener) -> None:
     """Import torch, diffusers and transformers: seconds, once a process."""
     began = time.perf_counter()
     for module in family.modules:
         import_module(module)
-    tell(Took("imports", time.perf_counter() - began))
+    emit(Took("imports", time.perf_counter() - began))
 
 
-def tell_misses(kept: Kept, fresh: dict[str, Programs]) -> None:
+def tell_misses(cache: BuildCache, fresh: dict[str, Programs]) -> None:
     """One line for all stages that are traced for the same reason."""
     reasons: dict[str, list[str]] = {}
     for name, programs in fresh.items():
         if not programs.stored:
-            reasons.setdefault(kept.why_not(programs.kind, programs.recipe), []).append(name)
+            reasons.setdefault(cache.why_not(programs.kind, programs.recipe), []).append(name)
     for reason, names in reasons.items():
         log.info("%s: traced, since %s", ", ".join(names), reason)
 

@@ -1,6 +1,6 @@
 """A run in progress: stages one after the other on the values at hand, for a whole video or segment after segment.
 
-    with session.open(resolved, names, values, tell) as work:
+    with session.open(resolved, names, values, emit) as work:
         for step in work.steps:
             work.run(step)
     work.result                         # the values at hand, and those that the stages gave
@@ -18,7 +18,7 @@ import numpy
 from wan_torchax import interruption
 from wan_torchax.config.resolve import Resolved
 from wan_torchax.events import Advanced, Began, Decoded, Ended, Finished, Listener, Previewed, Stepped, silence
-from wan_torchax.runtime.kept import Kept
+from wan_torchax.runtime.build_cache import BuildCache
 from wan_torchax.runtime.programs import no_compilation
 from wan_torchax.stages.stage import Stage
 
@@ -52,49 +52,49 @@ class Work:
         self.recalled = {step: result for step in absent if (result := recall(step)) is not None}
         self.left = [step for step in absent if step not in self.recalled]
         self.stages: dict[str, Stage] = {}
-        self.tell: Listener = silence
+        self.emit: Listener = silence
 
     @property
     def fresh(self) -> dict[str, Resolved]:
         """Stages that are still to be run, each once, and what they are built for: all segments are alike."""
         return {step.name: step.resolved for step in reversed(self.left)}
 
-    def begin(self, session: "Session", stages: dict[str, Stage], kept: Kept | None, tell: Listener) -> None:
-        self.session, self.stages, self.kept, self.tell = session, stages, kept, tell
+    def begin(self, session: "Session", stages: dict[str, Stage], cache: BuildCache | None, emit: Listener) -> None:
+        self.session, self.stages, self.cache, self.emit = session, stages, cache, emit
 
     def run(self, step: RunStep) -> None:
         """Have a step's values: they are at hand, remembered, or made now."""
-        scope, tell = self.scopes[step.segment], joined(step, self.resolved, self.tell)
+        scope, emit = self.scopes[step.segment], joined(step, self.resolved, self.emit)
         if step.segment is not None:  # what the one before gave, if there was one
             before: Mapping[str, Any] = self.scopes.get(step.segment - 1, {})
             scope.update({value: before.get(source) for value, source in self.resolved.graph.carry.items()})
         if step in self.left:
-            result = self.make(step, scope, tell)
+            result = self.make(step, scope, emit)
         elif step in self.recalled:
             result = self.recalled[step]
         else:
             if "frames" in step.gives:
-                tell(Decoded(scope["frames"]))
+                emit(Decoded(scope["frames"]))
             return
         (self.values if step.segment is None else scope).update(result)
-        self.tell(Finished(step.name, result, step.segment))
+        self.emit(Finished(step.name, result, step.segment))
 
-    def make(self, step: RunStep, scope: Mapping, tell: Listener) -> dict[str, Any]:
+    def make(self, step: RunStep, scope: Mapping, emit: Listener) -> dict[str, Any]:
         """Load what a stage needs, wait for its programs, run it; gives its values."""
         name, resolved, stage = step.name, step.resolved, self.stages[step.name]
         previewer = self.previewer(name)
         for loading in filter(None, (stage, previewer)):
-            load(loading, resolved, tell)
-        wait_for_programs(stage, tell)
+            load(loading, resolved, emit)
+        wait_for_programs(stage, emit)
         self.read_next(name, resolved)
         taken = {value: scope[value] for value in resolved.graph.stages[name].takes}
-        listener = tell if previewer is None else with_previews(previewer, resolved.config.preview_every, tell)
-        with phase(name, tell, *stage.amount(name, resolved)), no_compilation(name):
+        listener = emit if previewer is None else with_previews(previewer, resolved.config.preview_every, emit)
+        with phase(name, emit, *stage.amount(name, resolved)), no_compilation(name):
             result = stage.run(stage.view_of(name, resolved), taken, listener)
         self.left.remove(step)
         if not is_resident(resolved.config):
             self.session.free_unused([self.stages[other.name] for other in self.left])
-        self.session.remember(self.kept, step, result)
+        self.session.remember(self.cache, step, result)
         return result
 
     def read_next(self, name: str, resolved: Resolved) -> None:
@@ -148,10 +148,10 @@ def window(resolved: Resolved, segment: int) -> slice:
     return slice(segments.overlap if segment else 0, min(segments.frames, total - first))
 
 
-def joined(step: RunStep, resolved: Resolved, tell: Listener) -> Listener:
+def joined(step: RunStep, resolved: Resolved, emit: Listener) -> Listener:
     """A listener that tells of a segment's frames as of the whole video's."""
     if step.segment is None:
-        return tell
+        return emit
     part, seen = window(resolved, step.segment), 0
 
     def listener(event):
@@ -160,7 +160,7 @@ def joined(step: RunStep, resolved: Resolved, tell: Listener) -> Listener:
             first, last = max(part.start - seen, 0), max(part.stop - seen, 0)
             seen += len(event.frames)
             event = Decoded(event.frames[first:last])
-        tell(event)
+        emit(event)
 
     return listener
 
@@ -174,35 +174,35 @@ def is_resident(config) -> bool:
 
 
 @contextlib.contextmanager
-def phase(name: str, tell: Listener, total: int | None = None, unit: str = "") -> Iterator[None]:
+def phase(name: str, emit: Listener, total: int | None = None, unit: str = "") -> Iterator[None]:
     began = time.perf_counter()
     interruption.check()
-    tell(Began(name, total, unit))
+    emit(Began(name, total, unit))
     yield
-    tell(Ended(name, time.perf_counter() - began))
+    emit(Ended(name, time.perf_counter() - began))
 
 
-def load(stage: Stage, resolved: Resolved, tell: Listener) -> None:
+def load(stage: Stage, resolved: Resolved, emit: Listener) -> None:
     """Bring the weights that a stage begins with to the devices."""
     for key in stage.components_first(stage.view_of(stage.name, resolved)):
-        stage.components[key].load(stage.tensors[key], tell)
+        stage.components[key].load(stage.specs[key], emit)
 
 
-def wait_for_programs(stage: Stage, tell: Listener) -> None:
+def wait_for_programs(stage: Stage, emit: Listener) -> None:
     """Tell that compilation is still going on, if it is."""
     waiting, name = list(stage.programs.compiled.values()), f"compile_{stage.name}"
     if wait(waiting, timeout=0).not_done:
-        with phase(name, tell):
+        with phase(name, emit):
             while wait(waiting, timeout=0.2).not_done:
-                tell(Advanced(name, 0))
+                emit(Advanced(name, 0))
 
 
-def with_previews(previewer: Stage, every: int, tell: Listener) -> Listener:
+def with_previews(previewer: Stage, every: int, emit: Listener) -> Listener:
     """A listener that also tells how the video looks, every so many steps."""
 
     def listener(event):
-        tell(event)
+        emit(event)
         if isinstance(event, Stepped) and event.step % every == 0 and event.step < event.steps:
-            tell(Previewed(event.step, previewer.preview(event.estimate), event.video))
+            emit(Previewed(event.step, previewer.preview(event.estimate), event.video))
 
     return listener

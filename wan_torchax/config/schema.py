@@ -153,11 +153,11 @@ class Chip:
     self_attention_share: Optional[float] = None  # of peak, that the kernels reach
     cross_attention_share: Optional[float] = None
     product_share: Optional[float] = None
-    turned_product_share: Optional[float] = None
+    transposed_product_share: Optional[float] = None
     int8_product_share: Optional[float] = None  # of the peak in bf16, so that 2 is all there is
-    int8_turned_product_share: Optional[float] = None
+    int8_transposed_product_share: Optional[float] = None
     fp8_product_share: Optional[float] = None
-    fp8_turned_product_share: Optional[float] = None
+    fp8_transposed_product_share: Optional[float] = None
     correction: Optional[float] = None  # what estimates are multiplied by
     vae_lines: bool = False  # decode with models/vae_lines.py
 

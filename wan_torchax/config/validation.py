@@ -49,12 +49,13 @@ SCHEDULERS = (  # of diffusers', those that are linear: stages/sampling.py write
 )
 SIGMAS_TAKEN = SCHEDULERS[:3]  # by these, and shifted as their own are
 PROBLEMS_SHOWN = 30
-# Devices by what JAX calls them: TPUs before TPU7x, NVIDIA before Ada and Hopper.
 # Of the peak in bf16, that a kernel can reach.
 KERNEL_SHARES = {
-    "self_attention_share": 1, "cross_attention_share": 1, "product_share": 1, "turned_product_share": 1,
-    "int8_product_share": 2, "int8_turned_product_share": 2, "fp8_product_share": 2, "fp8_turned_product_share": 2,
+    "self_attention_share": 1, "cross_attention_share": 1, "product_share": 1, "transposed_product_share": 1,
+    "int8_product_share": 2, "int8_transposed_product_share": 2,
+    "fp8_product_share": 2, "fp8_transposed_product_share": 2,
 }
+# Devices by what JAX calls them: TPUs before TPU7x, NVIDIA before Ada and Hopper.
 NO_FLOAT8 = r"TPU v|V100|T4|A100|A10\b|A10G|A16|A2\b|A30|A40|RTX A\d|RTX [23]0|GTX|Quadro|TITAN"
 SERVE_LEAST = {
     "queue_limit": 1, "batch": 1, "preview_every": 0, "upload_mb": 0.01, "upload_seconds": 1, "connections": 10,

@@ -35,7 +35,7 @@ from wan_torchax.config.wording import flatten, listed
 from wan_torchax.records import provenance
 
 log = logging.getLogger("wan")
-BEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 SECRET = "WAN_TORCHAX_SECRET"  # environment variable: what the processes sign their messages with
 MARK_LETTERS = 64
 PATIENCE = 24 * 3600  # seconds to wait for a process that is alive: it may be fetching weights, or writing
@@ -53,9 +53,9 @@ class Group:
     stores: list  # connections to process 0's store: one for the main thread, one for the thread that beats
     names: list[str]  # "process 1 of 4 (its host)"
     job: int = 0  # jobs begun: part of every key, so that nothing of an earlier job is taken for this one's
-    farewell: str | None = None  # why this process leaves, for the others
+    reason: str | None = None  # why this process leaves, for the others
     over: threading.Event = field(default_factory=threading.Event)
-    speaker: subprocess.Popen | None = None  # says why, should this process be aborted
+    reporter: subprocess.Popen | None = None  # says why, should this process be aborted
     watcher: threading.Thread = field(default_factory=lambda: threading.Thread(target=watch, name="watch", daemon=True))
 
     @property
@@ -98,7 +98,7 @@ def join(config) -> None:
     group.watcher.start()
     hosts = meet("host", socket.gethostname(), settings.join_seconds)
     group.names = [f"{name} ({host})" for name, host in zip(group.names, hosts)]
-    speak_on_abort()
+    report_abort()
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
     jax.distributed.initialize(
         coordinator, processes, process,
@@ -256,15 +256,15 @@ def from_first(what: str, value):
 
 
 def watch() -> None:
-    """The thread that beats for this process and looks after the others."""
-    store, beat, changed = group.stores[1], 0, {}
-    while not group.over.wait(BEAT_SECONDS):
-        beat += 1
+    """The thread that sends this process's heartbeats and checks those of the others."""
+    store, heartbeat, changed = group.stores[1], 0, {}
+    while not group.over.wait(HEARTBEAT_SECONDS):
+        heartbeat += 1
         try:
-            store.set(f"beat/{group.process}", sign(f"beat/{group.process}", [beat, group.farewell]))
-            if group.farewell is not None:
+            store.set(f"heartbeat/{group.process}", sign(f"heartbeat/{group.process}", [heartbeat, group.reason]))
+            if group.reason is not None:
                 return
-            states = [last_beat(store, other) for other in group.others]
+            states = [last_heartbeat(store, other) for other in group.others]
         except ConfigError as error:
             end(str(error))
         except RuntimeError:  # the store went with its process
@@ -272,16 +272,16 @@ def watch() -> None:
         for other, state in zip(group.others, states):
             if state is None:  # still to arrive
                 continue
-            if (farewell := state[1]) is not None:
-                end(f"{group.names[other]} {farewell}")
+            if (reason := state[1]) is not None:
+                end(f"{group.names[other]} {reason}")
             last, since = changed.get(other, (None, time.monotonic()))
             changed[other] = state, since if state == last else time.monotonic()
             if time.monotonic() - changed[other][1] > group.lost_seconds:
                 end(f"{group.names[other]} was lost: nothing heard of it for {group.lost_seconds} s")
 
 
-def last_beat(store, process: int) -> list | None:
-    key = f"beat/{process}"
+def last_heartbeat(store, process: int) -> list | None:
+    key = f"heartbeat/{process}"
     return verify(key, store.get(key)) if store.check([key]) else None
 
 
@@ -293,19 +293,19 @@ def regroup(message: str) -> None:
     if group.job == 0:  # not even all are here
         leave(f"failed: {message}")
     try:
-        meet("error", message, group.lost_seconds + 2 * BEAT_SECONDS)  # by then a process that is lost has been named
+        meet("error", message, group.lost_seconds + 2 * HEARTBEAT_SECONDS)  # by then a lost one has been named
     except ConfigError:
         leave(f"failed: {message}")
 
 
-def leave(farewell: str, status: int = 1) -> None:
+def leave(reason: str, status: int = 1) -> None:
     """Tell the others why, and end."""
     if group is None:
         return
-    group.farewell = farewell
+    group.reason = reason
     if group.watcher.is_alive():
         group.watcher.join()  # until it has been said
-        time.sleep(0 if group.process else 3 * BEAT_SECONDS)  # process 0 keeps the store that the others hear it from
+        time.sleep(0 if group.process else 3 * HEARTBEAT_SECONDS)  # process 0 has the store they hear it from
     end(None, status)
 
 
@@ -315,11 +315,11 @@ def end(message: str | None, status: int = 1) -> None:
         log.error("error: %s; this process ends too", message)
     logging.shutdown()
     sys.stdout.flush()
-    hush()
+    stop_reporter()
     os._exit(status)
 
 
-SPEAKER = """
+ABORT_REPORTER = """
 import socket, sys
 message, host, port = sys.argv[1:]
 if not sys.stdin.read():            # ended by a signal: one that leaves in order says so
@@ -330,21 +330,21 @@ if not sys.stdin.read():            # ended by a signal: one that leaves in orde
 """
 
 
-def speak_on_abort() -> None:
+def report_abort() -> None:
     """JAX abort()s a process that has lost its coordinator, from a C++ thread, before `watch` can see it. A process of
     its own sees that, and names the coordinator: Python code in the aborted one might wait for ever."""
     host, _, port = group.coordinator.rpartition(":")
     tag = f"[{group.process}/{group.processes}]"
     message = f"{tag} error: {group.names[0]}, which coordinates, is gone; this process ends too"
-    command = [sys.executable, "-S", "-E", "-c", SPEAKER, message, host, port]
-    group.speaker = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    command = [sys.executable, "-S", "-E", "-c", ABORT_REPORTER, message, host, port]
+    group.reporter = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
-def hush() -> None:
+def stop_reporter() -> None:
     """This process ends in order."""
-    if group.speaker is not None:
+    if group.reporter is not None:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # whatever it does, this process ends
-            group.speaker.communicate(b"in order", timeout=5)
+            group.reporter.communicate(b"in order", timeout=5)
 
 
 def finish() -> None:
@@ -358,7 +358,7 @@ def finish() -> None:
     group.over.set()
     group.watcher.join()
     jax.distributed.shutdown()
-    hush()
+    stop_reporter()
 
 
 # ---------------------------------------------------------------- devices

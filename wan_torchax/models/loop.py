@@ -185,8 +185,8 @@ def linear_by_kernel(inner: Callable, product: Linear, layer: Layer, name: str, 
     # Read from the stack, of which a slice would be a copy; unless it is gathered.
     weight, index = (layer[part], None) if layer.blocks.gathered else layer.stacked(part)
     out = product(
-        array, weight, layer[f"{name}.bias"], index, scale, gelu=options.gelu, takes_turned=options.takes_transposed,
-        gives_turned=options.gives_transposed, **({} if apart else after),
+        array, weight, layer[f"{name}.bias"], index, scale, gelu=options.gelu, transpose_in=options.takes_transposed,
+        transpose_out=options.gives_transposed, **({} if apart else after),
     )
     return finish(out, Options(**after)) if apart else out
 

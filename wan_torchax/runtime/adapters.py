@@ -160,7 +160,7 @@ def parse(path: Path, names: AdapterNames) -> Contents:
 
 
 def peft_settings(path: Path) -> dict:
-    """lora_alpha and its patterns, which PEFT's tensors do not tell: in the header of diffusers' files, beside PEFT's
+    """lora_alpha and its patterns, which PEFT's tensors do not emit: in the header of diffusers' files, beside PEFT's
     own."""
     try:
         with safe_open(path, framework="numpy") as handle:

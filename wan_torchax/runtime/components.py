@@ -12,7 +12,7 @@ from wan_torchax.events import Advanced, Began, Ended, Listener, Took
 from wan_torchax.models.family import ComponentSpec, Family
 from wan_torchax.records import provenance
 from wan_torchax.runtime import adapters, weights
-from wan_torchax.runtime.kept import Kept, pack_plan, unpack_plan
+from wan_torchax.runtime.build_cache import BuildCache, pack_specs, unpack_specs
 
 log = logging.getLogger("wan")
 READ_BYTES = 1 << 26
@@ -28,22 +28,22 @@ def settings_of(name: str, family: Family) -> tuple[str, ...]:
 class Component:
     """The plan of a component's arrays, and those of them that are on the devices."""
 
-    def __init__(self, name: str, resolved: Resolved, kept: Kept | None = None):
+    def __init__(self, name: str, resolved: Resolved, cache: BuildCache | None = None):
         self.name, self.key, self.checkpoint = name, self.key_for(name, resolved), resolved.checkpoints.get(name)
         self.family = resolved.family
         self.arrays: dict[str, jax.Array] = {}
         recipe, kind = resolved.recipe(settings_of(name, resolved.family)), f"plan-{name}"
         # Adapters add to weights when they are loaded: they change no plan.
         files = self.checkpoint and self.checkpoint.fingerprint.partition("+")[0]
-        if entry := kept and kept.read(kind, recipe, weights=files):
-            self.tensors = unpack_plan(entry.about["tensors"], entry.arrays, recipe.mesh)
+        if entry := cache and cache.read(kind, recipe, weights=files):
+            self.specs = unpack_specs(entry.about["tensors"], entry.arrays, recipe.mesh)
             self.unused = tuple(entry.about["unused"])
             return
         self.plan(recipe)
-        if kept:
-            rows, tables = pack_plan(self.tensors)
+        if cache:
+            rows, tables = pack_specs(self.specs)
             about = {"tensors": rows, "unused": self.unused}
-            kept.write(kind, recipe, about, tables, weights=files)
+            cache.write(kind, recipe, about, tables, weights=files)
 
     def plan(self, recipe: Recipe) -> None:
         """The plan by the torch module itself."""
@@ -52,7 +52,7 @@ class Component:
         rules = config.model.weights.get(key) or {}
         layout = weights.Layout(recipe.mesh, rules, sharding.axes, sharding.get("gather"), f"model.weights.{key}")
         dtype, precision = config.model.dtype[key], config.get("precision")
-        self.tensors = weights.plan(spec.build(architecture), spec, architecture, layout, dtype, precision)
+        self.specs = weights.array_specs(spec.build(architecture), spec, architecture, layout, dtype, precision)
         self.unused = spec.unused(architecture)
 
     @property
@@ -74,36 +74,36 @@ class Component:
 
     def check(self) -> None:
         """Hold the plan against the headers of the checkpoint's files, and of the adapters'."""
-        weights.check(self.tensors, self.stored.folder, self.unused, self.spec.prefix)
+        weights.check(self.specs, self.stored.folder, self.unused, self.spec.prefix)
         len(self.changes)  # asked for, they raise what does not fit
 
     @functools.cached_property
     def changes(self) -> dict[str, list[weights.Change]]:
         """What adapters add, by checkpoint name."""
-        return adapters.place(self.stored.adapters, weights.source_shapes(self.tensors), self.family)
+        return adapters.place(self.stored.adapters, weights.source_shapes(self.specs), self.family)
 
-    def part(self, pattern: str) -> dict[str, weights.Tensor]:
+    def part(self, pattern: str) -> dict[str, weights.ArraySpec]:
         """The tensors whose names match."""
-        return {name: tensor for name, tensor in self.tensors.items() if re.fullmatch(pattern, name)}
+        return {name: tensor for name, tensor in self.specs.items() if re.fullmatch(pattern, name)}
 
-    def load(self, tensors: dict[str, weights.Tensor], tell: Listener) -> None:
+    def load(self, tensors: dict[str, weights.ArraySpec], emit: Listener) -> None:
         """Bring some of the tensors to the devices, those that are not there yet."""
         absent = {name: tensor for name, tensor in tensors.items() if name not in self.arrays}
         if not absent:
             return
         phase, total = f"load_{self.name}", sum(tensor.bytes for tensor in absent.values())
         began = time.perf_counter()
-        tell(Began(phase, total, "B"))
+        emit(Began(phase, total, "B"))
 
         def progress(count):
-            tell(Advanced(phase, count))
+            emit(Advanced(phase, count))
 
         def took(part, seconds):
-            tell(Took(part, seconds))
+            emit(Took(part, seconds))
 
         self.arrays |= weights.load(absent, self.stored.folder, progress, self.spec.prefix, self.changes, took)
         seconds = time.perf_counter() - began
-        tell(Ended(phase, seconds))
+        emit(Ended(phase, seconds))
         rate = total / seconds / 1e9
         log.info("%s: %.3f GiB loaded in %.1f s, %.2f GB/s", self.name, weights.gib(total), seconds, rate)
         for line in weights.summary(absent):

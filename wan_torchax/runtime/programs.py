@@ -19,7 +19,14 @@ from wan_torchax import interruption, private
 from wan_torchax.config.resolve import Recipe
 from wan_torchax.events import Background, Compiled, Listener, Took
 from wan_torchax.runtime import weights
-from wan_torchax.runtime.kept import Kept, Missing, compile_and_keep, describe_program, load_program, structs
+from wan_torchax.runtime.build_cache import (
+    BuildCache,
+    Missing,
+    compile_and_cache,
+    describe_program,
+    load_program,
+    structs,
+)
 
 log = logging.getLogger("wan")
 
@@ -44,16 +51,16 @@ class Programs:
 
     stage: str
     recipe: Recipe
-    tensors: dict[str, dict[str, weights.Tensor]]  # by component, then by name
+    tensors: dict[str, dict[str, weights.ArraySpec]]  # by component, then by name
     build: Callable[[], None]  # has the stage add programs that can be traced
-    kept: Kept | None = None
+    cache: BuildCache | None = None
     ops: dict = field(default_factory=dict)  # overrides for torchax while they are traced
     entries: dict[str, Program] = field(default_factory=dict)
     stored: dict[str, dict] = field(default_factory=dict)  # what the store says of each
     compiled: dict[str, Future] = field(default_factory=dict)
 
     def __post_init__(self):
-        if entry := self.kept and self.kept.read(self.kind, self.recipe):
+        if entry := self.cache and self.cache.read(self.kind, self.recipe):
             self.stored = entry.about["programs"]
         for name, about in self.stored.items():
             self.entries[name] = Program(None, about["component"], structs(about, self.recipe.mesh))
@@ -97,7 +104,7 @@ class Programs:
     def jitted(self, name: str, lowered: dict) -> tuple[Callable, tuple]:
         """A program as a jitted function, and the structs of what it takes; `lowered` has the programs before it."""
         program = self.entries[name]
-        arrays = {key: tensor.struct for key, tensor in self.tensors[program.component].items()}
+        arrays = {key: tensor.struct for key, tensor in self.specs[program.component].items()}
         function = jax.jit(self.traced(program.function), donate_argnums=program.donated, out_shardings=program.outputs)
         return function, (arrays, *self.arguments(name, lowered))
 
@@ -114,7 +121,7 @@ class Programs:
         }
 
     def load(self, about: dict) -> tuple[jax.stages.Compiled, Any, bool]:
-        return *load_program(self.kept, about, self.tensors[about["component"]], self.recipe.mesh), True
+        return *load_program(self.cache, about, self.specs[about["component"]], self.recipe.mesh), True
 
     def compile(self, lowered: jax.stages.Lowered, about: dict | None) -> tuple[jax.stages.Compiled, Any, bool]:
         """A program, the memory it takes, and whether it was compiled before: by sources that lower to the same."""
@@ -127,7 +134,7 @@ class Programs:
         except Exception as error:
             if not isinstance(error, Missing):
                 log.warning("a program of %s is compiled again: it cannot be loaded (%s)", self.stage, error)
-            compiled = compile_and_keep(self.kept, about, lowered)
+            compiled = compile_and_cache(self.cache, about, lowered)
             return compiled, compiled.memory_analysis(), False
 
     def traced(self, function: Callable) -> Callable:
@@ -207,7 +214,7 @@ def own_compilation() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compiling(stages: dict[str, Programs], tell: Listener) -> Iterator[Listener]:
+def compiling(stages: dict[str, Programs], emit: Listener) -> Iterator[Listener]:
     """Compile the programs of every stage in a thread, in order, while the `with` block loads and runs what is ready.
 
     The block tells its events to the listener it is given. That one tells those of the thread too, and then raises what
@@ -228,8 +235,8 @@ def compiling(stages: dict[str, Programs], tell: Listener) -> Iterator[Listener]
                         future.set_exception(error)
 
     def tell_all(event):
-        thread.hand_on(tell)
-        tell(event)
+        thread.hand_on(emit)
+        emit(event)
         interruption.check()
         for programs in stages.values():
             programs.raise_error()
@@ -245,15 +252,15 @@ def compiling(stages: dict[str, Programs], tell: Listener) -> Iterator[Listener]
         stop.set()
         sys.setswitchinterval(interval)
         thread.finish()
-    thread.hand_on(tell)
+    thread.hand_on(emit)
 
 
-def compile_all(programs: Programs, tell: Listener, stop: threading.Event) -> None:
+def compile_all(programs: Programs, emit: Listener, stop: threading.Event) -> None:
     """Load what the store has. Where it has nothing, or what cannot be loaded: trace, compile and keep."""
     try:
         for name, about in programs.stored.items():
             if not stop.is_set():
-                hand_over(programs, name, tell, functools.partial(programs.load, about), from_store=True)
+                hand_over(programs, name, emit, functools.partial(programs.load, about), from_store=True)
         if programs.stored:
             return
     except Exception as error:  # whatever a platform says of an executable that it does not take
@@ -261,23 +268,23 @@ def compile_all(programs: Programs, tell: Listener, stop: threading.Event) -> No
         programs.build()
     began = time.perf_counter()
     lowered = programs.lower(stop)
-    tell(Took("tracing", time.perf_counter() - began))
-    abouts = programs.describe(lowered) if programs.kept else {}
+    emit(Took("tracing", time.perf_counter() - began))
+    abouts = programs.describe(lowered) if programs.cache else {}
     for name, program in lowered.items():
         if stop.is_set():
             return
-        hand_over(programs, name, tell, functools.partial(programs.compile, program, abouts.get(name)))
-    if programs.kept and all(programs.kept.has_executable(about["executable"]) for about in abouts.values()):
-        programs.kept.write(programs.kind, programs.recipe, {"programs": abouts}, {})
+        hand_over(programs, name, emit, functools.partial(programs.compile, program, abouts.get(name)))
+    if programs.cache and all(programs.cache.has_executable(about["executable"]) for about in abouts.values()):
+        programs.cache.write(programs.kind, programs.recipe, {"programs": abouts}, {})
 
 
-def hand_over(programs: Programs, name: str, tell: Listener, make: Callable, from_store: bool = False) -> None:
+def hand_over(programs: Programs, name: str, emit: Listener, make: Callable, from_store: bool = False) -> None:
     """Make a program for those who wait for it; `make` gives it, its memory, and whether it was compiled before."""
     if programs.compiled[name].done():  # it could be loaded, and another could not
         return
     began = time.perf_counter()
     compiled, memory, from_cache = make()
     seconds = time.perf_counter() - began
-    tell(Took("compiling", seconds))
-    tell(Compiled(f"{programs.stage}.{name}", seconds, from_cache, memory, from_store))
+    emit(Took("compiling", seconds))
+    emit(Compiled(f"{programs.stage}.{name}", seconds, from_cache, memory, from_store))
     programs.compiled[name].set_result(compiled)

@@ -1,8 +1,8 @@
 """From safetensors on disk to sharded arrays on the devices, one tensor at a time.
 
-    tensors = plan(module, spec, {}, Layout(mesh), "bfloat16")      # what goes where: pure, from shapes alone
-    check(tensors, folder)                                          # against the files' headers
-    arrays = load(tensors, folder, progress)                        # {name: jax.Array}
+    specs = array_specs(module, spec, {}, Layout(mesh), "bfloat16")  # what goes where: pure, from shapes alone
+    check(specs, folder)                                             # against the files' headers
+    arrays = load(specs, folder, progress)                           # {name: jax.Array}
 
 What adapters add (`Change`) is merged on the way, tensor by tensor, on the devices.
 
@@ -40,7 +40,7 @@ PROBLEMS_SHOWN = 20
 
 
 @dataclass
-class Tensor:
+class ArraySpec:
     """One array on the devices, and the checkpoint tensors it is made of (several where blocks are stacked)."""
 
     shape: tuple
@@ -108,13 +108,15 @@ class Part:
     scaled_by: str | None = None
 
 
-def plan(module, spec: ComponentSpec, architecture, layout: Layout, dtype: str, precision=None) -> dict[str, Tensor]:
+def array_specs(
+    module, spec: ComponentSpec, architecture, layout: Layout, dtype: str, precision=None
+) -> dict[str, ArraySpec]:
     """Shape, dtype and sharding of every array a module (on the meta device) needs.
 
     Rules are full matches on checkpoint names and must be disjoint and all used, but for optional ones. Arrays of
     stacked blocks get a leading dimension, the layer, which is never sharded.
     """
-    used, tensors, problems = set(), {}, []
+    used, specs, problems = set(), {}, []
     for part in in_eight_bits_too(parts_of(module, spec.stacks), layout, precision):
         rules = {rule_for(source, layout, problems) for source in part.sources}
         if len(rules) > 1:
@@ -134,19 +136,19 @@ def plan(module, spec: ComponentSpec, architecture, layout: Layout, dtype: str, 
             shape = (len(part.sources), *shape)
             partition = jax.sharding.PartitionSpec(None, *partition) if len(partition) else partition
         sharding = jax.sharding.NamedSharding(layout.mesh, partition)
-        tensors[part.name] = Tensor(
+        specs[part.name] = ArraySpec(
             shape, part.dtype or dtype_of(module, part.name, dtype), sharding, rule or REPLICATED,
             [] if is_scale else part.sources, stacked=part.stacked, scaled_by=part.scaled_by,
         )
     for rule in layout.rules.keys() - used:
         if not layout.rules[rule].get("optional", False):
             pattern = layout.rules[rule].pattern
-            sources = [tensor.sources[0] for tensor in tensors.values() if tensor.sources]
+            sources = [spec.sources[0] for spec in specs.values() if spec.sources]
             problems.append(f"{layout.key}.{rule}: pattern {pattern!r} matches nothing; {nearest(pattern, sources)}")
     if problems:
         raise ConfigError(f"the rules for weights do not fit the model:\n{listed(problems, PROBLEMS_SHOWN)}")
-    return tensors | {
-        name: Tensor(value.shape, "float32", replicated(layout.mesh), REPLICATED, value=value)
+    return specs | {
+        name: ArraySpec(value.shape, "float32", replicated(layout.mesh), REPLICATED, value=value)
         for name, value in spec.tables(architecture).items()
     }
 
@@ -178,14 +180,14 @@ def in_eight_bits_too(parts: list[Part], layout: Layout, precision) -> Iterable[
         count, first, last = len(part.sources), precision.first, precision.last
         if first + last >= count:
             raise ConfigError(f"precision.first={first} and last={last} leave none of {count} blocks")
-        small, kept = part.sources[first : count - last], part.sources[:first] + part.sources[count - last :]
+        quantized, kept = part.sources[first : count - last], part.sources[:first] + part.sources[count - last :]
         name = part.name.removesuffix(".weight")
         if kept:
             yield replace(part, sources=kept)
         yield replace(
-            part, name=f"{name}.quantized", sources=small, dtype=precision.weights, scaled_by=f"{name}.scale"
+            part, name=f"{name}.quantized", sources=quantized, dtype=precision.weights, scaled_by=f"{name}.scale"
         )
-        yield replace(part, name=f"{name}.scale", sources=small, dtype="float32")
+        yield replace(part, name=f"{name}.scale", sources=quantized, dtype="float32")
     for rule in precision.layers:
         if rule not in matched:
             raise ConfigError(f"precision.layers: {rule} is no rule for linear layers of the blocks")
@@ -205,19 +207,19 @@ def dtype_of(module, name: str, dtype: str) -> str:
     return "float32" if any(part in exempt for part in name.split(".")) else dtype
 
 
-def summary(tensors: dict[str, Tensor]) -> list[str]:
+def summary(specs: dict[str, ArraySpec]) -> list[str]:
     """The plan as lines: by rule the tensors, their size and spec; then totals."""
     groups = defaultdict(list)
-    for tensor in tensors.values():
-        groups[tensor.rule].append(tensor)
+    for spec in specs.values():
+        groups[spec.rule].append(spec)
     lines = []
     for rule, group in sorted(groups.items()):
-        count = sum(max(len(tensor.sources), 1) for tensor in group)
-        specs = ", ".join(sorted({str(tuple(tensor.sharding.spec)) for tensor in group}))
-        lines.append(f"  {rule:20} {count:5} tensors {gib(sum(t.bytes for t in group)):9.3f} GiB  {specs}")
-    total, everywhere = sum(t.bytes for t in tensors.values()), sum(t.bytes for t in groups[REPLICATED])
+        count = sum(max(len(spec.sources), 1) for spec in group)
+        shardings = ", ".join(sorted({str(tuple(spec.sharding.spec)) for spec in group}))
+        lines.append(f"  {rule:20} {count:5} tensors {gib(sum(t.bytes for t in group)):9.3f} GiB  {shardings}")
+    total, everywhere = sum(t.bytes for t in specs.values()), sum(t.bytes for t in groups[REPLICATED])
     shares = f"sharded {gib(total - everywhere):.3f} GiB, replicated {gib(everywhere):.3f} GiB"
-    per_device = sum(tensor.bytes_per_device for tensor in tensors.values())
+    per_device = sum(spec.bytes_per_device for spec in specs.values())
     lines.append(f"  {shares}; {gib(per_device):.3f} GiB on each device")
     return lines
 
@@ -230,7 +232,7 @@ def gib(count: float) -> float:
 
 
 def load(
-    tensors: dict[str, Tensor], folder: Path, progress: Callable[[int], None], prefix: str = "",
+    specs: dict[str, ArraySpec], folder: Path, progress: Callable[[int], None], prefix: str = "",
     changes: Mapping[str, list[Change]] = MappingProxyType({}),
     took: Callable[[str, float], None] = lambda part, seconds: None,
 ) -> dict[str, jax.Array]:
@@ -239,35 +241,35 @@ def load(
     way."""
     files, arrays, spent = without_prefix(index(folder), prefix), {}, Counter()
     ahead = MERGING_AHEAD_BYTES if changes else AHEAD_BYTES
-    planned = (load for tensor in tensors.values() for load in loads(tensor, files, changes))
+    planned = (load for spec in specs.values() for load in loads(spec, files, changes))
     with contextlib.closing(read_ahead(planned, ahead)) as reading:
         parts = timed(functools.partial(next, reading), spent, "reading")
         began = time.perf_counter()
-        for name, tensor in tensors.items():
-            arrays |= jax.block_until_ready(load_one(name, tensors, changes, parts))
-            progress(tensor.bytes)
+        for name, spec in specs.items():
+            arrays |= jax.block_until_ready(load_one(name, specs, changes, parts))
+            progress(spec.bytes)
     took("reading", spent["reading"])
     took("sending", time.perf_counter() - began - spent["reading"])
     return arrays
 
 
 def load_one(
-    name: str, tensors: dict[str, Tensor], changes: Mapping[str, list[Change]], parts: Callable[[], dict]
+    name: str, specs: dict[str, ArraySpec], changes: Mapping[str, list[Change]], parts: Callable[[], dict]
 ) -> dict[str, jax.Array]:
     """A planned tensor on its devices, with the scales that come with one of eight bits."""
-    tensor = tensors[name]
-    if tensor.value is not None:
-        return {name: put(tensor.value, tensor.sharding)}
-    if not tensor.sources:
+    spec = specs[name]
+    if spec.value is not None:
+        return {name: put(spec.value, spec.sharding)}
+    if not spec.sources:
         return {}  # scales, which come with what they scale
-    if tensor.scaled_by:
-        values, scales = in_eight_bits(tensor, tensors[tensor.scaled_by], changes, parts)
-        return {name: values, tensor.scaled_by: scales}
-    if is_whole(tensor, changes):
-        return {name: send(tensor.shape, tensor.sharding, parts())}
-    if tensor.stacked:
-        return {name: by_layer(tensor, changes, parts)}
-    return {name: merge(tensor, changes[tensor.sources[0]], parts)}
+    if spec.scaled_by:
+        values, scales = in_eight_bits(spec, specs[spec.scaled_by], changes, parts)
+        return {name: values, spec.scaled_by: scales}
+    if is_whole(spec, changes):
+        return {name: send(spec.shape, spec.sharding, parts())}
+    if spec.stacked:
+        return {name: by_layer(spec, changes, parts)}
+    return {name: merge(spec, changes[spec.sources[0]], parts)}
 
 
 def timed(function: Callable, spent: Counter, part: str) -> Callable:
@@ -283,20 +285,20 @@ def timed(function: Callable, spent: Counter, part: str) -> Callable:
     return call
 
 
-def loads(tensor: Tensor, files: dict[str, Stored], changes: Mapping[str, list[Change]]) -> list[Load]:
+def loads(spec: ArraySpec, files: dict[str, Stored], changes: Mapping[str, list[Change]]) -> list[Load]:
     """What is read for an array, in the order it is needed: all of it at once, or its sources one by one, each after
     what is added to it."""
-    if is_whole(tensor, changes):
-        sources = [files[source] for source in tensor.sources]
-        return [Load(sources, tensor.dtype, tensor.shape, tensor.sharding, tensor.stacked)] if sources else []
-    listed, sharding = [], layer_sharding(tensor)
-    for source in tensor.sources:
+    if is_whole(spec, changes):
+        sources = [files[source] for source in spec.sources]
+        return [Load(sources, spec.dtype, spec.shape, spec.sharding, spec.stacked)] if sources else []
+    listed, sharding = [], layer_sharding(spec)
+    for source in spec.sources:
         stored, added = files[source], changes.get(source, ())
         factors = (factor for change in added for factor in placed(change, sharding))
         listed += [Load([one], sent_as(one), one.shape, spread) for one, spread in factors]
-        in_place = added and tensor.stacked and not tensor.scaled_by  # as merge_layer does it
+        in_place = added and spec.stacked and not spec.scaled_by  # as merge_layer does it
         shape, begins = some_rows(stored.shape, sharding) if in_place else (stored.shape, [0])
-        dtype = sent_as(stored) if added or tensor.scaled_by else tensor.dtype
+        dtype = sent_as(stored) if added or spec.scaled_by else spec.dtype
         listed += [Load([stored], dtype, shape, sharding, begin=begin) for begin in begins]
     return listed
 
@@ -310,18 +312,18 @@ def some_rows(shape: tuple, sharding) -> tuple[tuple, list[int]]:
     return (shape[0] // held * rows, *shape[1:]), [min(begin, held - rows) for begin in range(0, held, rows)]
 
 
-def is_whole(tensor: Tensor, changes: Mapping[str, list[Change]]) -> bool:
+def is_whole(spec: ArraySpec, changes: Mapping[str, list[Change]]) -> bool:
     """Whether an array is put together in host memory. Not one of many layers that would be much, nor one whose sources
     are added to or rounded on the devices."""
-    much = tensor.stacked and tensor.bytes > STACK_BYTES
-    return not (much or tensor.scaled_by or any(map(changes.get, tensor.sources)))
+    much = spec.stacked and spec.bytes > STACK_BYTES
+    return not (much or spec.scaled_by or any(map(changes.get, spec.sources)))
 
 
-def layer_sharding(tensor: Tensor):
+def layer_sharding(spec: ArraySpec):
     """How one of an array's sources lies on the devices."""
-    if not tensor.stacked:
-        return tensor.sharding
-    return jax.sharding.NamedSharding(tensor.sharding.mesh, jax.sharding.PartitionSpec(*tensor.sharding.spec[1:]))
+    if not spec.stacked:
+        return spec.sharding
+    return jax.sharding.NamedSharding(spec.sharding.mesh, jax.sharding.PartitionSpec(*spec.sharding.spec[1:]))
 
 
 def without_prefix(files: dict[str, Stored], prefix: str) -> dict[str, Stored]:
@@ -329,17 +331,17 @@ def without_prefix(files: dict[str, Stored], prefix: str) -> dict[str, Stored]:
     return {name.removeprefix(prefix): stored for name, stored in files.items()}
 
 
-def source_shapes(tensors: dict[str, Tensor]) -> dict[str, tuple]:
+def source_shapes(specs: dict[str, ArraySpec]) -> dict[str, tuple]:
     """The shape of every checkpoint tensor that a plan needs, by its name."""
     shapes = {}
-    for tensor in tensors.values():
-        shapes |= dict.fromkeys(tensor.sources, tensor.shape[1:] if tensor.stacked else tensor.shape)
+    for spec in specs.values():
+        shapes |= dict.fromkeys(spec.sources, spec.shape[1:] if spec.stacked else spec.shape)
     return shapes
 
 
-def check(tensors: dict[str, Tensor], folder: Path, ignored: Iterable[str] = (), prefix: str = "") -> None:
+def check(specs: dict[str, ArraySpec], folder: Path, ignored: Iterable[str] = (), prefix: str = "") -> None:
     """One error that lists every missing, unexpected and mis-shaped tensor; from the files' headers alone."""
-    files, shapes = without_prefix(index(folder), prefix), source_shapes(tensors)
+    files, shapes = without_prefix(index(folder), prefix), source_shapes(specs)
     surplus = [name for name in files if name not in shapes and not any(re.match(rule, name) for rule in ignored)]
     problems = [f"missing: {name}" for name in shapes if name not in files]
     problems += [f"unexpected: {name}" for name in surplus]
@@ -373,25 +375,25 @@ def send(shape, sharding, parts) -> jax.Array:
     return jax.make_array_from_callback(shape, sharding, lambda part: parts[str(part)])
 
 
-def by_layer(tensor: Tensor, changes: Mapping[str, list[Change]], parts: Callable[[], dict]) -> jax.Array:
+def by_layer(spec: ArraySpec, changes: Mapping[str, list[Change]], parts: Callable[[], dict]) -> jax.Array:
     """The same tensor of every layer into one array, written layer by layer into memory that is already on the
     devices."""
-    stack = zeros(tensor.struct)
-    for layer, source in enumerate(tensor.sources):
+    stack = zeros(spec.struct)
+    for layer, source in enumerate(spec.sources):
         if added := changes.get(source):
-            stack = merge_layer(tensor, added, parts, stack, layer)
+            stack = merge_layer(spec, added, parts, stack, layer)
         else:
-            stack = in_turn(write_layer, stack, send(tensor.shape[1:], layer_sharding(tensor), parts()), layer)
+            stack = in_turn(write_layer, stack, send(spec.shape[1:], layer_sharding(spec), parts()), layer)
     return stack
 
 
-def merge_layer(tensor: Tensor, changes: list[Change], parts: Callable[[], dict], stack, layer: int) -> jax.Array:
+def merge_layer(spec: ArraySpec, changes: list[Change], parts: Callable[[], dict], stack, layer: int) -> jax.Array:
     """The stack with the next layer and what adapters add to it, some rows at a time."""
-    sharding = layer_sharding(tensor)
+    sharding = layer_sharding(spec)
     scales, factors = send_added(changes, sharding, parts)
     specs = jax.tree.map(lambda factor: factor.sharding.spec, factors)
-    program = merge_into_program(tensor.sharding, specs)
-    shape, begins = some_rows(tensor.shape[1:], sharding)
+    program = merge_into_program(spec.sharding, specs)
+    shape, begins = some_rows(spec.shape[1:], sharding)
     for begin in begins:
         stack = in_turn(program, stack, layer, begin, send(shape, sharding, parts()), scales, factors)
     return stack
@@ -403,13 +405,13 @@ def in_turn(program: Callable, stack, *arguments) -> jax.Array:
 
 
 def in_eight_bits(
-    tensor: Tensor, scale: Tensor, changes: Mapping[str, list[Change]], parts: Callable[[], dict]
+    spec: ArraySpec, scale: ArraySpec, changes: Mapping[str, list[Change]], parts: Callable[[], dict]
 ) -> tuple[jax.Array, jax.Array]:
     """A weight of every layer and its scales, from numbers as they are stored and what adapters add to them."""
-    values, scales = zeros(tensor.struct), zeros(scale.struct)
-    whole = replace(tensor, dtype="float32", sharding=layer_sharding(tensor), shape=tensor.shape[1:], stacked=False)
-    program = quantize_program(tensor.sharding, scale.sharding)
-    for layer, source in enumerate(tensor.sources):
+    values, scales = zeros(spec.struct), zeros(scale.struct)
+    whole = replace(spec, dtype="float32", sharding=layer_sharding(spec), shape=spec.shape[1:], stacked=False)
+    program = quantize_program(spec.sharding, scale.sharding)
+    for layer, source in enumerate(spec.sources):
         values, scales = program(values, scales, merge(whole, changes.get(source, ()), parts), layer)
         jax.block_until_ready(values)
     return values, scales
@@ -424,11 +426,11 @@ def quantize_program(*shardings):
     return jax.jit(program, out_shardings=shardings, donate_argnums=(0, 1))
 
 
-def merge(tensor: Tensor, changes: Iterable[Change], parts: Callable[[], dict]) -> jax.Array:
+def merge(spec: ArraySpec, changes: Iterable[Change], parts: Callable[[], dict]) -> jax.Array:
     """The next of a tensor's sources on the devices, with what adapters add to it."""
-    added = send_added(changes, tensor.sharding, parts)
-    array = send(tensor.shape, tensor.sharding, parts())
-    return merge_program(tensor.sharding, tensor.dtype)(array, *added) if changes else array
+    added = send_added(changes, spec.sharding, parts)
+    array = send(spec.shape, spec.sharding, parts())
+    return merge_program(spec.sharding, spec.dtype)(array, *added) if changes else array
 
 
 def send_added(changes: Iterable[Change], sharding, parts: Callable[[], dict]) -> tuple[tuple, tuple]:
@@ -454,8 +456,8 @@ def merged(base, scales, added, dtype):
         first, *second = (factor.astype(jax.numpy.float32) for factor in factors)
         whole = scale * first
         if second:
-            turned = jax.lax.optimization_barrier(whole.T)  # a CPU multiplies so an eighth faster
-            whole = jax.numpy.tensordot(turned, second[0], (0, 0), precision="highest")
+            transposed = jax.lax.optimization_barrier(whole.T)  # a CPU multiplies so an eighth faster
+            whole = jax.numpy.tensordot(transposed, second[0], (0, 0), precision="highest")
         total = total + whole
     return total.astype(dtype)
 

@@ -65,11 +65,11 @@ class Reporter:
         elif isinstance(event, Advanced) and event.phase == self.phase and self.total:
             self.done += event.count
             if event.phase in STAGES and self.unit != "step":
-                self.tell(find(event.phase).label, share=self.done / self.total)
+                self.emit(find(event.phase).label, share=self.done / self.total)
         elif isinstance(event, Stepped):
-            self.tell("step", share=event.step / event.steps, step=event.step, steps=event.steps)
+            self.emit("step", share=event.step / event.steps, step=event.step, steps=event.steps)
         elif isinstance(event, Previewed):
-            self.tell("preview", preview=event.step)
+            self.emit("preview", preview=event.step)
 
     def stop_if_unwanted(self, at_once: bool) -> None:
         now = time.monotonic()
@@ -83,11 +83,11 @@ class Reporter:
     def begin(self, event: Began) -> None:
         self.phase, self.total, self.unit, self.done = event.phase, event.total, event.unit, 0
         if event.phase in STAGES:
-            return self.tell(find(event.phase).label)
+            return self.emit(find(event.phase).label)
         names = (name for name in PHASES if event.phase == name or (name[-1] == "_" and event.phase.startswith(name)))
-        self.tell(PHASES[next(names)])
+        self.emit(PHASES[next(names)])
 
-    def tell(self, word: str, share: float = 0.0, **numbers) -> None:
+    def emit(self, word: str, share: float = 0.0, **numbers) -> None:
         """A line; numbers that this one does not bring stay as they were, and progress only grows."""
         first, last = self.bounds.get(self.phase, (LAST, LAST) if self.phase == "write" else (1, 1))
         percent = int(first + share * (last - first))
@@ -214,15 +214,15 @@ def denoise_group(jobs: list[Job], base: Base, reporters: list[Reporter]) -> Non
 # ---------------------------------------------------------------- one after the other
 
 
-def prepare(base: Base, tell: Listener) -> None:
+def prepare(base: Base, emit: Listener) -> None:
     """Have weights and programs there before the first request."""
     config = compose([*base.overrides, "task=serve", "sweep.active=true"])
     names = list(config.pipeline.stages)
-    resolved = session.resolve(config, names, tell)
-    session.prepare(resolved, names, tell)
+    resolved = session.resolve(config, names, emit)
+    session.prepare(resolved, names, emit)
     for videos in range(2, base.config.serve.batch + 1) if takes_several(resolved) else ():
         if (several := several_of(resolved, [config.seed] * videos)) is not None:
-            session.prepare(several, [main_stage(resolved.graph)], tell)
+            session.prepare(several, [main_stage(resolved.graph)], emit)
 
 
 def work(queue: Queue, base: Base, must_end: Callable[[], bool], must_stop: Callable[[], bool]) -> None:

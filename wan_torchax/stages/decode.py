@@ -51,28 +51,28 @@ class Decode(Stage):
         latent = struct(self.mesh, self.recipe.derived["latent_shape"], "float32")
         add_chunks(self, decode, latent, latent, caches_spec)
 
-    def run(self, view, values, tell):
+    def run(self, view, values, emit):
         chunks, caches, latents = [], None, values["latents"]
         for index in range(latents.shape[2]):
             latent = self.programs.put("first", (latents[:, :, index : index + 1],))
             frames, finite, caches = self("first", *latent) if index == 0 else self("later", *latent, caches)
             chunks.append((frames, finite))
             if index:  # the chunk before is copied out while the device works on this one
-                chunks[-2] = self.fetch(chunks[-2], index - 1, view, tell)
-        chunks[-1] = self.fetch(chunks[-1], len(chunks) - 1, view, tell)
+                chunks[-2] = self.fetch(chunks[-2], index - 1, view, emit)
+        chunks[-1] = self.fetch(chunks[-1], len(chunks) - 1, view, emit)
         return {"frames": numpy.concatenate(chunks)}
 
     @classmethod
     def amount(cls, name, job):
         return job.config.resolution.frames, "frame"
 
-    def fetch(self, chunk, index, view, tell):
+    def fetch(self, chunk, index, view, emit):
         frames, finite = chunk
         if not bool(finite):
             raise NotFinite(f"the decoded frames are not finite at latent frame {index}", view.config, "vae")
         frames = numpy.asarray(frames)
-        tell(Advanced(self.name, len(frames)))
-        tell(Decoded(frames))
+        emit(Advanced(self.name, len(frames)))
+        emit(Decoded(frames))
         return frames
 
     def preview(self, latent) -> numpy.ndarray:

@@ -209,20 +209,20 @@ class Denoise(Stage):
         """Whether the weights of all experts are on the devices at once: as the config says, else if they fit."""
         if view.config.expert_weights is not None or len(self.components) == 1:
             return view.config.expert_weights != "swapped"
-        weights_bytes = sum(tensor.bytes_per_device for part in self.tensors.values() for tensor in part.values())
+        weights_bytes = sum(tensor.bytes_per_device for part in self.specs.values() for tensor in part.values())
         limit = memory_bytes(self.mesh, view.config.mesh.chip)
         return limit is None or weights_bytes + self.temporary_bytes + SPARE_BYTES < limit
 
-    def bring(self, name: str, tell) -> None:
+    def bring(self, name: str, emit) -> None:
         """The weights of an expert in place of another's."""
         if self.components[name].is_loaded():
             return
         for other in self.components.values():
             other.free()
         with own_compilation():
-            self.components[name].load(self.tensors[name], tell)
+            self.components[name].load(self.specs[name], emit)
 
-    def run(self, view, values, tell):
+    def run(self, view, values, emit):
         config, table = view.config, scheduler_table(view.config, view.store)
         draws = map(numpy.concatenate, zip(*(self.noises(view, seed, table) for seed in view.seeds)))
         state, schedule, conditions = self.first_arguments(config, table, values, draws)
@@ -236,7 +236,7 @@ class Denoise(Stage):
         tell_plan(config, work, view.files.get("curve"))
         for index, expert in enumerate(experts):
             began = time.perf_counter()
-            self.bring(expert, tell)
+            self.bring(expert, emit)
             kind = work[index] if adaptive is None else adaptive.choose(index, work[index])
             resting = resting if kind == caching.REUSE else float(kind == caching.PROMPT)
             row = {name: column[index] for name, column in rows.items()} | {"resting": numpy.float32(resting)}
@@ -254,8 +254,8 @@ class Denoise(Stage):
             again = tuple(numpy.asarray(report["rescued"]).tolist()) if "rescued" in report else None
             rescued.append(again or (0, 0))
             for video, one in enumerate(numpy.split(numpy.asarray(estimate), videos) if videos > 1 else [estimate]):
-                tell(Stepped(index + 1, len(experts), seconds, one, kind, measures, again, video, videos))
-            tell(Advanced(self.name, 1))
+                emit(Stepped(index + 1, len(experts), seconds, one, kind, measures, again, video, videos))
+            emit(Advanced(self.name, 1))
         tell_rescued(rescued)
         latents = numpy.array(state["slots"])[0][:, :, self.recipe.derived["extra_frames"] :]
         if "first_latent" in values:
@@ -276,11 +276,11 @@ class Denoise(Stage):
         known = self.family.conditions
         given = {name: known[name].prepare(values[name], struct.shape) for name, struct in conditions.items()}
         with own_compilation():  # of zeros, which need not pass through the host
-            kept = {name: weights.zeros(struct) for name, struct in state.items() if name != "slots"}
+            blank = {name: weights.zeros(struct) for name, struct in state.items() if name != "slots"}
         empty = {name: numpy.zeros(struct.shape) for name, struct in schedule.items()}
         structs = {"slots": state["slots"]}, schedule, conditions
         first, schedule, conditions = put(structs, ({"slots": slots}, empty, given))
-        return kept | first, schedule, conditions
+        return blank | first, schedule, conditions
 
     @classmethod
     def flops(cls, job) -> dict[str, int]:
@@ -299,7 +299,7 @@ class Denoise(Stage):
         rules = [config.model.weights.transformer[rule].pattern for rule in precision.layers]
         format_ = "int8" if precision.weights == "int8" else "fp8"
         for name, (layers, flops) in job.family.products(config.model.architecture.transformer).items():
-            kind = "turned_product_share" if name in job.family.transposed else "product_share"
+            kind = "transposed_product_share" if name in job.family.transposed else "product_share"
             source = f"{name.replace('*', str(precision.first))}.weight"
             in_eight = precision.weights and any(re.fullmatch(pattern, source) for pattern in rules)
             small = layers - precision.first - precision.last if in_eight else 0

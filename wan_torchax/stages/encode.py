@@ -69,13 +69,13 @@ class Encode(Stage):
         first = struct(self.mesh, (*piece[:2], 1, *piece[3:]), "float32")
         add_chunks(self, encode, first, struct(self.mesh, piece, "float32"), caches_spec)
 
-    def run(self, view, values, tell):
+    def run(self, view, values, emit):
         def encode(frames: int, pixels: Callable[[range], numpy.ndarray]) -> numpy.ndarray:
-            return self.encode(view, frames, pixels, tell)
+            return self.encode(view, frames, pixels, emit)
 
         return {self.gives[0]: self.family.encodings[self.gives[0]].make(view, values, encode)}
 
-    def encode(self, view, frames: int, pixels: Callable[[range], numpy.ndarray], tell) -> numpy.ndarray:
+    def encode(self, view, frames: int, pixels: Callable[[range], numpy.ndarray], emit) -> numpy.ndarray:
         """Latents (1, channels, latent frames, height, width) of a video whose pixels (1, 3, frames, height, width) in
         -1..1 come piece by piece."""
         scale, latents, caches = view.geometry.frame_scale, [], None
@@ -86,7 +86,7 @@ class Encode(Stage):
             if not bool(finite):
                 raise NotFinite(f"what is given has no finite latents at frame {piece[0]}", view.config, "vae")
             latents.append(numpy.asarray(latent))
-            tell(Advanced(self.name, len(piece)))
+            emit(Advanced(self.name, len(piece)))
         return numpy.concatenate(latents, axis=2)
 
     @classmethod

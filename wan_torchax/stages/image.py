@@ -48,7 +48,7 @@ class Image(Stage):
     def check(self, view):
         self.family.pictures[self.gives[0]].check(self.folders(view))
 
-    def run(self, view, values, tell):
+    def run(self, view, values, emit):
         read, folders = self.family.pictures[self.gives[0]].read, self.folders(view)
         pixels = numpy.stack([read(folders, Path(values[name])) for name in self.recipe.derived["pictures"]])
         embeddings = numpy.asarray(self("encode", *self.programs.put("encode", (pixels,)))).astype(numpy.float32)

@@ -34,8 +34,8 @@ from wan_torchax.events import Listener
 from wan_torchax.models.family import Family
 from wan_torchax.records.fingerprints import digest
 from wan_torchax.records.store import Store
+from wan_torchax.runtime.build_cache import BuildCache
 from wan_torchax.runtime.components import Component, settings_of
-from wan_torchax.runtime.kept import Kept
 from wan_torchax.runtime.programs import Program, Programs
 
 COMMON_SETTINGS = ("ops", "allow_external_ops", "compile.matmul_precision")
@@ -59,15 +59,17 @@ class Stage:
     previews: ClassVar[bool] = False  # whether it can show what another stage makes while it is made
     results_remembered: ClassVar[int] = 0  # results that a session keeps, for settings it has met before
 
-    def __init__(self, name: str, recipe: Recipe, components: dict[str, Component], job: Resolved, kept: Kept | None):
-        """With `kept`, programs are taken from the store if it has them, and handed to it if it has not."""
+    def __init__(
+        self, name: str, recipe: Recipe, components: dict[str, Component], job: Resolved, cache: BuildCache | None
+    ):
+        """With `cache`, programs are taken from the store if it has them, and handed to it if it has not."""
         self.name, self.recipe, self.components, self.family = name, recipe, components, job.family
         self.gives = tuple(job.graph.stages[name].gives)
         self.config, self.mesh = recipe.config, recipe.mesh
         parts = self.parts(job.family)
-        self.tensors = {key: component.part(parts.get(key, ".*")) for key, component in components.items()}
+        self.specs = {key: component.part(parts.get(key, ".*")) for key, component in components.items()}
         self.temporary_bytes = self.temporaries(job)
-        self.programs = Programs(name, recipe, self.tensors, self.prepare, kept)
+        self.programs = Programs(name, recipe, self.specs, self.prepare, cache)
         if not self.programs.stored:
             self.prepare()
 
@@ -137,7 +139,7 @@ class Stage:
         """Run a program on a component's arrays: by default of the one it was built for, or of another just like it."""
         component = component or self.programs.entries[program].component
         arrays = self.components[component].arrays
-        return self.programs(program, {name: arrays[name] for name in self.tensors[component]}, *arguments)
+        return self.programs(program, {name: arrays[name] for name in self.specs[component]}, *arguments)
 
     def components_first(self, view: View) -> Iterable[str]:
         """The components whose weights must be there when it begins; it brings others itself."""
@@ -179,7 +181,7 @@ class Stage:
         """Add the programs."""
         raise NotImplementedError
 
-    def run(self, view: View, values: dict[str, Any], tell: Listener) -> dict[str, numpy.ndarray]:
+    def run(self, view: View, values: dict[str, Any], emit: Listener) -> dict[str, numpy.ndarray]:
         """The stage's work on the values it takes; gives those it gives."""
         raise NotImplementedError
 

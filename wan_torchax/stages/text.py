@@ -54,7 +54,7 @@ class Text(Stage):
         folders = {name: checkpoint.beside(name) for name in self.family.spec(encoding.component).beside}
         return encoding.tokenize(folders, prompts, encoding.tokens(view.config), view.store)
 
-    def run(self, view, values, tell):
+    def run(self, view, values, emit):
         prompts = [values["prompt"], values["negative_prompt"] or ""][: self.recipe.derived["prompts"]]
         made = {}
         for encoding in self.encodings():

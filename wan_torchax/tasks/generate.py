@@ -46,9 +46,9 @@ class Making:
         self.clock, self.claims, self.first = clock or Clock(), clock is None, distributed.is_first()
         self.settled = outputs.settle(self.config)
         self.video = outputs.open_video(folder, self.settled)
-        self.tell = self.clock
+        self.emit = self.clock
         if self.first:
-            self.tell = to_all(self.clock, Bars(), Progress(folder), self.encode, listener)
+            self.emit = to_all(self.clock, Bars(), Progress(folder), self.encode, listener)
 
     def __enter__(self) -> "Making":
         with contextlib.ExitStack() as stack:
@@ -76,11 +76,11 @@ class Making:
             self.stack.enter_context(profiled(self.folder / "profile"))
         self.resolved = resolved
         if self.first:
-            self.tell = to_all(saver(resolved, self.folder), self.tell)
+            self.emit = to_all(saver(resolved, self.folder), self.emit)
             for number, known in {None: at_hand.values, **at_hand.segments}.items():
                 for name, stage in resolved.graph.stages.items():
                     if read := {value: known[value] for value in stage.gives if value in known}:
-                        self.tell(Finished(name, read, number))
+                        self.emit(Finished(name, read, number))
 
     def write(self, values: dict[str, Any]) -> float:
         """Video, pictures and metrics. Returns the median seconds of a step, or of the whole."""
@@ -89,7 +89,7 @@ class Making:
             metrics["adapters"] = adapters.described(self.config)
             for name in self.resolved.graph.stages:
                 metrics |= find(name).report(self.resolved)
-            with phase("write", self.tell):
+            with phase("write", self.emit):
                 made = outputs.write_outputs(self.folder, self.settled, values, metrics, self.video)
             described = outputs.described(self.settled, self.overrides)
             outputs.write_metrics(self.folder, metrics | self.clock.report() | described)

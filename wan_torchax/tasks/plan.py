@@ -106,7 +106,7 @@ def components(stages: dict[str, Stage]) -> dict[str, dict]:
     """Parameters and bytes of each component, as far as the stages use it, by sharding rule."""
     tensors: dict[str, dict] = {}
     for stage in stages.values():
-        for component, part in stage.tensors.items():
+        for component, part in stage.specs.items():
             tensors.setdefault(component, {}).update(part)
     return {component: component_bytes(part.values()) for component, part in tensors.items()}
 
@@ -241,7 +241,7 @@ def memory(resolved: Resolved, stages: dict[str, Stage], report: dict) -> dict:
             beside = compiled["temporary_bytes"] + compiled["output_bytes"] + compiled["code_bytes"]
             weights, temporaries, source = gib(compiled["argument_bytes"]), gib(beside), "libtpu"
         else:
-            tensors = (tensor for part in stage.tensors.values() for tensor in part.values())
+            tensors = (tensor for part in stage.specs.values() for tensor in part.values())
             weights = gib(sum(tensor.bytes_per_device for tensor in tensors))
             temporaries, source = gib(stage.temporaries(resolved)), "estimate from shapes"
         total = weights + temporaries

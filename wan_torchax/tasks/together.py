@@ -36,7 +36,7 @@ class Video:
     clock: Clock
     values: dict[str, Any] = field(default_factory=dict)
     resolved: Resolved | None = None
-    tell: Listener | None = None
+    emit: Listener | None = None
 
 
 def denoise_together(videos: list[Video]) -> None:
@@ -56,7 +56,7 @@ def denoise_together(videos: list[Video]) -> None:
     taken = find(name).joined([video.values for video in missing], list(first.graph.stages[name].takes))
     made = session.run(several, [name], taken, to_each(missing))[value]
     for video, part in zip(missing, numpy.split(made, len(missing))):
-        video.tell(Finished(name, {value: part}))
+        video.emit(Finished(name, {value: part}))
 
 
 def takes_several(job: Job) -> bool:
@@ -70,17 +70,17 @@ def encode(video: Video) -> None:
     job = find_job(inputs.with_texts(video.config))
     values = read_results(job).values
     video.resolved = session.resolve(job, list(job.graph.stages), video.listener)
-    video.tell = to_all(video.clock, saver(video.resolved, video.folder), video.listener)
+    video.emit = to_all(video.clock, saver(video.resolved, video.folder), video.listener)
     main = main_stage(job.graph)
     before = [name for name in job.graph.upstream(main) if name != main] if takes_several(job) else []
-    video.values = session.run(video.resolved, before, video.resolved.inputs() | values, video.tell)
+    video.values = session.run(video.resolved, before, video.resolved.inputs() | values, video.emit)
 
 
 def several_of(resolved: Resolved, seeds: list[int]) -> Resolved | None:
     """Videos like this one, to be denoised together; None where there is no memory for them, which is told."""
     several = replace(resolved, seeds=tuple(seeds))
     loaded = [component for component in session.components.values() if component.is_loaded()]
-    weights = sum(tensor.bytes_per_device for component in loaded for tensor in component.tensors.values())
+    weights = sum(tensor.bytes_per_device for component in loaded for tensor in component.specs.values())
     needed = weights + find(main_stage(resolved.graph)).temporaries(several) + SPARE_BYTES
     limit = memory_bytes(resolved.mesh, resolved.config.mesh.chip)
     if limit is not None and needed > limit:
@@ -93,9 +93,9 @@ def several_of(resolved: Resolved, seeds: list[int]) -> Resolved | None:
 def to_each(videos: list[Video]) -> Listener:
     """Steps and previews to the video they are of, the rest to all. Latents are not one video's yet."""
 
-    def tell(event: Event) -> None:
+    def emit(event: Event) -> None:
         for place, video in enumerate(videos):
             if getattr(event, "video", place) == place and not isinstance(event, Finished):
-                video.tell(event)
+                video.emit(event)
 
-    return tell
+    return emit

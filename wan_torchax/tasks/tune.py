@@ -117,7 +117,7 @@ def step_call(resolved: Resolved) -> Callable:
     stage = session.build(resolved, [name])[name]
     compiled = stage.programs.lower()[stage.usual_program].compile()
     step = stage.programs.entries[stage.usual_program]
-    arrays = {name: weights.zeros(tensor.struct) for name, tensor in stage.tensors[step.component].items()}
+    arrays = {name: weights.zeros(tensor.struct) for name, tensor in stage.specs[step.component].items()}
     state, *rest = step.arguments
     rest = jax.tree.map(weights.zeros, rest)
     return lambda: compiled(arrays, jax.tree.map(weights.zeros, state), *rest)  # the state is donated: new each time

@@ -1,7 +1,7 @@
 """Plans and programs as entries of the store: what a later process needs to run a stage without building it.
 
-    kept = Kept.of(resolved)                            # None where compile.store is null
-    entry = kept.read("programs-denoise", recipe)       # None: build it, then kept.write(…)
+    cache = BuildCache.of(resolved)                            # None where compile.store is null
+    entry = cache.read("programs-denoise", recipe)       # None: build it, then cache.write(…)
 
 What an entry was made from is the recipe, and all that stands behind every recipe: versions, sources, devices, flags.
 """
@@ -26,7 +26,7 @@ from wan_torchax.devices import distributed
 from wan_torchax.devices.sharding import partition_spec
 from wan_torchax.records import provenance
 from wan_torchax.records.store import Entry, Store
-from wan_torchax.runtime.weights import Tensor
+from wan_torchax.runtime.weights import ArraySpec
 
 log = logging.getLogger("wan")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -40,14 +40,14 @@ class Missing(Exception):
 
 
 @dataclass(frozen=True)
-class Kept:
+class BuildCache:
     """The store as a run on these devices sees it."""
 
     store: Store
     environment: dict
 
     @classmethod
-    def of(cls, resolved: Resolved) -> "Kept | None":
+    def of(cls, resolved: Resolved) -> "BuildCache | None":
         store = Store.of(resolved.config)
         if store is None:
             return None
@@ -59,7 +59,7 @@ class Kept:
     def read(self, kind: str, recipe: Recipe, **more) -> Entry | None:
         """An entry that all processes have: a run goes one way on all of them."""
         entry = self.store.read(kind, self.made_from(recipe, more))
-        return entry if all(distributed.gather(f"kept/{kind}", entry is not None)) else None
+        return entry if all(distributed.gather(f"build_cache/{kind}", entry is not None)) else None
 
     def why_not(self, kind: str, recipe: Recipe) -> str:
         """Why there was no such entry."""
@@ -122,21 +122,21 @@ def processor() -> str:
 # ---------------------------------------------------------------- plans of arrays
 
 
-def pack_plan(tensors: dict[str, Tensor]) -> tuple[dict, dict[str, numpy.ndarray]]:
+def pack_specs(tensors: dict[str, ArraySpec]) -> tuple[dict, dict[str, numpy.ndarray]]:
     """A plan as JSON, and the tables in it that no checkpoint has."""
     rows = {name: pack_tensor(tensor) for name, tensor in tensors.items()}
     return rows, {name: tensor.value for name, tensor in tensors.items() if tensor.value is not None}
 
 
-def pack_tensor(tensor: Tensor) -> dict:
+def pack_tensor(tensor: ArraySpec) -> dict:
     """All fields of a tensor as they are, but its sharding, by its spec, and its value."""
-    row = {field.name: getattr(tensor, field.name) for field in dataclasses.fields(Tensor)}
+    row = {field.name: getattr(tensor, field.name) for field in dataclasses.fields(ArraySpec)}
     return row | {"sharding": list(tensor.sharding.spec), "value": None}
 
 
-def unpack_plan(rows: dict, values: dict[str, numpy.ndarray], mesh) -> dict[str, Tensor]:
+def unpack_specs(rows: dict, values: dict[str, numpy.ndarray], mesh) -> dict[str, ArraySpec]:
     return {
-        name: Tensor(**row | {
+        name: ArraySpec(**row | {
             "shape": tuple(row["shape"]), "sharding": sharded(mesh, row["sharding"]), "value": values.get(name),
         })
         for name, row in rows.items()
@@ -162,9 +162,11 @@ def describe_program(lowered: jax.stages.Lowered, component: str, arguments) -> 
     }
 
 
-def load_program(kept: Kept, about: dict, arrays: dict[str, Tensor], mesh) -> tuple[jax.stages.Compiled, "Memory"]:
+def load_program(
+    cache: BuildCache, about: dict, arrays: dict[str, ArraySpec], mesh
+) -> tuple[jax.stages.Compiled, "Memory"]:
     """A program from the store, to be called with arrays of these names and the arguments it was made for."""
-    entry = kept.read_executable(about["executable"])
+    entry = cache.read_executable(about["executable"])
     if about["mosaic_gpu"]:  # JAX knows what such a kernel calls once its compiler is imported
         from wan_torchax.kernels import hopper  # noqa: F401
     taken = (dict.fromkeys(arrays, 0), *unpack_tree(about["arguments"], lambda leaf: 0))
@@ -176,14 +178,14 @@ def load_program(kept: Kept, about: dict, arrays: dict[str, Tensor], mesh) -> tu
     return compiled, Memory(entry.about["memory"])
 
 
-def compile_and_keep(kept: Kept, about: dict, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+def compile_and_cache(cache: BuildCache, about: dict, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Without JAX's own cache: on a CPU, an executable that came out of it cannot be written again."""
     with private.uncached():
         compiled = lowered.compile()
     try:
         memory = compiled.memory_analysis()
         sizes = {part: getattr(memory, f"{part}_size_in_bytes") for part in MEMORY}
-        kept.write_executable(about["executable"], sizes, serialize_executable.serialize(compiled)[0])
+        cache.write_executable(about["executable"], sizes, serialize_executable.serialize(compiled)[0])
     except Exception as error:  # a platform that cannot write executables says so in its own way
         log.warning("a program is not kept for the next run: it cannot be written (%s)", error)
     return compiled
