@@ -231,7 +231,7 @@ def pictures_digest(draft: Path) -> bytes:
 def append(folder: Path, event: dict) -> None:
     """A line more in events.jsonl. Half a line, of a server that was killed, is ended first."""
     with (folder / "events.jsonl").open("ab+") as file:
-        if file.emit() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+        if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
             file.write(b"\n")
         file.write(json.dumps({"time": round(time.time(), 3)} | event).encode() + b"\n")
 
