@@ -9,13 +9,13 @@
 Each kernel is exported here, without a TPU, and compiled by wan_torchax/tasks/compiler.py in the Python that --compiler
 names, which must have JAX and libtpu. Counted are the VLIW bundles (one cycle each when nothing stalls) of everything
 that runs for one block of queries (of linear layers: of tokens by outputs): start, tiles, tail, end, and for every grid
-step all of the pipeline's code, though part of it is skipped. Products count at least what they take at the peak: a
-TPU7x has instructions that keep its MXU busy for longer than a bundle. Not counted: stalls on memory, and what runs
-only where a row leaves the fast path's range; the lengths of these stretches are "again" in the last line. Queries that
-splash.call gives a smaller last block are two kernels: count each with a --queries of its own.
+step all of the pipeline's code, though part of it is skipped. It is the schedule before libtpu folds empty bundles into
+the instruction before them: they take a cycle each, and on a TPU7x they are up to half of a kernel. Blocks that hang
+over an array's end count whole. Not counted: stalls on memory, and what runs only where a row leaves the fast path's
+range; the lengths of these stretches are "again" in the result. Queries that splash.call gives a smaller last block are
+two kernels: count each with a --queries of its own. benchmarks/results/kernel_schedule.json is made with --append.
 """
 import argparse
-import glob
 import json
 import re
 import shlex
@@ -43,6 +43,7 @@ from wan_torchax.config.commandline import compose  # noqa: E402
 from wan_torchax.kernels import norm, product, splash  # noqa: E402
 from wan_torchax.kernels.settings import Kernel, Products  # noqa: E402
 from wan_torchax.tasks import compiler  # noqa: E402
+from wan_torchax.tasks.plan import VERSIONS  # noqa: E402
 
 UNITS = ("MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL", "SALU")
 SHOWN = ("MXU", "VALU", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL")
@@ -62,7 +63,6 @@ class Candidate:
     blocks: int
     steps: int  # of the grid, for one block
     trips: tuple  # of each stretch of code that uses the MXU, in program order; 0 for what only lost rows need
-    rate: int = 1  # of its products at best, times the peak in bf16
     before: tuple = ()  # trips of the longest stretches that do not: tokens transposed, rounded
 
 
@@ -88,6 +88,7 @@ def arguments():
     parser.add_argument("--products", default="pallas", help="whose blocks: a file of conf/products")
     parser.add_argument("--norm", nargs="*", help="layer norms instead: TOKENSxCHANNELS; they have no share of peak")
     parser.add_argument("--no-baseline", action="store_true", help="leave out JAX's own splash kernel")
+    parser.add_argument("--append", type=Path, help="a JSON file to add the result to, in place of the same command's")
     return parser.parse_args()
 
 
@@ -164,7 +165,6 @@ def linear(text, products):
         blocks=ceil(tokens / rows) * ceil(outputs / columns),
         steps=1,
         trips=(2,),
-        rate=2 if small else 1,
         before=tuple(trips / ceil(outputs / columns) for trips in before),
     )
 
@@ -211,8 +211,8 @@ def export(candidate, kind):
 
 
 def compile_schedule(python, artifact, topology):
-    """The kernel's final schedule: for each bundle, how many slots of each unit; where straight stretches begin; what
-    the branches skip, as (begin, end)."""
+    """The kernel's schedule: for each bundle, how many slots of each unit; where straight stretches begin; what the
+    branches skip, as (begin, end)."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.bin")
         path.write_bytes(artifact)
@@ -220,30 +220,30 @@ def compile_schedule(python, artifact, topology):
         place = ["--topology", topology, "--mesh", "x=1", "--json", f"{folder}/report.json"]
         command = [*shlex.split(python), compiler.__file__, str(path), *place, f"--libtpu-args={flags}"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        schedules = [parse(file) for file in glob.glob(f"{folder}/*final_hlo-static-per-bundle-utilization.txt")]
+        schedules = [parse(file) for file in Path(folder).glob("*-pre-delay_hlo-static-per-bundle-utilization.txt")]
     # The one that computes: on the MXU, or most.
     return max(schedules, key=lambda schedule: (sum(bundle[0] for bundle in schedule[0]), len(schedule[0])))
 
 
 def parse(utilization):
-    lines = Path(utilization).read_text().splitlines()
+    lines = utilization.read_text().splitlines()
     bundles = [tuple(map(int, line.split())) for line in lines[lines.index("== UTILIZATION:") + 1:] if line.strip()]
-    number = int(re.search(r"-(\d+)-final_hlo", utilization).group(1))
-    pattern = re.sub(r"-\d+-final_hlo.*", f"-{number + 2}-final_bundles.txt", utilization.replace("[", "[[]"))
-    [listing] = glob.glob(pattern)
-    borders, address, branches, ends = {0}, 0, [], {}
-    for line in Path(listing).read_text().splitlines():
+    kernel = re.sub(r"\d+-pre-delay.*", "", utilization.name)
+    [listing] = [
+        file for file in utilization.parent.glob("*-packed-bundles-post-ra.txt")
+        if re.fullmatch(re.escape(kernel) + r"\d+-packed-bundles-post-ra.txt", file.name)
+    ]
+    borders, skips, address = {0}, [], 0
+    for line in listing.read_text().splitlines():
         start = re.match(r"\s*0x([0-9a-f]+)", line)
         address = int(start.group(1), 16) if start else address
         if re.search(r"(Start|End|empty) region \d+", line):
             borders.add(address)
-        branches += [(address + DELAY, region) for region in re.findall(r"sbr.rel .*target = \$region(\d+)", line)]
-        ends |= dict.fromkeys(re.findall(r"empty region (\d+)", line), address)
-    skips = [(begin, ends[region]) for begin, region in branches if ends.get(region, 0) > begin]
-    return bundles, sorted(borders), skips
+        skips += [(address + DELAY, int(end)) for end in re.findall(r"sbr.rel .*target bundleno = (\d+)", line)]
+    return bundles, sorted(borders), [(begin, end) for begin, end in skips if end > begin]
 
 
-def count(candidate, at_peak, bundles, borders, skips):
+def count(candidate, bundles, borders, skips):
     """Bundles for one block, the busiest stretch's own bundles, and the lengths of the stretches that do not run."""
     stretches = {begin: bundles[begin:end] for begin, end in zip(borders, [*borders[1:], len(bundles)])}
     starts = [begin for begin, stretch in stretches.items() if sum(bundle[0] for bundle in stretch) > 100]
@@ -263,7 +263,7 @@ def count(candidate, at_peak, bundles, borders, skips):
             idle.update(range(begin, end))
     other = len(bundles) - len(idle) - sum(map(len, running))
     total = sum(trips * len(stretch) for trips, stretch in zip(candidate.trips, computing))
-    total = max(total, at_peak) + candidate.steps * other
+    total += candidate.steps * other
     total += sum(trips * len(stretches[begin]) for trips, begin in zip(candidate.before, longest))
     again = [len(stretch) for trips, stretch in zip(candidate.trips, computing) if not trips]
     return round(total), max(running or [stretches[begin] for begin in longest], key=len), again
@@ -284,8 +284,7 @@ def main():
         if options.smoke:
             print(f"{candidate.name:38} exported, {len(artifact)} bytes")
             continue
-        at_peak = candidate.flops / candidate.blocks / flops_a_cycle / candidate.rate
-        total, hot, again = count(candidate, at_peak, *compile_schedule(options.compiler, artifact, topology))
+        total, hot, again = count(candidate, *compile_schedule(options.compiler, artifact, topology))
         total *= candidate.blocks
         share = candidate.flops / flops_a_cycle / total
         slots = dict(zip(UNITS, map(sum, zip(*hot))))
@@ -293,7 +292,20 @@ def main():
         rows.append(row | {"hot_bundles": len(hot), "slots": slots, "again": again})
         used = " ".join(f"{slots[unit]:6}" for unit in SHOWN)
         print(f"{candidate.name:38} {total:9} {share:8.1%}   {'':10}{len(hot):7} {used}", flush=True)
-    print(json.dumps({"chip": options.chip, **shape, "rows": rows}))
+    if options.append:
+        keep(options, {"chip": options.chip, **shape, "rows": rows})
+
+
+def keep(options, result):
+    """Add the result to a file of results, with what it takes to have it again."""
+    named = [option for option in sys.argv[1:] if option not in ("--compiler", options.compiler)]
+    named = [option for option in named if option not in ("--append", str(options.append))]
+    command = shlex.join(["python", "benchmarks/kernel_schedule.py", *named])
+    asked = subprocess.run([*shlex.split(options.compiler), "-c", VERSIONS], capture_output=True, text=True, check=True)
+    versions = dict(zip(("libtpu", "jax", "jaxlib"), asked.stdout.split()))
+    kept = json.loads(options.append.read_text()) if options.append.exists() else []
+    kept = [one for one in kept if one["command"] != command] + [{"command": command, "versions": versions} | result]
+    options.append.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":

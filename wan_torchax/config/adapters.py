@@ -84,5 +84,5 @@ def number_problems(key: str, row: DictConfig, experts: list[str]) -> Iterator[s
         yield f"{key}.target=[]: name at least one of {', '.join(TARGETS)}; strength=0 turns an adapter off"
     for target in row.target:
         yield from one_of(f"{key}.target", target, TARGETS)
-        if target in ("low", "transformer_2") and len(experts) == 1:
+        if target in ("high", "low", "transformer_2") and len(experts) == 1:
             yield f"{key}.target={target}: this model has one transformer; leave it out, or use all"

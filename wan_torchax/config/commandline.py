@@ -31,6 +31,26 @@ TEXT_KEYS = {
     "negative_prompt": "prompt.negative",
     "prompt.negative": "prompt.negative",
 }
+# What diffusers, ComfyUI and others call a key of ours.
+FOREIGN = {
+    "num_inference_steps": "steps", "num_steps": "steps", "sample_steps": "steps", "sampling_steps": "steps",
+    "cfg": "guidance_scale", "cfg_scale": "guidance_scale", "true_cfg_scale": "guidance_scale",
+    "sample_guide_scale": "guidance_scale", "height": "resolution.height", "width": "resolution.width",
+    "num_frames": "resolution.frames", "frames": "resolution.frames", "frame_num": "resolution.frames",
+    "length": "resolution.frames", "fps": "resolution.fps", "frame_rate": "resolution.fps",
+    "shift": "resolution.flow_shift", "flow_shift": "resolution.flow_shift", "sample_shift": "resolution.flow_shift",
+    "negative": "negative_prompt", "neg_prompt": "negative_prompt", "n_prompt": "negative_prompt",
+    "noise_seed": "seed", "base_seed": "seed", "denoise": "strength", "sampler": "scheduler",
+    "sampler_name": "scheduler", "sample_solver": "scheduler", "lora": "adapter", "input_image": "image",
+    "start_image": "image", "end_image": "last_image", "input_video": "video", "reference_images": "references",
+    "model_path": "model.path", "ckpt_dir": "model.path", "output_dir": "hydra.run.dir",
+    "output_path": "hydra.run.dir", "save_file": "hydra.run.dir", "crf": "output.quality", "port": "serve.port",
+    "host": "serve.host",
+}
+FLAGS = (  # Hydra's
+    "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info",
+    "--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun",
+)
 # What OmegaConf says of a value of the wrong type, in our words.
 WRONG_TYPES = {
     r"Value '(?P<value>.*)' of type '\w+' could not be converted to Integer": "a whole number",
@@ -111,6 +131,12 @@ Examples:
   python run.py model=wan21_t2v_14b resolution=480p mesh=v6e_8 prompt="a cat walks on the grass, realistic"
   python run.py -m seed=1,2,3 scheduler=unipc,euler
 
+Tasks (task=generate if none is named):
+{tasks}
+
+Keys most used:
+{keys}
+
 Groups (group=option):
 {groups}
 
@@ -120,13 +146,52 @@ Shell completion: eval "$(python run.py -sc install=bash)"
 Full traceback of an error: traceback=true
 Hydra's own flags: python run.py --hydra-help
 """
+TASKS = {
+    "generate": "make a video",
+    "serve": "an HTTP API and a page",
+    "plan": "does it fit these chips, and how fast would it be; needs neither chips nor weights",
+    "presets": "list the published configurations",
+    "doctor": "what is wrong with this machine",
+    "tune": "the fastest attention blocks for this shape and device",
+    "calibrate": "measure a curve for cache=magcache",
+}
+KEYS = {
+    "prompt": "any text",
+    "negative_prompt": "what to keep away from",
+    "model": "which model",
+    "preset": "a published configuration: model, size, mesh and all",
+    "resolution": "size and length by name: 480p, 720p",
+    "resolution.width": "pixels",
+    "resolution.height": "pixels",
+    "resolution.frames": "4n+1 of them",
+    "resolution.fps": "frames a second",
+    "steps": "of denoising",
+    "guidance_scale": "how closely it follows the prompt",
+    "seed": "same seed, same video",
+    "seeds": "several videos: seeds=4",
+    "prompts": "many videos: a file, or a JSON list",
+    "image": "a picture to start from",
+    "video": "a video to change or to follow",
+    "adapter": "a LoRA",
+    "sampling": "a recipe for few steps",
+    "mesh": "the chips",
+    "resume": "a run's folder: make what is missing of it",
+    "replay": "a video: make it again",
+    "hydra.run.dir": "the folder for what is made",
+}
 
 
 def help_text() -> str:
     """What --help prints. Hydra's own way there takes seconds: it copies the whole schema for every group."""
     inner = ("hydra", "chip")  # of Hydra itself, and what meshes are made from
     groups = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name not in inner)
-    return HELP.format(groups="\n".join(f"  {group}: {', '.join(options(group))}" for group in groups))
+    listed = {group: ", ".join(options(group)) for group in groups}
+    return HELP.format(tasks=table(TASKS), keys=table(KEYS), groups=table(listed, ": "))
+
+
+def table(rows: Mapping[str, str], between: str = "") -> str:
+    width = 0 if between else max(map(len, rows)) + 2
+    return "\n".join(f"  {name:{width}}{between}{text}" for name, text in rows.items())
 
 
 def rewrite(arguments: list[str]) -> list[str]:
@@ -137,10 +202,13 @@ def rewrite(arguments: list[str]) -> list[str]:
     used by one job after the other instead of being made again.
     """
     rewritten = []
+    check_flags(arguments)
     for argument in arguments:
         key, separator, value = argument.partition("=")
         if separator and not key:
             raise schema.ConfigError(f"{argument}: no key before the =; write key=value")
+        if separator and key in FOREIGN:
+            raise schema.ConfigError(f"{key}: no such key or group; write {FOREIGN[key]}={value}")
         if key in ("hydra.run.dir", "hydra.sweep.dir") and Path(value).resolve() in (ROOT, Path.cwd()):
             raise schema.ConfigError(f"{argument}: a run needs a folder of its own, e.g. {key}=outputs/first")
         by_name = key == "prompt" and set(value.split(",")) <= set(options("prompt"))
@@ -155,6 +223,21 @@ def rewrite(arguments: list[str]) -> list[str]:
         overrides.sort(key=lambda override: key_of(override) in CHEAP)  # stable: otherwise the order stays
         return [*flags, *overrides, "sweep.active=true"]
     return rewritten
+
+
+def check_flags(arguments: list[str]) -> None:
+    """Refuse `--steps 5` and `--steps=5`, as other programs have it. Flags are Hydra's, which may be shortened."""
+    for argument, following in zip(arguments, [*arguments[1:], ""]):
+        name, separator, value = argument.partition("=")
+        if not name.startswith("--") or any(flag.startswith(name) for flag in FLAGS):
+            continue
+        if not separator:
+            value = "…" if not following or following.startswith("-") or "=" in following else following
+        key = name[2:].replace("-", "_")
+        key = FOREIGN.get(key, key)
+        if key not in known_keys():
+            raise schema.ConfigError(f"{name}: no such flag; settings are key=value; {nearest(key, known_keys())}")
+        raise schema.ConfigError(f"{name}: settings have no dashes; write {key}={value}")
 
 
 def key_of(override: str) -> str:
@@ -241,4 +324,4 @@ def known_keys() -> list[str]:
             if isinstance(child, dict):
                 yield from walk(child, f"{prefix}{name}.")
 
-    return [*walk(OmegaConf.to_container(schema.root()), ""), "preset", "negative_prompt"]
+    return [*walk(OmegaConf.to_container(schema.root()), ""), "preset", "sampling", "negative_prompt"]

@@ -158,7 +158,6 @@ class Chip:
     int8_transposed_product_share: Optional[float] = None
     fp8_product_share: Optional[float] = None
     fp8_transposed_product_share: Optional[float] = None
-    correction: Optional[float] = None  # what estimates are multiplied by
     vae_lines: bool = False  # decode with models/vae_lines.py
 
 
@@ -307,11 +306,31 @@ class Sweep:
     resume: bool = False
 
 
+ENDS = ("low", "likely", "high")  # of an estimate
+
+
+@dataclass
+class Assumed:
+    """What a plan takes for granted where only a chip could tell: conf/config.yaml."""
+
+    xla: float = MISSING
+    attention: float = MISSING
+    product: float = MISSING
+    memory: float = MISSING
+    link: float = MISSING
+    hidden: float = MISSING
+    launch_us: float = MISSING
+    clock: float = MISSING
+
+
 @dataclass
 class Plan:
     compiler: Optional[str] = None  # a Python with libtpu; null: this one if it has it; none: do not compile
     margin_gib: float = MISSING
     disk_gbs: float = MISSING
+    low: Assumed = field(default_factory=Assumed)
+    likely: Assumed = field(default_factory=Assumed)
+    high: Assumed = field(default_factory=Assumed)
 
 
 @dataclass

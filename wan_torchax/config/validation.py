@@ -360,8 +360,13 @@ def plan_problems(config: DictConfig) -> Iterator[str]:
     for key, most in KERNEL_SHARES.items():
         if chip[key] is not None and not 0 < chip[key] <= most:
             yield f"mesh.chip.{key}={chip[key]}: a share of peak, above 0 and at most {most}"
-    if plan.margin_gib < 0 or (chip.correction is not None and chip.correction <= 0):
-        yield f"plan.margin_gib={plan.margin_gib}, mesh.chip.correction={chip.correction}: must not be negative"
+    if plan.margin_gib < 0:
+        yield f"plan.margin_gib={plan.margin_gib}: must not be negative"
+    for end in ENDS:
+        for key, value in plan[end].items():
+            if value < 0 or (value == 0 and key not in ("hidden", "launch_us")) or (key == "hidden" and value > 1):
+                meant = "a share, from 0 to 1" if key == "hidden" else "must not be negative, and only launch_us 0"
+                yield f"plan.{end}.{key}={value}: {meant}"
     if plan.disk_gbs <= 0:
         yield f"plan.disk_gbs={plan.disk_gbs}: GB/s, above 0"
 

@@ -23,8 +23,11 @@ def nearest_multiple(value: int, base: int, offset: int = 0) -> str:
 
 def one_of(key: str, value, choices: Iterable[str]) -> Iterator[str]:
     """One problem, or none."""
+    choices = list(choices)
     if value not in choices:
-        yield f"{key}={value}: unknown; {nearest(value, choices)}"
+        close = nearest(value, choices)
+        every = f"; all: {', '.join(choices)}" if close.startswith("nearest") and len(choices) <= CHOICES_SHOWN else ""
+        yield f"{key}={value}: unknown; {close}{every}"
 
 
 def listed(problems: list[str], most: int | None = None) -> str:

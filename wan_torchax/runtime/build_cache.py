@@ -122,13 +122,13 @@ def processor() -> str:
 # ---------------------------------------------------------------- plans of arrays
 
 
-def pack_specs(tensors: dict[str, ArraySpec]) -> tuple[dict, dict[str, numpy.ndarray]]:
+def pack_specs(specs: dict[str, ArraySpec]) -> tuple[dict, dict[str, numpy.ndarray]]:
     """A plan as JSON, and the tables in it that no checkpoint has."""
-    rows = {name: pack_tensor(tensor) for name, tensor in tensors.items()}
-    return rows, {name: tensor.value for name, tensor in tensors.items() if tensor.value is not None}
+    rows = {name: pack_spec(spec) for name, spec in specs.items()}
+    return rows, {name: spec.value for name, spec in specs.items() if spec.value is not None}
 
 
-def pack_tensor(tensor: ArraySpec) -> dict:
+def pack_spec(tensor: ArraySpec) -> dict:
     """All fields of a tensor as they are, but its sharding, by its spec, and its value."""
     row = {field.name: getattr(tensor, field.name) for field in dataclasses.fields(ArraySpec)}
     return row | {"sharding": list(tensor.sharding.spec), "value": None}

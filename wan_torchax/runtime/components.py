@@ -36,13 +36,13 @@ class Component:
         # Adapters add to weights when they are loaded: they change no plan.
         files = self.checkpoint and self.checkpoint.fingerprint.partition("+")[0]
         if entry := cache and cache.read(kind, recipe, weights=files):
-            self.specs = unpack_specs(entry.about["tensors"], entry.arrays, recipe.mesh)
+            self.specs = unpack_specs(entry.about["specs"], entry.arrays, recipe.mesh)
             self.unused = tuple(entry.about["unused"])
             return
         self.plan(recipe)
         if cache:
             rows, tables = pack_specs(self.specs)
-            about = {"tensors": rows, "unused": self.unused}
+            about = {"specs": rows, "unused": self.unused}
             cache.write(kind, recipe, about, tables, weights=files)
 
     def plan(self, recipe: Recipe) -> None:
@@ -86,9 +86,9 @@ class Component:
         """The tensors whose names match."""
         return {name: tensor for name, tensor in self.specs.items() if re.fullmatch(pattern, name)}
 
-    def load(self, tensors: dict[str, weights.ArraySpec], emit: Listener) -> None:
+    def load(self, specs: dict[str, weights.ArraySpec], emit: Listener) -> None:
         """Bring some of the tensors to the devices, those that are not there yet."""
-        absent = {name: tensor for name, tensor in tensors.items() if name not in self.arrays}
+        absent = {name: spec for name, spec in specs.items() if name not in self.arrays}
         if not absent:
             return
         phase, total = f"load_{self.name}", sum(tensor.bytes for tensor in absent.values())

@@ -51,7 +51,7 @@ class Programs:
 
     stage: str
     recipe: Recipe
-    tensors: dict[str, dict[str, weights.ArraySpec]]  # by component, then by name
+    specs: dict[str, dict[str, weights.ArraySpec]]  # by component, then by name
     build: Callable[[], None]  # has the stage add programs that can be traced
     cache: BuildCache | None = None
     ops: dict = field(default_factory=dict)  # overrides for torchax while they are traced

@@ -4,7 +4,8 @@
 
 It runs in any Python that has JAX and libtpu, and imports nothing else: plan.py calls it, in this environment or
 through the command in `plan.compiler`. The report, per chip: HBM, code size, the compiler's cycle estimate of every
-op (loop bodies times their trips; Pallas kernels have none), and the collectives with their bytes.
+op (loop bodies times their trips; Pallas kernels have none), what is known of those kernels, and the collectives with
+their bytes.
 """
 import argparse
 import json
@@ -17,10 +18,13 @@ import time
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute", "ragged-all-to-all")
 # Pallas kernels that only pass over memory, and what plans count them to.
 PASSES = {"rotary_kernel": "rope", "norm_kernel": "norms", "copy_kernel": "attention"}
-ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f64": 8, "s64": 8, "u64": 8}
+ITEM_BYTES = {
+    "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f64": 8, "s64": 8, "u64": 8,
+}
 NAMED_GROUPS = (
     r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
 )
+KERNEL = r"%?(\w+_kernel)\S* = .* custom-call\(.*?layout_constraints=\{(.*?)\}(?:, \w+=|$)"
 BRANCHES = r"(?:branch_computations=\{|true_computation=|false_computation=)([^}]*?)(?:\}|, false|, metadata|$)"
 
 
@@ -72,9 +76,13 @@ def result_bytes(line: str) -> int:
     """Bytes of an instruction's result, tuples summed."""
     result = re.sub(r"\{[^{}]*\}", "", line.split(" = ", 1)[1])  # without layouts
     result = result[: result.index(")") + 1] if result.startswith("(") else result.split(" ")[0]
-    arrays = re.findall(r"([a-z]+\d*)\[([\d,]*)\]", result)
-    counts = [(dtype, math.prod(int(size) for size in sizes.split(",") if size)) for dtype, sizes in arrays]
-    return sum(count * ITEM_BYTES.get(dtype, 4) for dtype, count in counts)
+    return sum(math.prod(shape) * ITEM_BYTES.get(dtype, 4) for dtype, shape in arrays(result))
+
+
+def arrays(text: str) -> list[tuple[str, list[int]]]:
+    """Types and shapes, in the order in which they stand in a text."""
+    found = re.findall(r"(\w+)\[([\d,]*)\]", text)
+    return [(dtype, [int(size) for size in sizes.split(",") if size]) for dtype, sizes in found]
 
 
 def collectives(events: list[dict]) -> list[dict]:
@@ -116,12 +124,33 @@ def kernel_bytes(text: str) -> dict[str, int]:
     """What the kernels that only pass over memory read and write."""
     moved = {}
     for line, times in instructions(text):
-        kernel = re.match(r"%?(\w+?_kernel)\S* = .* custom-call\(.*?layout_constraints=\{(.*?)\}, \w+=", line)
+        kernel = re.match(KERNEL, line)
         if kernel and kernel.group(1) in PASSES:
             group = PASSES[kernel.group(1)]
             size = result_bytes(line) + result_bytes(f" = ({kernel.group(2)})")
             moved[group] = moved.get(group, 0) + times * size
     return moved
+
+
+def product_calls(text: str) -> list[dict]:
+    """Calls of kernels/product.py: how often, of how many tokens and layers how wide, the type of the weights, and
+    whether the result is added to a residual."""
+    calls = []
+    for line, times in instructions(text):
+        kernel = re.match(KERNEL, line)
+        if kernel and kernel.group(1) == "product_kernel":
+            _, (_, array), (dtype, (_, outputs, inputs)), *others = arrays(kernel.group(2))
+            tokens = math.prod(array) // inputs
+            calls.append({
+                "times": times, "tokens": tokens, "inputs": inputs, "outputs": outputs, "weights": dtype,
+                "residual": any(math.prod(shape) == tokens * outputs for _, shape in others),
+            })
+    return calls
+
+
+def launches(text: str) -> int:
+    """How often a Pallas kernel is called."""
+    return sum(times for line, times in instructions(text) if re.match(KERNEL, line))
 
 
 def name_of(line: str) -> str:
@@ -137,11 +166,10 @@ def cycles_of(line: str) -> int:
 def kernel_flops(line: str) -> dict[str, int]:
     """Of a call of kernels/product.py, by the type of its weights, or of attention's fast kernel; of other ops
     nothing."""
-    kernel = re.match(r"%?(product_kernel|fast_kernel)\S* = .* custom-call\(.*?layout_constraints=\{(.*)", line)
-    if not kernel:
+    kernel = re.match(KERNEL, line)
+    if not kernel or kernel.group(1) not in ("product_kernel", "fast_kernel"):
         return {}
-    operands = re.findall(r"(\w+)\[([\d,]*)\]", kernel.group(2))
-    operands = [(dtype, [int(size) for size in sizes.split(",") if size]) for dtype, sizes in operands]
+    operands = arrays(kernel.group(2))
     if kernel.group(1) == "product_kernel":  # layer, array, weights
         (_, array), (dtype, weight) = operands[1:3]
         return {dtype: 2 * math.prod(array) * weight[1]}
@@ -214,6 +242,20 @@ def cycle_rows(text: str) -> list[dict]:
     return sorted(rows, key=lambda row: -row["cycles"])
 
 
+def read(text: str, axes: dict[str, int]) -> dict:
+    """What a compiled program's text says."""
+    rows, events = cycle_rows(text), timeline(text, axes)
+    return {
+        "cycles": sum(row["cycles"] for row in rows),
+        "ops": rows,
+        "collectives": collectives(events),
+        "timeline": events,
+        "kernel_bytes": kernel_bytes(text),
+        "product_calls": product_calls(text),
+        "launches": launches(text),
+    }
+
+
 # ---------------------------------------------------------------- compiling
 
 
@@ -244,7 +286,6 @@ def compile_for(path: str, topology_name: str, axes: dict[str, int]) -> tuple[di
     with jax.set_mesh(mesh):
         compiled = jax.jit(exported.call).lower(*arguments, **keywords).compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()
-    rows, events = cycle_rows(text), timeline(text, axes)
     return {
         "device": topology.devices[0].device_kind,
         "compile_seconds": time.time() - began,
@@ -253,12 +294,7 @@ def compile_for(path: str, topology_name: str, axes: dict[str, int]) -> tuple[di
         "temporary_bytes": memory.temp_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes - memory.alias_size_in_bytes,
         "code_bytes": memory.generated_code_size_in_bytes,
-        "cycles": sum(row["cycles"] for row in rows),
-        "ops": rows,
-        "collectives": collectives(events),
-        "timeline": events,
-        "kernel_bytes": kernel_bytes(text),
-    }, text
+    } | read(text, axes), text
 
 
 def main() -> None:

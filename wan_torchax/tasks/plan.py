@@ -7,7 +7,7 @@
 Counted here: parameters, bytes by rule, FLOPs, the time floor; communication as XLA partitions the program for as many
 fake CPU devices. With libtpu (in this environment, or through the command in `plan.compiler`) also what the TPU's own
 compiler says: HBM, cycles by group of ops, code size. Writes plan.json, plan.md and plan.png. Everything estimated is
-called so.
+called so, and its seconds are given three times, by what `plan.low`, `plan.likely` and `plan.high` assume.
 """
 import importlib.util
 import json
@@ -28,9 +28,11 @@ from omegaconf import OmegaConf
 from wan_torchax import interruption
 from wan_torchax.config.geometry import device_count, prompt_count
 from wan_torchax.config.resolve import Resolved, resolve
-from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.schema import ENDS, ConfigError
 from wan_torchax.devices.mesh import Described, Here
 from wan_torchax.devices.start import use_fake_devices
+from wan_torchax.kernels import product
+from wan_torchax.kernels.settings import Products
 from wan_torchax.records.store import Store
 from wan_torchax.runtime.jobs import plan_job
 from wan_torchax.runtime.weights import gib
@@ -43,11 +45,16 @@ from wan_torchax.tasks import compiler, plan_page
 log = logging.getLogger("wan")
 VERSIONS = "from importlib.metadata import version; print(*map(version, ('libtpu', 'jax', 'jaxlib')))"
 PROMPT_ALONE = "a step with the prompt alone"
+# What a chip's file calls the share of peak of linear layers' kernels, by the type of their weights, and of attention's.
+SHARES = {
+    "bf16": "product_share", "s8": "int8_product_share", "f8e4m3fn": "fp8_product_share",
+    "attention": "self_attention_share",
+}
 REUSED = 0.005  # of a step's time, at most, that one takes whose blocks are left out (measured: 0.0007 to 0.003)
 
 
 def plan(config, folder: Path, overrides=()) -> float:
-    """Write and print the plan of one configuration; returns the seconds of a step."""
+    """Write and print the plan of one configuration; returns the likely seconds of a step."""
     use_fake_devices(config)
     report = make(config, folder)
     print((folder / "plan.md").read_text())
@@ -256,65 +263,76 @@ def denoising(resolved: Resolved, report: dict) -> dict:
     """How many steps of which kind a video takes, and their seconds, where those were estimated."""
     work = caching.plan(resolved.config, scheduler_table(resolved.config))
     counts = {kind: work.count(kind) for kind in dict.fromkeys(work)}
-    alone = estimate(resolved, report, PROMPT_ALONE, 0.5)
+    whole, alone = report["estimate"], estimate(resolved, report, PROMPT_ALONE, 0.5)
     seconds = {
-        caching.FULL: report["estimate"] and report["estimate"]["seconds_per_step"],
+        caching.FULL: whole and whole["seconds_per_step"],
         caching.PROMPT: alone and alone["seconds_per_step"],
-        caching.REUSE: report["estimate"] and REUSED * report["estimate"]["seconds_per_step"],
+        caching.REUSE: whole and {end: REUSED * whole["seconds_per_step"][end] for end in ENDS},
     }
     known = all(seconds[kind] is not None for kind in counts)
-    total = sum(count * seconds[kind] for kind, count in counts.items()) if known else None
+    total = {end: sum(count * seconds[kind][end] for kind, count in counts.items()) for end in ENDS} if known else None
     return {"steps": counts, "seconds_each": {kind: seconds[kind] for kind in counts}, "seconds": total,
             "plan": caching.summary(work), "adaptive": resolved.config.cache.mode == "easycache"}
 
 
-def video(resolved: Resolved, report: dict) -> dict[str, float | None]:
+def video(resolved: Resolved, report: dict) -> dict[str, dict[str, float] | None]:
     """Seconds of everything a video takes in a process of its own; None for a stage that was not compiled."""
     weights = sum(row["gib"] for row in report["components"].values()) * 2**30
     compiled = report["compiler"] or {}
-    parts = {"weights from disk": weights / (resolved.config.plan.disk_gbs * 1e9)}
+    parts = {"weights from disk": dict.fromkeys(ENDS, weights / (resolved.config.plan.disk_gbs * 1e9))}
     for name in resolved.graph.stages:
         parts[name] = run_seconds(resolved, name, compiled[name]) if name in compiled else None
     return parts | {main_stage(resolved.graph): report["denoising"]["seconds"]}
 
 
-def run_seconds(resolved: Resolved, name: str, compiled: dict) -> float:
+def run_seconds(resolved: Resolved, name: str, compiled: dict) -> dict[str, float]:
     """Of a stage beside denoising: its program as often as it runs, the first piece of a video counted as a later one.
     """
     chip, (frames, _) = resolved.config.mesh.chip, find(name).amount(name, resolved)
     pieces = math.ceil(frames / resolved.geometry.frame_scale) if frames else 1
-    sent = sum(travel_seconds(row, resolved.placement["axes"], chip.link_gbs * 1e9) for row in compiled["collectives"])
-    once = compiled["cycles"] / (chip.clock_ghz * 1e9) + sent
-    return pieces * once * chip_fact(resolved.config, "correction")
+    seconds = {}
+    for end in ENDS:
+        assumed = resolved.config.plan[end]
+        link = chip.link_gbs * 1e9 * assumed.link
+        sent = sum(travel_seconds(row, resolved.placement["axes"], link) for row in compiled["collectives"])
+        seconds[end] = pieces * (compiled["cycles"] * assumed.xla / (chip.clock_ghz * 1e9 * assumed.clock) + sent)
+    return seconds
 
 
 def estimate(resolved: Resolved, report: dict, program: str | None = None, share: float = 1.0) -> dict | None:
-    """Seconds of a step: the compiler's cycles, and what it gives none for: Pallas kernels and communication. `share`
-    is that of a whole step's arithmetic."""
-    main = main_stage(resolved.graph)
-    compiled = (report["compiler"] or {}).get(program or main)
+    """Seconds of a step: low, likely and high, and what they are made of. `share` is that of a whole step's
+    arithmetic."""
+    compiled = (report["compiler"] or {}).get(program or main_stage(resolved.graph))
     if compiled is None:
         return None
-    chip, flops = resolved.config.mesh.chip, report["flops_per_step"]
-    all_chips = report["chips"] * chip.peak_tflops * 1e12
-    parts = {group: cycles / (chip.clock_ghz * 1e9) for group, cycles in compiled["cycles_by_group"].items()}
+    parts = {end: step_parts(resolved, report, compiled, share, resolved.config.plan[end]) for end in ENDS}
+    return {
+        "seconds_per_step": {end: sum(parts[end].values()) for end in ENDS}, "parts": parts,
+        "assumed": OmegaConf.to_container(OmegaConf.masked_copy(resolved.config.plan, list(ENDS))),
+    }
+
+
+def step_parts(resolved: Resolved, report: dict, compiled: dict, share: float, assumed) -> dict[str, float]:
+    """Seconds of a step by part: XLA's ops by its own estimate of their cycles, and what it gives none for: Pallas
+    kernels by the bundles of their schedules and the bytes they move, communication, and the calls themselves."""
+    config, flops = resolved.config, report["flops_per_step"]
+    chip = config.mesh.chip
+    clock, memory = chip.clock_ghz * 1e9 * assumed.clock, chip.hbm_gbs * 1e9 * assumed.memory
+    all_chips = report["chips"] * chip.peak_tflops * 1e12 * assumed.clock
+    parts = {group: cycles * assumed.xla / clock for group, cycles in compiled["cycles_by_group"].items()}
     for kind in ("self", "cross"):
-        reached = chip_fact(resolved.config, f"{kind}_attention_share")
-        parts[f"{kind}-attention kernel"] = flops[f"{kind}-attention"] * share / all_chips / reached
-    for fact, count in find(main).product_flops(resolved).items():
+        at_peak = flops[f"{kind}-attention"] * share / all_chips
+        parts[f"{kind}-attention kernel"] = assumed.attention * at_peak / chip_fact(config, f"{kind}_attention_share")
+    for fact, count in find(main_stage(resolved.graph)).product_flops(resolved).items():
         kind = fact.removesuffix("product_share").strip("_").replace("_", " ")
         name = f"product kernel, {kind}" if kind else "product kernel"
-        parts[name] = count * share / all_chips / chip_fact(resolved.config, fact)
-    for group, moved in compiled.get("kernel_bytes", {}).items():  # kernels that do nothing else that takes time
-        parts[group] = parts.get(group, 0) + moved / (chip.hbm_gbs * 1e9)
-    parts["communication"] = waiting_seconds(compiled["timeline"], report["axes"], resolved.config)
-    raw, correction = sum(parts.values()), chip_fact(resolved.config, "correction")
-    return {
-        "seconds_per_step": raw * correction, "uncorrected_seconds": raw, "correction": correction, "parts": parts,
-        "source": "libtpu's cycles at the chip's clock, Pallas kernels at their schedule's share of peak or, RoPE and "
-                  "norms, at the memory's speed, "
-                  "communication at the links' speed less what runs beside it",
-    }
+        parts[name] = assumed.product * count * share / all_chips / chip_fact(config, fact)
+    for group, moved in compiled["kernel_bytes"].items():  # kernels that do nothing else that takes time
+        parts[group] = parts.get(group, 0) + moved / memory
+    parts["products' waits for memory"] = sum(wait_seconds(call, config, assumed) for call in compiled["product_calls"])
+    parts["communication"] = communication_seconds(compiled["timeline"], report["axes"], config, assumed)
+    parts["kernels' launches"] = compiled["launches"] * assumed.launch_us / 1e6
+    return parts
 
 
 def chip_fact(config, name: str) -> float:
@@ -326,23 +344,46 @@ def chip_fact(config, name: str) -> float:
     return value
 
 
-def waiting_seconds(events: list[dict], axes: dict[str, int], config) -> float:
-    """Of compiler.timeline: how long collectives are waited for. One follows the other on the links, while XLA's ops
-    and the kernels run; where one is needed, the program waits for it and those before it."""
-    shares = {
-        "bf16": "product_share", "s8": "int8_product_share", "f8e4m3fn": "fp8_product_share",
-        "attention": "self_attention_share",
-    }
+def wait_seconds(call: dict, config, assumed) -> float:
+    """Of compiler.product_calls: how long it waits for memory. Its first blocks have nothing to hide behind. After that
+    blocks of weights and of the result travel while another is computed, and at the end of a block of tokens the next
+    tokens too, all of them within that one step of the grid."""
+    tokens, inputs, outputs = call["tokens"], call["inputs"], call["outputs"]
+    size = compiler.ITEM_BYTES[call["weights"]]
+    dtype = jax.numpy.bfloat16 if size == 2 else jax.numpy.int8
+    shapes = {"array": ((1, tokens, inputs), jax.numpy.bfloat16), "weight": ((1, outputs, inputs), dtype)}
+    structs = {name: jax.ShapeDtypeStruct(*one) for name, one in shapes.items()}
+    rows, columns = product.block_sizes(structs, Products(**config.products))
+    down, across = math.ceil(tokens / rows), math.ceil(outputs / columns)
+    peak = config.mesh.chip.peak_tflops * 1e12 * assumed.clock * chip_fact(config, SHARES[call["weights"]])
+    computing = assumed.product * 2 * tokens * inputs * outputs / peak / (down * across)
+    weights, fresh = columns * inputs * size, rows * inputs * 2
+    beside = weights + rows * columns * 2 * (2 if call["residual"] else 1)
+    speed = config.mesh.chip.hbm_gbs * 1e9 * assumed.memory
+    usual, last = (max(moved / speed - computing, 0) for moved in (beside, beside + fresh))
+    return call["times"] * ((weights + fresh) / speed + down * ((across - 1) * usual + last))
+
+
+def communication_seconds(events: list[dict], axes: dict[str, int], config, assumed) -> float:
+    """Of compiler.timeline: what collectives take, less what is hidden of that which the program's order can hide."""
+    link = config.mesh.chip.link_gbs * 1e9 * assumed.link
+    everything = sum(travel_seconds(event, axes, link) for event in events if "start" in event)
+    return everything - assumed.hidden * (everything - waiting_seconds(events, axes, config, link))
+
+
+def waiting_seconds(events: list[dict], axes: dict[str, int], config, link: float) -> float:
+    """Of compiler.timeline: how long collectives are waited for if all hide that can. One follows the other on the
+    links, while XLA's ops and the kernels run; where one is needed, the program waits for it and those before it."""
     chip = config.mesh.chip
     left, waited = {}, 0.0  # of those under way
     for event in events:
         if "start" in event:
-            left[event["start"]] = travel_seconds(event, axes, chip.link_gbs * 1e9)
+            left[event["start"]] = travel_seconds(event, axes, link)
         elif "done" in event:
             while event["done"] in left:
                 waited += left.pop(next(iter(left)))
         else:
-            flops = (count / chip_fact(config, shares[kind]) for kind, count in event["flops"].items())
+            flops = (count / chip_fact(config, SHARES[kind]) for kind, count in event["flops"].items())
             seconds = event["cycles"] / (chip.clock_ghz * 1e9) + sum(flops) / (chip.peak_tflops * 1e12)
             for name, rest in left.items():
                 left[name] = max(rest - seconds, 0)
@@ -370,7 +411,8 @@ def why_not(config, report: dict) -> str:
             over = row["total_gib"] + config.plan.margin_gib - row["limit_gib"]
             return f"{name} does not fit, by {over:.1f} GiB a chip: {remedy(config, row)}"
     if report["estimate"]:
-        parts = {name: time for name, time in report["estimate"]["parts"].items() if name != "self-attention kernel"}
+        parts = report["estimate"]["parts"]["likely"]
+        parts = {name: time for name, time in parts.items() if name != "self-attention kernel"}
         worst = max(parts, key=parts.get)
         return f"beside self-attention, most goes to {worst} ({parts[worst]:.2f} s)"
     sent = sum(row["bytes"] for row in report["communication"]["rows"])

@@ -5,11 +5,27 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
+from wan_torchax.config.schema import ENDS
+
 COLOURS = {
     "self-attention kernel": "#2f6690", "cross-attention kernel": "#7aa6c2", "feed-forward": "#f2a65a",
     "projections": "#d1495b", "norms": "#81b29a", "rope": "#b5838d", "attention": "#577590",
-    "communication": "#6d597a", "embeddings": "#bdbdbd", "modulation and rest": "#888888",
+    "communication": "#6d597a", "products' waits for memory": "#e9c46a", "embeddings": "#bdbdbd",
+    "modulation and rest": "#888888",
 }
+
+
+METHOD = (
+    "Nobody has measured it: XLA's ops by its own estimate of their cycles, Pallas kernels by the bundles of their "
+    "schedules and the bytes they move, communication at the links' speed, each times what plan.low, plan.likely and "
+    "plan.high assume."
+)
+
+
+def between(seconds: dict[str, float], digits: str, unit: str = "") -> str:
+    """The likely figure, and how far off it may be: 2.95 s (2.80 to 3.30)."""
+    low, likely, high = (format(seconds[end], digits) for end in ENDS)
+    return f"{likely}{unit}" if low == high else f"{likely}{unit} ({low} to {high})"
 
 
 def render(config, report: dict) -> str:
@@ -20,15 +36,13 @@ def render(config, report: dict) -> str:
     place = f"on {report['mesh']} ({axes}), sharding {report['sharding']}"
     lines = [f"# {report['model']} at {width} x {height} x {frames} {place}", ""]
     if report["estimate"]:
-        step = report["estimate"]
-        uncorrected = f"uncorrected {step['uncorrected_seconds']:.2f} s times {step['correction']}"
-        lines.append(f"**Estimated step: {step['seconds_per_step']:.2f} s** ({uncorrected}; {step['source']}).")
+        lines.append(f"**Estimated step: {between(report['estimate']['seconds_per_step'], '.2f', ' s')}**. {METHOD}")
     elif config.mesh.platform == "tpu" and not report["compiler"]:
         remedy = "install jax[tpu] (x86_64 Linux), or name a Python that has it in plan.compiler"
         lines.append(f"No libtpu here, so no estimated step time: {remedy}.")
     whole = report["denoising"]
     if whole["seconds"] is not None:
-        lines.append(f"**Estimated denoising of a video: {whole['seconds']:.0f} s**; {whole['plan']}.")
+        lines.append(f"**Estimated denoising of a video: {between(whole['seconds'], '.0f', ' s')}**; {whole['plan']}.")
     elif len(whole["steps"]) > 1:
         lines.append(f"Cache: {whole['plan']}.")
     verdict = "Fits" if report["fits"] else f"**Does not fit**: {report['why']};"
@@ -53,9 +67,10 @@ def render(config, report: dict) -> str:
         received = sum(row["host_bytes"] for row in rows) / 1e9
         lines += ["", f"Each of the {hosts} hosts receives {received:.1f} GB a step from the others."]
     if report["estimate"]:
-        lines += ["", "| where a step's time goes (estimate) | s |", "|---|---|"]
-        parts = sorted(report["estimate"]["parts"].items(), key=lambda item: -item[1])
-        lines += [f"| {name} | {seconds:.3f} |" for name, seconds in parts]
+        parts = report["estimate"]["parts"]
+        lines += ["", f"| where a step's time goes (estimate, s) | {' | '.join(ENDS)} |", "|---|---|---|---|"]
+        for name in sorted(parts["likely"], key=lambda name: -parts["likely"][name]):
+            lines.append(f"| {name} | {' | '.join(f'{parts[end][name]:.3f}' for end in ENDS)} |")
         compiled = report["compiler"][report["main_stage"]]
         code, cycles = compiled["code_bytes"] / 2**20, compiled["cycles"] / 1e6
         made = f"{code:.0f} MiB of code, {cycles:,.0f} M cycles outside kernels"
@@ -74,8 +89,9 @@ def render(config, report: dict) -> str:
 def whole_video(config, report: dict) -> list[str]:
     """A table of what a video takes, stage by stage."""
     known = {name: seconds for name, seconds in report["video"].items() if seconds is not None}
-    shown = {name: f"{known[name]:.2f}" if name in known else "not compiled" for name in report["video"]}
-    shown[f"together{' at least' if len(known) < len(shown) else ''}"] = f"{sum(known.values()):.1f}"
+    shown = {name: between(known[name], ".2f") if name in known else "not compiled" for name in report["video"]}
+    together = {end: sum(seconds[end] for seconds in known.values()) for end in ENDS}
+    shown[f"together{' at least' if len(known) < len(shown) else ''}"] = between(together, ".1f")
     lines = ["", "| a whole video (estimate) | s |", "|---|---|"]
     lines += [f"| {name} | {text} |" for name, text in shown.items()]
     compiled = report["compiler"].values()
@@ -87,7 +103,7 @@ def whole_video(config, report: dict) -> list[str]:
 def draw(path: Path, report: dict) -> None:
     """Where a step's time goes as one stacked bar: the estimate's parts, or without libtpu the arithmetic's floor."""
     if report["estimate"]:
-        parts, title = report["estimate"]["parts"], "estimated seconds of a step"
+        parts, title = report["estimate"]["parts"]["likely"], "likely seconds of a step, an estimate"
     else:
         flops, floor = report["flops_per_step"], report["floor_seconds_per_step"] or 0
         kernels = ("self-attention", "cross-attention")
@@ -128,7 +144,7 @@ def compare(folder: Path) -> str:
 
 
 def time_of(report: dict) -> float:
-    """Seconds of a step: estimated, or at least what its arithmetic takes."""
+    """Seconds of a step: the likely ones of an estimate, or at least what its arithmetic takes."""
     if report["estimate"]:
-        return report["estimate"]["seconds_per_step"]
+        return report["estimate"]["seconds_per_step"]["likely"]
     return report["floor_seconds_per_step"] or math.inf
