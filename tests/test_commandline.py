@@ -7,6 +7,7 @@ import pytest
 from tests.conftest import ROOT, make_config
 from wan_torchax.config import commandline, registry
 from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.validation import validate
 
 TEXTS = [
     "a cat, running = fun (really), 你好!",
@@ -55,14 +56,54 @@ UNKNOWN = {
     "resolution.frames=8.5": "resolution.frames=8.5: must be a whole number",
     "attention.self.blok_q=3": "attention.self.blok_q: no such key or group; nearest: attention.self.block_q",
     "steps=[1,": "steps=[1,",
+    "task=foo": "task=foo: unknown; ",
+    "num_frames=5": "num_frames: no such key or group; write resolution.frames=5",
+    "width=832": "write resolution.width=832",
+    "cfg=5": "write guidance_scale=5",
+    "num_inference_steps=5": "write steps=5",
+    "negative=blurry": "write negative_prompt=blurry",
+    "--steps=5": "--steps: settings have no dashes; write steps=5",
+    "--num-frames=5": "write resolution.frames=5",
+    "--sampling=x": "write sampling=x",
+    "--stesp=5": "--stesp: no such flag; settings are key=value; nearest: steps",
 }
 
 
 @pytest.mark.parametrize("override", UNKNOWN)
 def test_unknown_keys_and_wrong_types_are_told(override):
     with pytest.raises(ConfigError) as error:
-        make_config(override)
+        validate(make_config(override))
     assert UNKNOWN[override] in str(error.value)
+
+
+def test_a_task_that_is_none_is_told_all_there_are():
+    with pytest.raises(ConfigError) as error:
+        validate(make_config("task=foo"))
+    assert all(task in str(error.value) for task in registry.TASKS)
+
+
+@pytest.mark.parametrize("typed, answer", [
+    (["--steps", "5"], "write steps=5"), (["--seed", "seed=3"], "write seed=…"), (["--prompt"], "write prompt=…"),
+])
+def test_flags_of_other_programs_are_told_what_to_write(typed, answer):
+    with pytest.raises(ConfigError) as error:
+        commandline.rewrite(typed)
+    assert str(error.value).endswith(answer)
+
+
+def test_hydras_flags_pass_also_shortened():
+    typed = ["--cfg", "job", "--multi", "--config-dir=x", "-m", "seed=1"]
+    assert commandline.rewrite(typed)[:4] == typed[:4]
+
+
+def test_an_empty_negative_prompt_is_one():
+    assert make_config("negative_prompt=").prompt.negative == ""
+
+
+def test_names_of_others_lead_to_keys_that_are():
+    keys = {*commandline.known_keys(), "hydra.run.dir"}
+    assert set(commandline.FOREIGN.values()) <= keys
+    assert not set(commandline.FOREIGN) & keys, "a key of ours is taken as it is"
 
 
 def command(*arguments, **options):
@@ -76,6 +117,10 @@ def test_help_lists_groups_and_examples():
     groups = ("model: demo", "mesh: auto", "resolution: 480p", "sharding:", "pipeline: ", "preset=")
     assert all(group in answer.stdout for group in groups)
     assert answer.stdout.count("  python run.py") >= 5
+    assert commandline.TASKS.keys() == registry.TASKS.keys() and len(commandline.KEYS) >= 20
+    for name, words in (commandline.TASKS | commandline.KEYS).items():
+        assert any(line.split()[:1] == [name] and line.endswith(words) for line in answer.stdout.splitlines()), name
+    assert commandline.KEYS.keys() <= {*commandline.known_keys(), "hydra.run.dir"}
     assert "guidance_scale: 4.0" in command("--cfg", "job", "--resolve").stdout
 
 
@@ -88,8 +133,8 @@ def test_help_loads_neither_jax_nor_torch():
 
 
 @pytest.mark.parametrize(
-    "table", [registry.TASKS, registry.STAGES, registry.COMPONENTS], ids=["tasks", "stages", "components"]
+    "table", [registry.TASKS, registry.STAGES, registry.FAMILIES], ids=["tasks", "stages", "families"]
 )
 def test_every_name_has_what_it_stands_for(table):
     for name in table:
-        assert callable(registry.load(table, name))
+        assert registry.load(table, name) is not None
