@@ -29,6 +29,7 @@ from wan_torchax.config.registry import FAMILIES, STAGES, TASKS, family_of
 from wan_torchax.config.schema import (
     DTYPES,
     EIGHT_BITS,
+    ENDS,
     EXPERT_WEIGHTS,
     GUIDANCE,
     PLATFORMS,

@@ -45,7 +45,7 @@ from wan_torchax.tasks import compiler, plan_page
 log = logging.getLogger("wan")
 VERSIONS = "from importlib.metadata import version; print(*map(version, ('libtpu', 'jax', 'jaxlib')))"
 PROMPT_ALONE = "a step with the prompt alone"
-# What a chip's file calls the share of peak of linear layers' kernels, by the type of their weights, and of attention's.
+# What a chip's file calls the share of peak of linear layers, by the type of their weights, and of attention.
 SHARES = {
     "bf16": "product_share", "s8": "int8_product_share", "f8e4m3fn": "fp8_product_share",
     "attention": "self_attention_share",
