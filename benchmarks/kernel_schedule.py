@@ -292,8 +292,10 @@ def main():
         rows.append(row | {"hot_bundles": len(hot), "slots": slots, "again": again})
         used = " ".join(f"{slots[unit]:6}" for unit in SHOWN)
         print(f"{candidate.name:38} {total:9} {share:8.1%}   {'':10}{len(hot):7} {used}", flush=True)
+    result = {"chip": options.chip, **shape, "rows": rows}
     if options.append:
-        keep(options, {"chip": options.chip, **shape, "rows": rows})
+        keep(options, result)
+    print(json.dumps(result))
 
 
 def keep(options, result):

@@ -291,10 +291,10 @@ output.quality=x  =>  output.quality=x: must be a whole number
 output.qualty=5  =>  output.qualty: no such key or group; nearest: output.quality
 plan.compiler=/nonexistent task=plan mesh=v6e_8  =>  plan.compiler=/nonexistent: no such program; a Python that has
 task=plan  =>  mesh=auto: a plan needs a mesh that names its chip; e.g. mesh=v6e_8 or mesh=gpu_1
-task=plan mesh=v6e_8 plan.margin_gib=-1  =>  plan.margin_gib=-1.0, plan.correction=None: must not be negative
-task=plan mesh=v6e_8 plan.self_attention_share=2  =>  plan.self_attention_share=2.0: a share of peak, above 0 and at
-task=plan mesh=v6e_8 plan.self_attention_share=0  =>  plan.self_attention_share=0.0: a share of peak, above 0 and at
-task=plan mesh=v6e_8 plan.correction=-1  =>  plan.margin_gib=2.0, plan.correction=-1.0: must not be negative
+task=plan mesh=v6e_8 plan.margin_gib=-1  =>  plan.margin_gib=-1.0: must not be negative
+task=plan mesh=v6e_8 mesh.chip.self_attention_share=2  =>  mesh.chip.self_attention_share=2.0: a share of peak, above 0 and at
+task=plan mesh=v6e_8 mesh.chip.self_attention_share=0  =>  mesh.chip.self_attention_share=0.0: a share of peak, above 0 and at
+task=plan mesh=v6e_8 plan.likely.xla=-1  =>  plan.likely.xla=-1.0: must not be negative, and only launch_us 0
 task=tune tune.search=[]  =>  tune.search=[]: name at least one key and its values
 task=tune tune.search=[nothing]  =>  tune.search: no key nothing; e.g. attention.self.block_q=512,1024
 task=tune tune.search=[stepz=1]  =>  tune.search=[stepz=1]: no viable alternative at input '[stepz='; put quotes

@@ -15,6 +15,7 @@ ENDS = {  # the last line's keys, where it is JSON
     "attention_gpu.py": {"command", "versions", "device", "rows"},
     "gpu.py": {"command", "device", "versions", "rows", "ratios", "skipped"},
     "kernel_schedule.py": {"chip", "queries", "keys", "rows"},
+    "plans.py": {"preset", "low", "likely", "high"},
     "demo_quality.py": None,
     "start.py": {"reading", "runs"},
     "adapter_load.py": {"checkpoint_bytes", "rank", "rows"},

@@ -13,29 +13,24 @@ from omegaconf import OmegaConf
 from tests.conftest import ROOT, make_config
 from wan_torchax.config import inputs
 from wan_torchax.config.commandline import CONF, options
+from wan_torchax.config.resolve import Job
 from wan_torchax.config.validation import validate
 from wan_torchax.config.wording import flatten
+from wan_torchax.stages.stage import result_settings
 
 GOLDEN = Path(__file__).parent / "golden"
-# Of the machine, of other tasks, or of how a CPU convolves; and what kernels reach on a chip, for estimates.
-NOT_OF_THE_VIDEO = "compile.cache_dir", "plan.", "tune.", "image", "last_image", "ops.conv3d."
-SHARES = "_share"
-# How many keys the TPU's kernel fetches at once; it computes with tile_kv of them whatever that is.
-FETCHED = "attention.self.block_kv", "attention.self.vmem_mib"
 PICTURE = ROOT / "docs" / "demo.png"
 
 
 def published(name):
+    """What makes a preset's video: the settings its last stage's result depends on, and those of the file."""
     config = make_config(f"preset={name}")
     for key in set(inputs.taken(config)) - set(config.pipeline.optional):
         config[key] = str(PICTURE)
     validate(config)
-    return of_the_video(dict(flatten(OmegaConf.to_container(config, resolve=True))))
-
-
-def of_the_video(settings):
-    left_out = NOT_OF_THE_VIDEO + (FETCHED if settings["attention.self.kernel"] == "splash" else ())
-    return {key: value for key, value in settings.items() if not key.startswith(left_out) and not key.endswith(SHARES)}
+    of_the_result = result_settings(Job.of(config, {}), list(config.pipeline.stages)[-1])
+    settings = dict(flatten(OmegaConf.to_container(config, resolve=True)))
+    return {key: settings[key] for key in settings if key in of_the_result or key.startswith(("output.", "resolution."))}
 
 
 @pytest.mark.parametrize("name", options("preset"))
@@ -46,7 +41,7 @@ def test_a_published_preset_does_not_change(name):
         remedy = "write it with PUBLISH=1 python -m pytest tests/test_presets.py"
         assert os.environ.get("PUBLISH"), f"{name} has no published copy; {remedy}"
         golden.write_text(OmegaConf.to_yaml(OmegaConf.create(now)))
-    reference = of_the_video(OmegaConf.load(golden))
+    reference = OmegaConf.to_container(OmegaConf.load(golden))
     was, current = ([f"{key}: {values.get(key, 'gone')}" for key in reference] for values in (reference, now))
     difference = "\n".join(difflib.unified_diff(was, current, "published", "now", lineterm="", n=0))
     stem, _, version = name.rpartition("_v")

@@ -330,7 +330,7 @@ def step_parts(resolved: Resolved, report: dict, compiled: dict, share: float, a
     for group, moved in compiled["kernel_bytes"].items():  # kernels that do nothing else that takes time
         parts[group] = parts.get(group, 0) + moved / memory
     parts["products' waits for memory"] = sum(wait_seconds(call, config, assumed) for call in compiled["product_calls"])
-    parts["communication"] = communication_seconds(compiled["timeline"], report["axes"], config, assumed)
+    parts["communication"] = waiting_seconds(compiled["timeline"], report["axes"], config, assumed)
     parts["kernels' launches"] = compiled["launches"] * assumed.launch_us / 1e6
     return parts
 
@@ -364,27 +364,21 @@ def wait_seconds(call: dict, config, assumed) -> float:
     return call["times"] * ((weights + fresh) / speed + down * ((across - 1) * usual + last))
 
 
-def communication_seconds(events: list[dict], axes: dict[str, int], config, assumed) -> float:
-    """Of compiler.timeline: what collectives take, less what is hidden of that which the program's order can hide."""
-    link = config.mesh.chip.link_gbs * 1e9 * assumed.link
-    everything = sum(travel_seconds(event, axes, link) for event in events if "start" in event)
-    return everything - assumed.hidden * (everything - waiting_seconds(events, axes, config, link))
-
-
-def waiting_seconds(events: list[dict], axes: dict[str, int], config, link: float) -> float:
-    """Of compiler.timeline: how long collectives are waited for if all hide that can. One follows the other on the
-    links, while XLA's ops and the kernels run; where one is needed, the program waits for it and those before it."""
+def waiting_seconds(events: list[dict], axes: dict[str, int], config, assumed) -> float:
+    """Of compiler.timeline: how long collectives are waited for. One follows the other on the links, while XLA's ops
+    and the kernels run; where one is needed, the program waits for it and those before it."""
     chip = config.mesh.chip
     left, waited = {}, 0.0  # of those under way
     for event in events:
         if "start" in event:
-            left[event["start"]] = travel_seconds(event, axes, link)
+            left[event["start"]] = travel_seconds(event, axes, chip.link_gbs * 1e9 * assumed.link)
         elif "done" in event:
             while event["done"] in left:
                 waited += left.pop(next(iter(left)))
         else:
             flops = (count / chip_fact(config, SHARES[kind]) for kind, count in event["flops"].items())
             seconds = event["cycles"] / (chip.clock_ghz * 1e9) + sum(flops) / (chip.peak_tflops * 1e12)
+            seconds *= assumed.hidden
             for name, rest in left.items():
                 left[name] = max(rest - seconds, 0)
                 seconds = max(seconds - rest, 0)

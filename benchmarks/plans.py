@@ -1,0 +1,82 @@
+"""Estimates of presets on TPUs, from what libtpu says of their denoising step; it needs no TPU.
+
+    python benchmarks/plans.py --compiler tpu-python t2v_14b_720p_v6e8_v3 "t2v_14b_720p_v7x8_v3 precision=fp8"
+    python benchmarks/plans.py          # estimates again from what was compiled before: after a change of conf/chip
+    python benchmarks/plans.py --smoke  # likewise of one preset, and writes nothing
+
+With --compiler, a Python that has JAX and libtpu, each preset, with overrides behind it, is compiled, which takes
+minutes. What the compiler said stands in benchmarks/results/plans.json beside the estimate that task=plan makes of it.
+"""
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import jax
+
+import wan_torchax
+
+wan_torchax.leave_sys_path()
+from wan_torchax import ROOT  # noqa: E402
+from wan_torchax.config.commandline import compose  # noqa: E402
+from wan_torchax.config.geometry import device_count  # noqa: E402
+from wan_torchax.config.validation import validate  # noqa: E402
+from wan_torchax.session import Session  # noqa: E402
+from wan_torchax.stages.stage import find, main_stage  # noqa: E402
+from wan_torchax.tasks import plan  # noqa: E402
+
+RESULTS = ROOT / "benchmarks/results/plans.json"
+
+
+def resolve(name: str, compiler: str):
+    """A preset, with overrides behind it, on chips that are not here."""
+    settings = [f"preset={name.split()[0]}", *name.split()[1:], "task=plan", f"plan.compiler={compiler}"]
+    config = compose([*settings, "compile.store=null"])
+    validate(config)
+    return plan.describe(config).segments()[0]
+
+
+def compiled(resolved) -> dict:
+    """What libtpu says of a step."""
+    name = main_stage(resolved.graph)
+    with jax.sharding.use_abstract_mesh(resolved.mesh):
+        stage = Session().build(resolved, [name])[name]
+    return plan.compile_stage(resolved, stage)
+
+
+def estimated(resolved, told: dict) -> dict:
+    """What task=plan makes of it."""
+    main = main_stage(resolved.graph)
+    report = {
+        "compiler": {main: told}, "flops_per_step": find(main).flops(resolved),
+        "chips": device_count(resolved.config.mesh), "axes": resolved.placement["axes"],
+    }
+    made = plan.estimate(resolved, report)
+    return {"floor_seconds_per_step": find(main).floor_seconds(resolved)} | made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("presets", nargs="*", help="default: those that were compiled before")
+    parser.add_argument("--compiler", help="a Python with JAX and libtpu; without it nothing is compiled")
+    parser.add_argument("--smoke", action="store_true", help="one preset's estimate again, and nothing written")
+    options = parser.parse_args()
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for name in list(kept)[:1] if options.smoke else options.presets or list(kept):
+        resolved = resolve(name, options.compiler or "none")
+        if options.compiler:
+            versions = plan.ask_compiler(resolved.config, ["-c", plan.VERSIONS]).split()
+            kept[name] = {
+                "command": f'python benchmarks/plans.py --compiler <a Python with libtpu> "{name}"',
+                "versions": dict(zip(("libtpu", "jax", "jaxlib"), versions)), "compiled": compiled(resolved),
+            }
+        kept[name]["estimate"] = estimated(resolved, kept[name]["compiled"])
+        print(json.dumps({"preset": name} | kept[name]["estimate"]["seconds_per_step"]), flush=True)
+        if not options.smoke:
+            RESULTS.write_text(json.dumps(kept, separators=(",", ":")).replace('},"', '},\n"') + "\n")
+
+
+if __name__ == "__main__":
+    main()
