@@ -1,5 +1,6 @@
-"""OpenAI's video API over the queue: https://platform.openai.com/docs/api-reference/videos, and what it lacks."""
+"""The video API that OpenAI had and others have taken over, on the queue; and what it lacks."""
 import asyncio
+import base64
 import itertools
 import json
 import shutil
@@ -13,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 
 from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.validation import SEEDS
 from wan_torchax.config.wording import one_of
 from wan_torchax.records.files import own_file
 from wan_torchax.records.report import without_places
@@ -25,6 +27,12 @@ VARIANTS = {"video": "video.mp4", "thumbnail": "poster.png", "spritesheet": "con
 POLL = {"openai-poll-after-ms": "500"}  # when OpenAI's client asks again
 FORM = dict(max_files=20, max_fields=64, max_part_size=1_000_000)
 MOST_LISTED = 100
+MOST_IMAGES = 10  # of one request
+# What else a request for pictures may say, of which there is one way here: SGLang's and vLLM-Omni's fields.
+IMAGE_FIELDS = {
+    "response_format": ("b64_json", "url"), "output_format": ("png",), "quality": ("auto", "standard"),
+    "background": ("auto", "opaque"), "style": ("natural", "vivid"),
+}
 TAIL_SECONDS = 0.1  # between two looks at what has happened
 SIGN_SECONDS = 15  # without an event, after which a stream shows that it lives
 
@@ -39,7 +47,8 @@ def video(front, job: Job) -> dict:
         "prompt": request["values"]["prompt.text"], "size": request["size"], "seconds": request["seconds"],
         "remixed_from_video_id": request["remixed_from"], "error": error or None, "quality": "standard",
         "phase": state.phase, "step": state.step, "steps": state.steps or request["steps"], "preview": state.preview,
-        "frames": request["frames"], "seed": request["seed"],
+        "frames": request["frames"], "seed": request["seed"], "media_type": "video/mp4",
+        "url": f"/v1/videos/{job.id}/content" if state.status == "completed" else None,
     }
 
 
@@ -56,6 +65,67 @@ def find(request: Request) -> Job:
 async def create(request: Request) -> Answer:
     front, asked = request.app.state.front, await read(request)
     return await run_in_threadpool(submit, front, *asked, request.headers.get("idempotency-key"))
+
+
+async def create_and_wait(request: Request) -> FileResponse:
+    """The video itself, once it is made. A client that goes away does not want it any more."""
+    asked = await read(request)
+    job = await run_in_threadpool(submitted, request.app.state.front, *asked, request.headers.get("idempotency-key"))
+    await finished(request, [job])
+    return send_file(job.folder, VARIANTS["video"], **{"X-Video-Id": job.id})
+
+
+async def create_images(request: Request) -> Answer:
+    """Videos of one frame, as pictures."""
+    front, (fields, files) = request.app.state.front, await read(request)
+    fields = {"frames": 1} | requests.plain(fields)
+    said = {name: fields.pop(name, None) or usual[0] for name, usual in IMAGE_FIELDS.items()}
+    for name, value in said.items():
+        for problem in one_of(name, value, IMAGE_FIELDS[name]):
+            raise ConfigError(problem)
+    count = fields.pop("n", 1)
+    if not 1 <= whole_number(str(count)) <= MOST_IMAGES:
+        raise ConfigError(f"n={str(count)[:20]}: must be from 1 to {MOST_IMAGES}")
+
+    def submit_all() -> list[Job]:
+        jobs = [submitted(front, fields, files, None)]
+        try:
+            for number in range(1, int(count)):
+                seed = (jobs[0].request["seed"] + number) % SEEDS
+                jobs.append(submitted(front, fields | {"seed": seed}, files, None))
+        except Refused:  # the queue is full: all or none
+            for job in jobs:
+                front.queue.delete(job)
+            raise
+        return jobs
+
+    jobs = await run_in_threadpool(submit_all)
+    await finished(request, jobs)
+    pictures = [own_file(job.folder, VARIANTS["thumbnail"]) for job in jobs]
+    if said["response_format"] == "url":
+        data = [{"url": f"{request.base_url}v1/videos/{job.id}/content?variant=thumbnail"} for job in jobs]
+    else:
+        data = [{"b64_json": base64.b64encode(path.read_bytes()).decode()} for path in pictures if path]
+    size = jobs[0].request["size"]
+    return Answer({"created": int(time.time()), "data": data, "output_format": "png", "size": size})
+
+
+async def finished(request: Request, jobs: list[Job]) -> None:
+    """Wait for videos. Those of a client that goes away are deleted."""
+    front = request.app.state.front
+    for job in jobs:
+        while not (state := front.queue.state(job)).is_over:
+            if front.stopping:
+                raise Refused(503, "the server is about to end; the video waits for it to come back", "draining")
+            if front.queue.get(job.id) is None:
+                raise Refused(404, f"{job.id} was deleted while it was made", "not_found")
+            if await request.is_disconnected():
+                for one in jobs:
+                    await run_in_threadpool(front.queue.delete, one)
+                raise Refused(499, "nobody waits for the answer any more", "cancelled")
+            await asyncio.sleep(TAIL_SECONDS)
+        if state.status == "failed":
+            raise Refused(500, without_places(state.error, job.folder), "failed")
 
 
 async def remix(request: Request) -> Answer:
@@ -102,7 +172,11 @@ async def read_form(form: FormData) -> tuple[dict, dict[str, list[bytes]]]:
 
 
 def submit(front, fields: dict, files: dict, key: str | None, source: Job | None = None) -> Answer:
-    """Check a request as run.py would, put it into the queue, answer with its video."""
+    return Answer(video(front, submitted(front, fields, files, key, source)), headers=POLL)
+
+
+def submitted(front, fields: dict, files: dict, key: str | None, source: Job | None = None) -> Job:
+    """Check a request as run.py would, and put it into the queue."""
     if front.draining:
         raise Refused(503, "the server is about to end; ask again in a moment", "draining", {"Retry-After": "10"})
     with front.queue.draft() as draft:
@@ -123,7 +197,7 @@ def submit(front, fields: dict, files: dict, key: str | None, source: Job | None
         except Conflict as error:
             raise Refused(409, str(error), "idempotency_conflict") from None
     front.measures.open[job.id] = job
-    return Answer(video(front, job), headers=POLL)
+    return job
 
 
 def describe(base, fields: dict, values: dict, config) -> dict:
@@ -133,7 +207,7 @@ def describe(base, fields: dict, values: dict, config) -> dict:
     return {
         "fields": fields, "values": values, "model": values.get("preset", base.model), "seconds": str(seconds),
         "size": f"{resolution.width}x{resolution.height}", "frames": resolution.frames, "steps": config.steps,
-        "seed": config.seed,
+        "seed": config.seed, "step_flops": estimate.step_flops(config),
     }
 
 
@@ -184,11 +258,11 @@ async def content(request: Request) -> FileResponse:
     return send_file(job.folder, VARIANTS[variant])
 
 
-def send_file(folder: Path, name: str) -> FileResponse:
+def send_file(folder: Path, name: str, **headers: str) -> FileResponse:
     path = own_file(folder, name)
     if path is None:
         raise Refused(404, f"there is no {name}", "not_found")
-    return FileResponse(path, headers={"Cache-Control": "private, max-age=86400"})
+    return FileResponse(path, headers={"Cache-Control": "private, max-age=86400"} | headers)
 
 
 async def preview(request: Request) -> Response:

@@ -1,10 +1,14 @@
-"""How long a video would take: from the last one that was made here, in proportion to the arithmetic of a step."""
+"""How long a video takes: from the last one that was made here, in proportion to the arithmetic of a step."""
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 from wan_torchax.config.geometry import device_count
 from wan_torchax.config.graph import Graph
 from wan_torchax.config.resolve import Job
 from wan_torchax.records.report import read_json
-from wan_torchax.serve.queue import Queue
-from wan_torchax.serve.requests import Base
+from wan_torchax.serve.queue import Job as Asked
+from wan_torchax.serve.queue import Queue, events_from
 from wan_torchax.stages.stage import find, main_stage
 
 LOOKED_AT = 20  # videos, the newest first
@@ -25,17 +29,60 @@ def finished(queue: Queue):
             yield job, metrics
 
 
-def estimate(base: Base, queue: Queue, config) -> dict:
-    """Seconds of a step and of a video with this configuration, and where they are from; nulls where nothing is."""
-    flops = step_flops(config)
+@dataclass(frozen=True)
+class Pace:
+    """Seconds that a floating point operation takes: of a step, and beside the steps, by those of a step too."""
+
+    step: float
+    beside: float
+
+    def seconds(self, flops: int, steps: int) -> float:
+        return flops * (self.step * steps + self.beside)
+
+
+def last_pace(queue: Queue, config) -> Pace | None:
+    """Of the last video that was made with a config's model."""
+    main = main_stage(Graph.of(config.pipeline))
+    parts = [name for name in (*config.pipeline.stages, "write") if name != main]
     for _, metrics in finished(queue):
-        if metrics.get("model") == config.model.name and metrics.get("step_flops") and metrics["step_seconds_median"]:
-            together = metrics.get("denoised_together", 1)
-            step = metrics["step_seconds_median"] / together * flops / metrics["step_flops"]
-            main = main_stage(Graph.of(config.pipeline))
-            parts = [name for name in (*config.pipeline.stages, "write") if name != main]
-            beside = sum(metrics["seconds"].get(part, 0) for part in parts) * flops / metrics["step_flops"]
-            return {"step_seconds": step, "seconds": step * config.steps + beside, "source": "measured"}
+        flops, step = metrics.get("step_flops"), metrics.get("step_seconds_median")
+        if metrics.get("model") == config.model.name and flops and step:
+            beside = sum(metrics["seconds"].get(part, 0) for part in parts)
+            return Pace(step / metrics.get("denoised_together", 1) / flops, beside / flops)
+    return None
+
+
+def own_pace(job: Asked) -> Pace | None:
+    """Of a video in the making, by the steps it has done since it was begun or taken up again."""
+    flops, steps = job.request.get("step_flops"), []
+    for event in events_from(job.folder, 0)[0]:
+        if event["event"] == "step" and isinstance(event.get("time"), (int, float)):
+            again = steps and event.get("step", 0) <= steps[-1].get("step", 0)
+            steps = [event] if again else [*steps, event]
+    if len(steps) < 2 or not flops:
+        return None
+    return Pace((steps[-1]["time"] - steps[0]["time"]) / (len(steps) - 1) / flops, 0)
+
+
+def seconds_left(queue: Queue, jobs: Iterable[Asked], config) -> dict[str, float | None]:
+    """By id, for videos in the order they are made; None where there is nothing to judge by."""
+    pace, total, left = last_pace(queue, config), 0.0, {}
+    for job in jobs:
+        state, flops = queue.state(job), job.request.get("step_flops")
+        own = own_pace(job) if state.step > 1 else None
+        pace = Pace(own.step, pace.beside if pace else 0) if own else pace
+        known = pace is not None and isinstance(flops, int)
+        total += pace.seconds(flops, (state.steps or job.request["steps"]) - state.step) if known else float("nan")
+        left[job.id] = None if math.isnan(total) else round(total, 1)
+    return left
+
+
+def estimate(queue: Queue, config) -> dict:
+    """Seconds of a step and of a video with this configuration, and where they are from; nulls where nothing is."""
+    flops, pace = step_flops(config), last_pace(queue, config)
+    if pace is not None:
+        seconds = pace.seconds(flops, config.steps)
+        return {"step_seconds": pace.step * flops, "seconds": seconds, "source": "measured"}
     peak = config.mesh.chip.peak_tflops
     floor = peak and flops / (max(device_count(config.mesh), 1) * peak * 1e12)
     return {"step_seconds": floor, "seconds": floor and floor * config.steps, "source": "floor" if floor else None}

@@ -44,6 +44,8 @@ def make_app(front: Front, lifespan=None) -> Starlette:
     routes = [
         Route("/v1/videos", api.create, methods=["POST"]),
         Route("/v1/videos", api.listed),
+        Route("/v1/videos/sync", api.create_and_wait, methods=["POST"]),
+        Route("/v1/images/generations", api.create_images, methods=["POST"]),
         Route("/v1/videos/{id}", api.show),
         Route("/v1/videos/{id}", api.delete, methods=["DELETE"]),
         Route("/v1/videos/{id}/content", api.content),
@@ -57,6 +59,7 @@ def make_app(front: Front, lifespan=None) -> Starlette:
         Route("/", page.show),
         Route("/login", page.login, methods=["POST"]),
         Route("/page/queue", page.queue),
+        Route("/page/videos", page.create, methods=["POST"]),
         Route("/page/estimate", page.estimate, methods=["POST"]),
         Route("/page/runs", page.runs),
         Route("/page/runs/{id}/{name}", page.run_file),

@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from wan_torchax.config import inputs, trust
+from wan_torchax.config.commandline import key_of
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import flatten
 from wan_torchax.records.report import read_json
@@ -18,8 +20,9 @@ LOOK_SECONDS = 2  # between two looks at the disk
 SHOWN = {
     "prompt": "prompt.text", "negative_prompt": "prompt.negative", "seed": "seed", "steps": "steps",
     "guidance_scale": "guidance_scale", "frames": "resolution.frames", "fps": "resolution.fps",
-    "width": "resolution.width", "height": "resolution.height",
+    "width": "resolution.width", "height": "resolution.height", "flow_shift": "resolution.flow_shift",
 }
+SHOWN_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".mp4", ".webm")  # of inputs: a browser runs none of these
 
 
 class Gallery:
@@ -69,9 +72,11 @@ class Gallery:
 def read_run(folder: Path) -> dict:
     metrics = read_json(folder / "metrics.json")
     settings = metrics.get("settings") or dict(flatten(read_stored(folder, "replay").config))
-    preset = [text.partition("=")[2] for text in metrics.get("overrides", []) if text.startswith("preset=")]
+    said = {key_of(text): text.partition("=")[2] for text in metrics.get("overrides", [])}
     run = {name: settings.get(key) for name, key in SHOWN.items()}
-    run["model"], run["preset"] = metrics.get("model") or settings.get("model.name"), preset[-1] if preset else None
+    run["model"], run["preset"] = metrics.get("model") or settings.get("model.name"), said.get("preset")
+    run["choices"] = {group: said[group] for group in trust.groups() if group in said and group != "preset"}
+    run["inputs"] = {key: [path.name for path in paths] for key, paths in shown_inputs(folder).items()}
     digest = hashlib.sha256(str(folder).encode()).hexdigest()[:24]
     run["id"] = folder.name if IDS.fullmatch(folder.name) else f"run_{digest}"
     run["created"] = (folder / "metrics.json").stat().st_mtime
@@ -79,3 +84,10 @@ def read_run(folder: Path) -> dict:
     named = (f"{name}={run[name]}" for name in ("seed", "steps", "preset", "model", "frames"))
     run["words"] = " ".join([str(run["prompt"]), *named, f"{run['width']}x{run['height']}"]).lower()
     return run
+
+
+def shown_inputs(folder: Path) -> dict[str, list[Path]]:
+    """The pictures and videos that a run was made from, by key."""
+    copies = {key: inputs.copies(folder, key) for key in inputs.FILES}
+    safe = {key: all(path.suffix.lower() in SHOWN_SUFFIXES for path in paths) for key, paths in copies.items()}
+    return {key: paths for key, paths in copies.items() if paths and safe[key]}

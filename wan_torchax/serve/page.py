@@ -1,20 +1,26 @@
-"""The page: a form made from the schema, the queue, the gallery. It uses the API like any other client."""
+"""The page: a form made from the schema, the queue, the gallery. It asks as any other client does, and hears what is
+wrong in the form's words."""
 import asyncio
 import dataclasses
 import json
+import re
 
+import yaml
 from omegaconf import OmegaConf
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response, StreamingResponse
 
 from wan_torchax.config import inputs, trust
+from wan_torchax.config.commandline import CONF, options
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.records.pages import render
 from wan_torchax.serve import api, requests
 from wan_torchax.serve.errors import Answer, Refused
 from wan_torchax.serve.estimate import estimate as estimated
+from wan_torchax.serve.estimate import seconds_left
+from wan_torchax.serve.gallery import shown_inputs
 from wan_torchax.serve.guard import COOKIE, given_key, is_good, whole_number
 from wan_torchax.serve.requests import FIELDS
 
@@ -26,7 +32,7 @@ COOKIE_SECONDS = 30 * 24 * 3600
 NUMBERS = {
     "frames": ("Frames", "4n+1 of them", 1, None, 4),
     "steps": ("Steps", "more are finer and slower", 1, 1000, 1),
-    "guidance_scale": ("Guidance", "how closely it follows the prompt", 0, 20, 0.1),
+    "guidance_scale": ("Guidance", "closeness to the prompt", 0, 20, 0.1),
     "seed": ("Seed", "same seed, same video", 0, 2**32 - 1, 1),
     "fps": ("Frames a second", "how fast it plays", 1, 120, 1),
     "flow_shift": ("Flow shift", "how far sampling leans towards high noise", 0.1, 20, 0.1),
@@ -36,6 +42,25 @@ FILES = {  # what the form says of each
     "image": "Starts from a picture", "last_image": "Ends with a picture", "video": "Follows a video",
     "mask": "Made anew where this is white", "references": "Shows what is in these pictures",
 }
+NEEDED = {"image": "a picture to start from", "last_image": "a picture to end with", "video": "a video"}
+GROUPS = {"sampling": "Few steps", "scheduler": "Sampler"}  # labels; others by their own names
+# What keys are called in the form, for messages.
+LABELS = {
+    **{FIELDS[name]: label for name, (label, *_) in NUMBERS.items()}, "resolution.width": "Width",
+    "resolution.height": "Height", "prompt.text": "Prompt", "prompt.negative": "Negative prompt",
+    "guidance_scale_2": "Second guidance", "image": "Picture", "last_image": "Last picture", "video": "Video",
+    "mask": "Mask", "references": "Pictures", "scheduler.sigmas": "noise levels of the recipe",
+}
+KEYS = "|".join(re.escape(key) for key in sorted(LABELS, key=len, reverse=True))
+EXAMPLES = (  # for models of the world; the embedded ones have conf/prompt
+    "A cat walks on the grass, realistic style, soft morning light",
+    "Aerial shot of waves breaking on black cliffs at sunset, slow motion",
+    "Two anthropomorphic cats in boxing gear fight on a spotlighted stage",
+    "A paper boat sails down a rainy street gutter, macro lens, shallow focus",
+)
+PICTURE_EXAMPLES = (
+    "The camera slowly moves closer", "She turns her head and smiles", "Wind moves the leaves, clouds drift by",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +96,46 @@ def sizes(config) -> list[str]:
     return list(dict.fromkeys([f"{width}x{height}", f"{height}x{width}", f"{side}x{side}"]))
 
 
+def examples(config) -> tuple[str, ...]:
+    """Prompts to begin with, such as the model was made for."""
+    pictures = "image" in inputs.taken(config)
+    if not config.model.name.startswith("demo"):
+        return PICTURE_EXAMPLES if pictures else EXAMPLES
+    if pictures:
+        return "the heart moves down", "the star spins", "the circle gets bigger"
+    texts = (yaml.safe_load((CONF / "prompt" / f"{name}.yaml").read_text())["text"] for name in options("prompt"))
+    return tuple(sorted(texts, key=len)[:4])
+
+
+def worded(message: str) -> str:
+    """What run.py would print of a request's mistakes, in the words of the form."""
+    lines = [line.removeprefix("  - ") for line in message.splitlines()]
+    if lines and re.fullmatch(r"\d+ problems? in the configuration:", lines[0]):
+        del lines[0]
+    return "\n".join(in_words(line) for line in lines)
+
+
+def in_words(line: str) -> str:
+    if missing := re.match(r"(\w+): missing; pipeline=", line):
+        return f"Choose {NEEDED.get(missing[1], 'a file')} first."
+    ours = rf"(?:{'|'.join(inputs.FILES)})[.\d]*\.\w+"  # names that files have in a job's folder
+    line = re.sub(rf"(?<![\w.])({KEYS})={ours}", label, line)
+    line = re.sub(rf"(?<![\w.])({KEYS})=", lambda match: f"{label(match)} ", line)
+    return re.sub(rf"(?<![\w.])(({KEYS})(?=:)|(resolution|scheduler)\.\w+)", label, line)  # these are no English words
+
+
+def label(match: re.Match) -> str:
+    return LABELS.get(match[0].partition("=")[0], match[0].rpartition(".")[2])
+
+
+async def create(request: Request) -> Response:
+    """The API's, for people."""
+    try:
+        return await api.create(request)
+    except ConfigError as error:
+        raise ConfigError(worded(str(error))) from error
+
+
 async def show(request: Request) -> Response:
     front = request.app.state.front
     if front.keys and not is_good(given_key(request.headers), front.keys):
@@ -78,9 +143,10 @@ async def show(request: Request) -> Response:
     config = front.base.config
     choices = {group: names for group, names in front.base.choices.items() if group != "preset"}
     text = render(
-        "page.html", models=front.base.models, choices=choices, numbers=numbers(config), sizes=sizes(config),
-        files={key: FILES[key] for key in inputs.taken(config)}, letters=requests.LETTERS,
-        negative=config.prompt.negative or "",
+        "page.html", model=front.base.model, models=front.base.models, choices=choices, groups=GROUPS,
+        numbers=numbers(config), sizes=sizes(config), files={key: FILES[key] for key in inputs.taken(config)},
+        letters=requests.LETTERS, negative=config.prompt.negative or "", examples=examples(config),
+        with_key=bool(front.keys),
     )
     return HTMLResponse(text, headers={"Cache-Control": "no-store"})
 
@@ -104,7 +170,7 @@ async def queue(request: Request) -> StreamingResponse:
     async def changes():
         before, silent = None, 0.0
         while not front.stopping:
-            now = json.dumps([api.video(front, job) for job in shown_jobs(front.queue)])
+            now = json.dumps(await run_in_threadpool(shown_queue, front))
             if now != before:
                 before, silent = now, 0.0
                 yield f"event: queue\ndata: {now}\n\n"
@@ -116,6 +182,17 @@ async def queue(request: Request) -> StreamingResponse:
     return api.stream(changes())
 
 
+def shown_queue(front) -> list[dict]:
+    """Videos as the API has them, with the seconds until each is there, and errors in the form's words."""
+    jobs = shown_jobs(front.queue)
+    left = seconds_left(front.queue, [job for job in jobs if not front.queue.state(job).is_over], front.base.config)
+    videos = [api.video(front, job) | {"seconds_left": left.get(job.id)} for job in jobs]
+    for video in videos:
+        if video["error"]:
+            video["error"]["message"] = worded(video["error"]["message"])
+    return videos
+
+
 def shown_jobs(queue) -> list:
     jobs = queue.jobs()
     failed = [job for job in jobs if queue.state(job).status == "failed"]
@@ -123,8 +200,8 @@ def shown_jobs(queue) -> list:
 
 
 async def estimate(request: Request) -> Answer:
-    """What Run would do: the video's size and length, and how long it would take; or what is wrong, which is no error
-    while somebody types."""
+    """What Run would do: the video's size and length, how long it would take, and the value of every field, also of
+    those that were left to the server; or what is wrong or missing, which is no error while somebody types."""
     front, (fields, files) = request.app.state.front, await api.read(request)
 
     def answer() -> dict:
@@ -133,9 +210,12 @@ async def estimate(request: Request) -> Answer:
                 requests.write_files(draft, files)
                 _, config = requests.make(front.base, fields, draft)
         except ConfigError as error:
-            return {"problem": str(error)}
+            words = worded(str(error))
+            return {"missing" if re.fullmatch(r"Choose [a-z ]+ first\.", words) else "problem": words}
         resolution = config.resolution
-        return estimated(front.base, front.queue, config) | {
+        values = {number.name: number.value for number in numbers(config)}
+        return estimated(front.queue, config) | {
+            "values": values | {"size": f"{resolution.width}x{resolution.height}"},
             "width": resolution.width, "height": resolution.height, "frames": resolution.frames, "steps": config.steps,
             "video_seconds": resolution.frames / resolution.fps, "ahead": len(front.queue.waiting()),
         }
@@ -161,6 +241,9 @@ def shown_run(run: dict) -> dict:
 async def run_file(request: Request) -> FileResponse:
     gallery, named = request.app.state.front.gallery, request.path_params
     folder = await run_in_threadpool(gallery.folder_of, named["id"])
-    if folder is None or named["name"] not in api.VARIANTS.values():
-        raise Refused(404, "there is no such file", "not_found")
-    return api.send_file(folder, named["name"])
+    if folder is not None and named["name"] in api.VARIANTS.values():
+        return api.send_file(folder, named["name"])
+    for path in (path for paths in shown_inputs(folder).values() for path in paths) if folder else ():
+        if path.name == named["name"]:
+            return api.send_file(folder, f"inputs/{path.name}")
+    raise Refused(404, "there is no such file", "not_found")

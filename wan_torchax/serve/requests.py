@@ -4,7 +4,10 @@ A request is a stranger's: each field stands for a key that trust.py offers, or 
 owner lets it choose (serve.choices). It names no path, no code, no flag; a picture or a video comes as its bytes.
 """
 import base64
+import contextlib
+import functools
 import io
+import json
 import math
 import re
 from dataclasses import dataclass
@@ -20,6 +23,7 @@ from wan_torchax.config.validation import validate
 from wan_torchax.config.wording import nearest
 from wan_torchax.records.outputs import is_under
 from wan_torchax.records.report import without_places
+from wan_torchax.serve.choices import RECIPE_KEYS, at_hand, is_recipe
 
 # A field of a request -> the key of the config.
 FIELDS = {
@@ -30,6 +34,8 @@ FIELDS = {
     "guidance_scale": "guidance_scale",
     "guidance_scale_2": "guidance_scale_2",
     "frames": "resolution.frames",
+    "width": "resolution.width",
+    "height": "resolution.height",
     "fps": "resolution.fps",
     "flow_shift": "resolution.flow_shift",
     "fit": "fit",
@@ -37,7 +43,12 @@ FIELDS = {
     "conditioning_scale": "conditioning_scale",
     "quality": "output.quality",
 }
-ALIASES = {"num_inference_steps": "steps", "num_frames": "frames", "input_reference": "image"}  # of OpenAI and others
+ALIASES = {  # of OpenAI, SGLang and vLLM-Omni
+    "num_inference_steps": "steps", "num_frames": "frames", "input_reference": "image", "image_reference": "image",
+    "reference_url": "image", "video_reference": "video", "video_url": "video",
+}
+NESTED = ("extra_body", "extra_params", "extra_json")  # objects, or JSON of them, whose fields are the request's own
+WITHOUT_EFFECT = ("user", "generator_device")  # on any video
 OWN = ("task", "serve", "prompt.text", "hydra")  # of the server's command line, not of its videos
 LETTERS = 32_000  # of a prompt, as OpenAI has it
 FORMATS = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp"}
@@ -63,9 +74,11 @@ class Base:
         presets = [text.partition("=")[2] for text in self.overrides if key_of(text) == "preset"]
         return presets[-1] if presets else self.config.model.name
 
-    @property
+    @functools.cached_property
     def choices(self) -> dict[str, list[str]]:
-        return {group: list(names) for group, names in self.config.serve.choices.items()}
+        """Options that a request may choose: those the owner names; of other groups what fits and lies here."""
+        named = {group: list(names) for group, names in self.config.serve.choices.items()}
+        return at_hand(self.config) | named
 
     @property
     def models(self) -> list[str]:
@@ -74,7 +87,10 @@ class Base:
     def overrides_for(self, values: dict, files: dict[str, list[Path]]) -> list[str]:
         """What to compose a video's configuration from: the owner's overrides, then what the request chose."""
         said = trust.overrides(values)
-        kept = [text for text in self.overrides if not is_under(key_of(text), [key_of(one) for one in said])]
+        replaced = [key_of(one) for one in said]
+        if any(is_recipe(group, values[group]) for group in ("adapter", "sampling") if group in values):
+            replaced += RECIPE_KEYS
+        kept = [text for text in self.overrides if not is_under(key_of(text), replaced)]
         own = ["sweep.active=true", f"preview_every={self.config.serve.preview_every}"]
         named = {key: ",".join(quote(str(path)) for path in paths) for key, paths in files.items()}
         given = [f"{key}=[{names}]" if key == "references" else f"{key}={names}" for key, names in named.items()]
@@ -83,7 +99,7 @@ class Base:
 
 def read(base: Base, fields: dict) -> tuple[dict, float | None]:
     """The keys that a request's fields stand for, checked, and the seconds it asks for."""
-    fields = {ALIASES.get(name, name): value for name, value in fields.items() if value is not None}
+    fields = {ALIASES.get(name, name): value for name, value in plain(fields).items() if value is not None}
     values, seconds = {}, None
     for name, value in fields.items():
         if name in FIELDS:
@@ -97,15 +113,37 @@ def read(base: Base, fields: dict) -> tuple[dict, float | None]:
             values |= read_size(value)
         elif name == "seconds":
             seconds = read_seconds(value)
+        elif name in ("n", "num_outputs_per_prompt"):
+            if str(value) != "1":
+                raise ConfigError(f"{name}={trust.shown(value)}: one video a request; ask again with another seed")
+        elif name in WITHOUT_EFFECT:
+            continue
         else:
             known = [*FIELDS, *ALIASES, *base.choices, "model", "size", "seconds"]
             raise ConfigError(f"{trust.shown(name)}: no such field; {nearest(name, known)}")
     text = values.get("prompt.text")
     if not text or len(text) > LETTERS:
         raise ConfigError(f"prompt: must be a text of 1 to {LETTERS} characters")
+    if "size" in fields and {"width", "height"} & fields.keys():
+        raise ConfigError("size, and width or height: give one of the two")
     if seconds is not None and "resolution.frames" in values:
         raise ConfigError("seconds and frames: give one of the two")
     return values, seconds
+
+
+def plain(fields: dict) -> dict:
+    """With the fields of the objects in NESTED beside the others."""
+    fields = dict(fields)
+    for name in NESTED:
+        inner = fields.pop(name, None)
+        with contextlib.suppress(ValueError, RecursionError):
+            inner = json.loads(inner) if isinstance(inner, str) else inner
+        if inner is not None and not isinstance(inner, dict):
+            raise ConfigError(f"{name}: must be a JSON object")
+        if twice := fields.keys() & (inner or {}).keys():
+            raise ConfigError(f"{trust.shown(min(twice))}: given twice")
+        fields |= inner or {}
+    return fields
 
 
 def chosen(name: str, value, names: list[str]) -> str:
@@ -169,6 +207,8 @@ def write_files(folder: Path, files: dict[str, list[bytes]]) -> None:
     """What came with a request, under names of ours."""
     for name, contents in files.items():
         key = ALIASES.get(name, name)
+        if name == "input_reference" and contents and video_suffix(contents[0]):
+            name = key = "video"
         if key not in inputs.FILES:
             raise ConfigError(f"{trust.shown(name)}: takes no file; files are {', '.join(inputs.FILES)}")
         if len(contents) > 1 and key != "references":
@@ -182,10 +222,8 @@ def suffix_of(name: str, content: bytes) -> str:
     """By what it holds. Of all that Pillow and ffmpeg read: formats without programs or links in them."""
     from PIL import Image
 
-    if ALIASES.get(name, name) in TAKE_VIDEOS:
-        for start, suffix in VIDEOS.items():
-            if start in (content[:4], content[4:8]):
-                return suffix
+    if ALIASES.get(name, name) in TAKE_VIDEOS and (suffix := video_suffix(content)):
+        return suffix
     try:
         with Image.open(io.BytesIO(content), formats=list(FORMATS)) as picture:
             return FORMATS[picture.format]
@@ -194,16 +232,23 @@ def suffix_of(name: str, content: bytes) -> str:
         raise ConfigError(f"{name}: not a file that is taken; send {kinds}") from error
 
 
+def video_suffix(content: bytes) -> str | None:
+    return next((suffix for start, suffix in VIDEOS.items() if start in (content[:4], content[4:8])), None)
+
+
 def is_file(name: str) -> bool:
     return ALIASES.get(name, name) in inputs.FILES
 
 
 def bytes_of(name: str, value) -> list[bytes]:
-    """Files in JSON: {"image_url": "data:image/png;base64,…"}, or the link alone, or a list of such. Nothing is fetched
-    from elsewhere."""
+    """Files in JSON: {"image_url": "data:image/png;base64,…"}, or the link alone, or a list of such; in a form the JSON
+    is a text. Nothing is fetched from elsewhere."""
+    if isinstance(value, str) and value.startswith("{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
     if isinstance(value, list):
         return [content for item in value for content in bytes_of(name, item)]
-    link = value.get("image_url") if isinstance(value, dict) else value
+    link = value.get("image_url", value.get("video_url")) if isinstance(value, dict) else value
     match = DATA.fullmatch(link) if isinstance(link, str) else None
     if match is None:
         raise ConfigError(f"{name}: upload a file, or give its bytes as data:image/png;base64,…")

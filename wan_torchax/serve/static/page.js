@@ -5,6 +5,8 @@ const find = (selector, place = document) => place.querySelector(selector);
 const all = (selector, place = document) => [...place.querySelectorAll(selector)];
 const form = find("#form");
 const files = {};  // by field: a list of File
+const take = {};  // by field: what is called with a list of File to put them into the form
+const STORED = `form ${form.dataset.model}`;  // another model has other settings
 
 // ---------------------------------------------------------------- asking
 
@@ -45,17 +47,22 @@ function showError(message) {
   find("#error").textContent = message ?? "";
 }
 
-let asked = 0;
+let asked = 0, touched = false;
 const estimate = delay(350, async () => {
-  const values = fields(), number = ++asked, place = find("#estimate");
+  const values = fields(), number = ++asked, place = find("#estimate"), count = Number(find("#count").value);
   values.prompt ||= "a prompt";
   try {
     const plan = await ask("/page/estimate", { method: "POST", body: body(values) });
     if (number !== asked) return;
+    if (plan.missing || (plan.problem && !touched)) {
+      place.textContent = plan.missing ?? plan.problem;
+      return showError();
+    }
     if (plan.problem) throw new Error(plan.problem);
     const parts = [`${plan.width} × ${plan.height}, ${plan.frames} frames, ${plan.video_seconds.toFixed(1)} s of video`];
-    if (plan.source === "measured") parts.push(`about ${seconds(plan.seconds)} to make (${seconds(plan.step_seconds)} a step)`);
-    if (plan.source === "floor") parts.push(`at least ${seconds(plan.seconds)} to make`);
+    const which = count > 1 ? ` all ${count}` : "";
+    if (plan.source === "measured") parts.push(`about ${seconds(count * plan.seconds)} to make${which} (${seconds(plan.step_seconds)} a step)`);
+    if (plan.source === "floor") parts.push(`at least ${seconds(count * plan.seconds)} to make${which}`);
     if (plan.ahead) parts.push(`${plan.ahead} before it`);
     place.replaceChildren(...parts.flatMap((text, index) => {
       const part = document.createElement(text.includes("to make") ? "b" : "span");
@@ -70,19 +77,40 @@ const estimate = delay(350, async () => {
   }
 });
 
+// What differs from how the server has it: nothing else is remembered, so that its owner may change it.
+function changed() {
+  const usual = (name) => name === "size" ? find("input[name=size]").value
+    : form.elements[name].options ? form.elements[name].options[0].value : form.elements[name].defaultValue;
+  return Object.fromEntries(Object.entries(fields()).filter(([name, value]) => value !== usual(name)));
+}
+
 function remember() {
-  localStorage.setItem("form", JSON.stringify(fields()));
+  try { localStorage.setItem(STORED, JSON.stringify(changed())); } catch { /* full, or not allowed */ }
+  find("#examples").hidden = find("#prompt").value !== "";
+  showCall();
   estimate();
+}
+
+function remembered() {
+  try {
+    const values = JSON.parse(localStorage.getItem(STORED));
+    return Object.fromEntries(Object.entries(values ?? {}).filter(([, value]) => typeof value === "string"));
+  } catch {
+    return {};
+  }
 }
 
 function fill(values) {
   for (const [name, value] of Object.entries(values)) {
     const field = form.elements[name];
-    if (value === null || value === undefined || name === "size" || !field) continue;
+    if (value === null || value === undefined || name === "size" || !field?.type) continue;
     field.value = value;
-    if (field.closest("details") && field.value !== field.defaultValue) field.closest("details").open = true;
+    if (field.options && field.selectedIndex < 0) field.selectedIndex = 0;
+    const { rangeUnderflow, rangeOverflow, valueMissing } = field.validity;
+    if (field.type === "number" && (rangeUnderflow || rangeOverflow || valueMissing)) field.value = field.defaultValue;
+    if (field.closest("details") && name in changed()) field.closest("details").open = true;
   }
-  if (values.size) {
+  if (/^[0-9]+x[0-9]+$/.test(values.size)) {
     const radio = find(`input[name=size][value="${CSS.escape(values.size)}"]`) ?? find("input[name=size][value='']");
     radio.checked = true;
     find("#other-size").value = radio.value ? "" : values.size;
@@ -96,15 +124,26 @@ function showOther() {
   if (find("input[name=size]:checked").value === "") find("#other-size").hidden = false;
 }
 
-form.addEventListener("input", () => { showOther(); remember(); });
+// Another model, adapter or recipe has other numbers: those that the server would take.
+async function follow() {
+  const chosen = Object.fromEntries(all("select[name]", form).map((field) => [field.name, field.value]).filter(([, value]) => value));
+  const plan = await ask("/page/estimate", { method: "POST", body: body({ prompt: "a prompt", ...chosen }) }).catch(() => ({}));
+  if (plan.values) fill(plan.values);
+}
+
+form.addEventListener("input", () => { touched = true; showOther(); remember(); });
+form.addEventListener("change", (event) => { if (event.target.matches("select[name]")) follow(); });
 form.addEventListener("submit", async (event) => {
   event.preventDefault();
-  const button = find("#run");
-  button.disabled = true;
+  const button = find("#run"), values = fields();
+  button.disabled = touched = true;
   try {
-    // A key of its own for every press: a repeated request, after a lost answer, makes no second video.
-    const headers = { "Idempotency-Key": `${Date.now()}-${Math.random()}` };
-    await ask("/v1/videos", { method: "POST", body: body(fields()), headers });
+    for (let number = 0; number < Number(find("#count").value); number++) {
+      const seed = (Number(values.seed) + number) % 2 ** 32;
+      // A key of its own for every video: a repeated request, after a lost answer, makes no second one.
+      const headers = { "Idempotency-Key": `${Date.now()}-${Math.random()}` };
+      await ask("/page/videos", { method: "POST", body: body({ ...values, seed }), headers });
+    }
     showError();
     say("Added to the queue");
     if (innerWidth < 900) find("#queue-title").scrollIntoView({ behavior: "smooth" });
@@ -118,6 +157,18 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && form.contains(event.target)) form.requestSubmit();
 });
 find("#dice").addEventListener("click", () => fill({ seed: Math.floor(Math.random() * 2 ** 32) }));
+find("#count").addEventListener("change", estimate);
+find("#reset").addEventListener("click", () => {
+  form.reset();
+  for (const put of Object.values(take)) put([]);
+  touched = false;
+  showError();
+  fill({});
+  find("#prompt").focus();
+});
+for (const example of all(".example")) {
+  example.addEventListener("click", () => { fill({ prompt: example.textContent }); find("#prompt").focus(); });
+}
 
 for (const shape of all(".shape")) {
   const [width, height] = shape.dataset.size.split("x").map(Number), scale = 15 / Math.max(width, height);
@@ -125,30 +176,75 @@ for (const shape of all(".shape")) {
   shape.style.height = `${height * scale}px`;
 }
 
+// ---------------------------------------------------------------- the API call of what the form says
+
+let language = "curl";
+
+function showCall() {
+  const said = Object.entries({ prompt: fields().prompt ?? "a prompt", ...changed() }), pictures = Object.entries(files);
+  const url = `${location.origin}/v1/videos/sync`, withKey = "withKey" in form.dataset;
+  const shell = (text) => `'${String(text).replaceAll("'", "'\\''")}'`;
+  const plain = (text) => text !== "" && !isNaN(text) ? text : JSON.stringify(text);
+  const call = {
+    curl: () => [
+      `curl ${url} -o video.mp4`, ...(withKey ? ['-H "Authorization: Bearer $KEY"'] : []),
+      ...said.map(([name, value]) => `--form-string ${shell(`${name}=${value}`)}`),
+      ...pictures.flatMap(([name, list]) => list.map((file) => `-F ${shell(`${name}=@${file.name}`)}`)),
+    ].join(" \\\n  "),
+    python: () => [
+      `import ${pictures.length ? "base64, " : ""}json, ${withKey ? "os, " : ""}urllib.request`, "",
+      ...(pictures.length ? ["def link(path):", '    return "data:image/png;base64," + base64.b64encode(open(path, "rb").read()).decode()', ""] : []),
+      "fields = {", ...said.map(([name, value]) => `    ${JSON.stringify(name)}: ${plain(value)},`),
+      ...pictures.map(([name, list]) => `    ${JSON.stringify(name)}: [${list.map((file) => `link(${JSON.stringify(file.name)})`).join(", ")}],`),
+      "}", 'headers = {"Content-Type": "application/json"}',
+      ...(withKey ? ['headers["Authorization"] = "Bearer " + os.environ["KEY"]'] : []),
+      `request = urllib.request.Request(${JSON.stringify(url)}, json.dumps(fields).encode(), headers)`,
+      'open("video.mp4", "wb").write(urllib.request.urlopen(request).read())',
+    ].join("\n"),
+  };
+  find("#call").textContent = call[language]();
+}
+
+for (const tab of all("[role=tab]")) {
+  tab.addEventListener("click", () => {
+    language = tab.id.replace("tab-", "");
+    for (const other of all("[role=tab]")) other.setAttribute("aria-selected", other === tab);
+    find("#call").setAttribute("aria-labelledby", tab.id);
+    showCall();
+  });
+}
+find("#copy").addEventListener("click", async () => {
+  getSelection().selectAllChildren(find("#call"));  // where a page may not write to the clipboard, Ctrl+C does
+  await navigator.clipboard?.writeText(find("#call").textContent).then(() => say("Copied")).catch(() => {});
+});
+
 // ---------------------------------------------------------------- files
 
 for (const drop of all(".drop")) {
-  const input = find("input", drop), image = find("img", drop), words = find("span", drop), remove = find(".remove", drop);
-  const usual = words.innerHTML;
-  const take = (list) => {
+  const input = find("input", drop), image = find("img", drop), words = find(".words", drop), remove = find(".remove", drop);
+  const names = find(".names", drop), key = drop.dataset.key;
+  const put = take[key] = (list) => {
     const chosen = [...list].slice(0, input.multiple ? 16 : 1), picture = chosen.find((file) => file.type.startsWith("image/"));
     if (image.src) URL.revokeObjectURL(image.src);
-    if (chosen.length) files[drop.dataset.key] = chosen; else delete files[drop.dataset.key];
+    if (chosen.length) files[key] = chosen; else delete files[key];
     image.hidden = !picture;
     remove.hidden = !chosen.length;
     if (picture) image.src = URL.createObjectURL(picture);
-    if (chosen.length) words.textContent = chosen.map((file) => file.name).join(", "); else words.innerHTML = usual;
+    names.textContent = chosen.map((file) => file.name).join(", ");
+    names.hidden = !chosen.length;
+    words.hidden = chosen.length > 0;
     input.value = "";
+    showCall();
     estimate();
   };
-  input.addEventListener("change", () => { if (input.files.length) take(input.files); });
-  remove.addEventListener("click", () => take([]));
+  input.addEventListener("change", () => { if (input.files.length) put(input.files); });
+  remove.addEventListener("click", () => put([]));
   drop.addEventListener("dragover", (event) => { event.preventDefault(); drop.classList.add("over"); });
   drop.addEventListener("dragleave", () => drop.classList.remove("over"));
   drop.addEventListener("drop", (event) => {
     event.preventDefault();
     drop.classList.remove("over");
-    if (event.dataTransfer.files.length) take(event.dataTransfer.files);
+    if (event.dataTransfer.files.length) put(event.dataTransfer.files);
   });
 }
 
@@ -164,9 +260,10 @@ function say(text) { find("#said").textContent = text; }
 
 function phase(video, place) {
   if (video.status === "failed") return video.error.message;
-  if (video.phase === "step" || video.phase === "preview") return `step ${video.step} of ${video.steps}`;
-  if (video.phase === "queued" && place > 0) return `waiting, ${place} before it`;
-  return WORDS[video.phase] ?? video.phase;
+  const left = video.seconds_left === null ? "" : ` · about ${seconds(video.seconds_left)} left`;
+  if (video.phase === "step" || video.phase === "preview") return `step ${video.step} of ${video.steps}${left}`;
+  if (video.phase === "queued" && place > 0) return `waiting, ${place} before it${left}`;
+  return `${WORDS[video.phase] ?? video.phase}${left}`;
 }
 
 function showJob(video, place) {
@@ -272,10 +369,10 @@ function showRun(run) {
   video.src = `${run.files}/video.mp4`;
   video.poster = `${run.files}/poster.png`;
   video.style.aspectRatio = Math.min(Math.max(run.width / run.height, 0.8), 1.8);  // not taller than a screen
-  video.setAttribute("aria-label", run.prompt);
+  video.setAttribute("aria-label", `Show large: ${run.prompt}`);
   video.addEventListener("mouseenter", () => video.play().catch(() => {}));
   video.addEventListener("mouseleave", () => video.pause());
-  video.addEventListener("click", () => (video.paused ? video.play() : video.pause()));
+  video.addEventListener("click", () => openLarge(run));
   video.addEventListener("keydown", (event) => {
     if (event.key === " " || event.key === "Enter") { event.preventDefault(); video.click(); }
   });
@@ -295,11 +392,36 @@ function showRun(run) {
   return item;
 }
 
-function use(run) {
+async function use(run) {
   const size = `${run.width}x${run.height}`, model = run.preset ?? run.model;
-  fill({ ...run, size, model: [...(form.elements.model?.options ?? [])].some((option) => option.value === model) ? model : null });
+  const chosen = Object.fromEntries(all("select[name]", form).map((field) => [field.name, run.choices[field.name] ?? ""]));
+  const known = [...(form.elements.model?.options ?? [])].some((option) => option.value === model);
+  fill({ ...run, ...chosen, size, model: known ? model : null });
   find("#prompt").focus();
   scrollTo({ top: 0, behavior: "smooth" });
+  for (const [key, put] of Object.entries(take)) {
+    const found = (run.inputs[key] ?? []).map((name) => download(`${run.files}/${name}`, name));
+    put(await Promise.all(found).catch((error) => { showError(error.message); return []; }));
+  }
+}
+
+async function download(path, name) {
+  const answer = await fetch(path);
+  if (!answer.ok) throw new Error(`${name} is not there any more`);
+  return new File([await answer.blob()], name, { type: answer.headers.get("content-type") });
+}
+
+// The last frame becomes the picture that the next video starts from.
+async function goOn(run) {
+  const video = document.createElement("video"), canvas = document.createElement("canvas");
+  Object.assign(video, { muted: true, preload: "auto", src: `${run.files}/video.mp4` });
+  await new Promise((loaded, failed) => { video.onloadeddata = loaded; video.onerror = failed; });
+  await new Promise((sought) => { video.onseeked = sought; video.currentTime = video.duration; });
+  Object.assign(canvas, { width: video.videoWidth, height: video.videoHeight });
+  canvas.getContext("2d").drawImage(video, 0, 0);
+  const picture = await new Promise((made) => canvas.toBlob(made, "image/png"));
+  await use({ ...run, inputs: {} });
+  take.image([new File([picture], `last frame of ${run.id}.png`, { type: "image/png" })]);
 }
 
 async function erase(run, item) {
@@ -311,6 +433,49 @@ async function erase(run, item) {
   say("Deleted");
   showGallery();
 }
+
+// ---------------------------------------------------------------- one, large
+
+let large = null;
+
+function openLarge(run) {
+  const dialog = find("#large"), video = find("video", dialog);
+  large = run;
+  video.src = `${run.files}/video.mp4`;
+  video.poster = `${run.files}/poster.png`;
+  video.setAttribute("aria-label", run.prompt);
+  find(".prompt", dialog).textContent = run.prompt;
+  find(".facts", dialog).textContent = facts(run);
+  const place = runs.findIndex((one) => one.id === run.id);
+  find("#previous").disabled = place <= 0;
+  find("#next").disabled = place < 0 || place + 1 >= runs.length;
+  if (!dialog.open) dialog.showModal();
+  video.play().catch(() => {});
+}
+
+function turn(step) {
+  const place = runs.findIndex((one) => one.id === large.id) + step;
+  if (runs[place]) openLarge(runs[place]);
+}
+
+find("#large").addEventListener("keydown", (event) => {
+  const video = find("#large video");
+  if (event.key === "ArrowLeft" || event.key === "ArrowRight") turn(event.key === "ArrowLeft" ? -1 : 1);
+  else if (event.key === " " && !event.target.matches("button")) { if (video.paused) video.play(); else video.pause(); }
+  else return;
+  event.preventDefault();
+  event.stopPropagation();
+}, true);
+find("#large").addEventListener("close", () => find("#large video").removeAttribute("src"));
+find("#large").addEventListener("click", (event) => { if (event.target === find("#large")) find("#large").close(); });
+find("#large-close").addEventListener("click", () => find("#large").close());
+find("#previous").addEventListener("click", () => turn(-1));
+find("#next").addEventListener("click", () => turn(1));
+find("#large .use").addEventListener("click", () => { find("#large").close(); use(large); });
+find("#large .go-on")?.addEventListener("click", () => {
+  find("#large").close();
+  goOn(large).catch(() => showError("Its last frame cannot be read."));
+});
 
 // ---------------------------------------------------------------- side by side
 
@@ -387,6 +552,6 @@ find("#time").addEventListener("input", (event) => {
 
 find("#search").addEventListener("input", delay(200, () => showGallery()));
 find("#more").addEventListener("click", () => showGallery(true));
-fill(JSON.parse(localStorage.getItem("form") ?? "{}"));
+fill(remembered());
 connect();
 showGallery();

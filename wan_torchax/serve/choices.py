@@ -1,0 +1,67 @@
+"""Adapters and few-step recipes of conf/ that a server offers of its own accord: their files lie on this machine, and
+fit the model it serves. serve.choices names others, or fewer."""
+import contextlib
+from pathlib import Path
+
+import yaml
+
+from wan_torchax.config.adapters import components
+from wan_torchax.config.commandline import CONF, options
+from wan_torchax.config.registry import family_of
+from wan_torchax.config.schema import Adapter, ConfigError
+from wan_torchax.runtime.adapters import find, parse, place_one
+from wan_torchax.runtime.checkpoint import find_present, index
+
+# What a recipe decides.
+RECIPE_KEYS = ("steps", "guidance_scale", "guidance_scale_2", "scheduler", "resolution.flow_shift")
+
+
+def at_hand(config) -> dict[str, list[str]]:
+    """By group, `none` first; nothing of a model that is not here yet, or for which there is nothing."""
+    present = find_present(config, config.model.experts)
+    if len(present) < len(config.model.experts):
+        return {}
+    shapes = {name: {key: one.shape for key, one in index(there.folder).items()} for name, there in present.items()}
+    adapters = [name for name in options("adapter") if fits(rows_of(name), shapes, config)]
+    recipes = [name for name in options("sampling") if adapter_of(name) in adapters]
+    offered = {"adapter": adapters, "sampling": recipes}
+    return {group: ["none", *names] if group == "adapter" else names for group, names in offered.items() if names}
+
+
+def rows_of(name: str) -> dict[str, dict]:
+    """The adapters of a file in conf/adapter, which may be a recipe too."""
+    content = read(CONF / "adapter" / f"{name}.yaml")
+    return content.get("adapter", content)
+
+
+def adapter_of(recipe: str) -> str | None:
+    """The option of conf/adapter that a file of conf/sampling chooses."""
+    defaults = read(CONF / "sampling" / f"{recipe}.yaml").get("defaults", [])
+    return next((one["override /adapter"] for one in defaults if "override /adapter" in one), None)
+
+
+def is_recipe(group: str, name: str) -> bool:
+    """Whether an option says how to sample, so that what the owner said of it for other videos does not count."""
+    return "scheduler" in read(CONF / group / f"{name}.yaml")
+
+
+def read(path: Path) -> dict:
+    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+
+
+def fits(rows: dict[str, dict], shapes: dict[str, dict[str, tuple]], config) -> bool:
+    """Whether there are rows, the file of each is here, and all of it has a place in the model."""
+    names = family_of(config).adapters
+    with contextlib.suppress(ConfigError, OSError):
+        for name, row in rows.items():
+            adapter = Adapter(**row)
+            path, targets = find(name, adapter, local_only=True), components(adapter, list(config.model.experts))
+            if path is None or not path.is_file() or not targets:
+                return False
+            contents = parse(path, names)
+            for target in targets:
+                placed, elsewhere, problems = place_one(contents, shapes[target], names.bare)
+                if not placed or elsewhere or problems or contents.unknown:
+                    return False
+        return bool(rows)
+    return False
