@@ -30,7 +30,8 @@ def published(name):
     validate(config)
     of_the_result = result_settings(Job.of(config, {}), list(config.pipeline.stages)[-1])
     settings = dict(flatten(OmegaConf.to_container(config, resolve=True)))
-    return {key: settings[key] for key in settings if key in of_the_result or key.startswith(("output.", "resolution."))}
+    of_the_file = "output.", "resolution."
+    return {key: settings[key] for key in settings if key in of_the_result or key.startswith(of_the_file)}
 
 
 @pytest.mark.parametrize("name", options("preset"))

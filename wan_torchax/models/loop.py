@@ -129,8 +129,8 @@ class Options:
     residual: jax.Array | None = None  # what the result is added to
     gate: jax.Array | None = None  # what it is multiplied with before: (batch, channels), or by token
     kernel: bool = False  # a Pallas kernel may compute it
-    takes_transposed: bool = False  # attention's kernel has the array, or the result, with its tokens last in memory
-    gives_transposed: bool = False
+    transpose_in: bool = False  # attention's kernel has the array, or the result, with its tokens last in memory
+    transpose_out: bool = False
 
 
 def linear_of(forward: Forward) -> Callable:
@@ -185,8 +185,8 @@ def linear_by_kernel(inner: Callable, product: Linear, layer: Layer, name: str, 
     # Read from the stack, of which a slice would be a copy; unless it is gathered.
     weight, index = (layer[part], None) if layer.blocks.gathered else layer.stacked(part)
     out = product(
-        array, weight, layer[f"{name}.bias"], index, scale, gelu=options.gelu, transpose_in=options.takes_transposed,
-        transpose_out=options.gives_transposed, **({} if apart else after),
+        array, weight, layer[f"{name}.bias"], index, scale, gelu=options.gelu, transpose_in=options.transpose_in,
+        transpose_out=options.transpose_out, **({} if apart else after),
     )
     return finish(out, Options(**after)) if apart else out
 

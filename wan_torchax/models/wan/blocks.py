@@ -277,11 +277,11 @@ def block(attention: Attention, context: Context, layer: Layer, hidden):
 
 def attend_to_video(attention: Attention, context: Context, layer: Layer, normed, hidden, gate):
     query, key = (layer.linear(f"attn1.to_{name}", normed, kernel=True) for name in "qk")
-    value = layer.linear("attn1.to_v", normed, kernel=True, gives_transposed=True)
+    value = layer.linear("attn1.to_v", normed, kernel=True, transpose_out=True)
     norms = [layer[f"attn1.norm_{name}.weight"] for name in "qk"]
     with jax.named_scope("attn1/attend"):
         out, rescued = attention.to_video.counted(query, key, value, context.rotary, norms)
-    hidden = layer.linear("attn1.to_out.0", out, residual=hidden, gate=gate, kernel=True, takes_transposed=True)
+    hidden = layer.linear("attn1.to_out.0", out, residual=hidden, gate=gate, kernel=True, transpose_in=True)
     return hidden, [rescued]
 
 
@@ -302,7 +302,7 @@ def attend_to_text(attention: Attention, context: Context, layer: Layer, normed,
     if context.pictures is not None:
         more, rescued = attend(context.pictures, "attn2.add_k_proj", "attn2.add_v_proj", "attn2.norm_added_k")
         out, counts = out + more, [*counts, rescued]
-    return layer.linear("attn2.to_out.0", out, residual=hidden, kernel=True, takes_transposed=True), counts
+    return layer.linear("attn2.to_out.0", out, residual=hidden, kernel=True, transpose_in=True), counts
 
 
 def text_norm(layer: Layer, name: str, array):
