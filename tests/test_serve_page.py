@@ -4,21 +4,30 @@ PICTURES=<folder> keeps screenshots, at several widths, light and dark.
 """
 import json
 import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+from tests import tiny
+from tests.conftest import ROOT, SMALL
 from tests.serving import Server, wait_for
 from wan_torchax.session import session
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-DRIVER = shutil.which("chromedriver")
+sys.path.insert(0, str(ROOT / "tools"))
+
+import browser as chromium
+from browser import show
+
 pytestmark = [
-    pytest.mark.system, pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no Chromium and chromedriver here"),
+    pytest.mark.system,
+    pytest.mark.skipif(not (chromium.CHROMIUM and chromium.DRIVER), reason="no Chromium and chromedriver here"),
 ]
 PICTURES = os.environ.get("PICTURES")
-QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
 
 
 @pytest.fixture(scope="module")
@@ -32,27 +41,21 @@ def server(tmp_path_factory, two_layers):
 
 @pytest.fixture(scope="module")
 def browser(server, tmp_path_factory):
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    profile = f"--user-data-dir={tmp_path_factory.mktemp('profile')}"
-    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", profile, *QUIET):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    driver.set_page_load_timeout(60)
+    driver = chromium.start(tmp_path_factory.mktemp("profile"))
     show(driver, 1280, 900, "light")
     driver.get(server.url)
     yield driver
     driver.quit()
 
 
-def show(driver, width: int, height: int, scheme: str) -> None:
-    sizes = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", sizes)
-    features = [{"name": "prefers-color-scheme", "value": scheme}]
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+@pytest.fixture
+def waiting(tmp_path, browser):
+    """The browser at a server of the demo model that makes nothing."""
+    made = Server(tmp_path / "queue", *SMALL)
+    browser.get(made.url)
+    yield made
+    browser.get("about:blank")
+    made.close()
 
 
 def keep(driver, name: str) -> None:
@@ -102,6 +105,7 @@ def test_people_can_use_the_page(server, browser):
         return len([word for word in seen if word.startswith("step ")]) >= 3 and len(previews - {None}) >= 2
 
     wait_for(watched)
+    wait_for(lambda: re.search(r"step \d+ of 40 · about .+ left", text_of(browser, ".job .phase")))
     keep(browser, "running")
     run(browser, "a green star, not wanted", 400)
     wait_for(lambda: len(find_all(browser, ".job")) == 2 or "not wanted" in text_of(browser, ".job .prompt"))
@@ -123,6 +127,7 @@ def test_people_can_use_the_page(server, browser):
     wait_for(lambda: len(find_all(browser, ".run")) == 1 and "red circle" in text_of(browser, ".run .prompt"))
     find(browser, ".run .use").click()
     assert value_of(browser, "#prompt") == "a red circle moving right" and value_of(browser, "[name=steps]") == "40"
+    assert not find(browser, "[name=flow_shift]").is_displayed(), "what is as usual stays folded away"
     clear = "arguments[0].value = ''; arguments[0].dispatchEvent(new Event('input'))"
     browser.execute_script(clear, find(browser, "#search"))
     wait_for(lambda: len(find_all(browser, ".run")) == 2)
@@ -138,7 +143,7 @@ def test_people_can_use_the_page(server, browser):
     pictures(browser)
 
     write(browser, "[name=steps]", "0")
-    wait_for(lambda: "steps=0: must be from 1 to 1000" in text_of(browser, "#error"))
+    wait_for(lambda: "Steps 0: must be from 1 to 1000" in text_of(browser, "#error"))
     nothing_went_wrong(server, browser)
 
 
@@ -167,9 +172,199 @@ def test_every_control_has_a_name_and_can_be_reached_by_keyboard(browser):
     assert not unnamed
     from selenium.webdriver.common.keys import Keys
 
-    browser.execute_script("document.activeElement.blur(); scrollTo(0, 0)")
+    browser.execute_script("scrollTo(0, 0); document.querySelector('.skip').focus()")
     reached, name = set(), "const element = document.activeElement; return element.name || element.id"
     for _ in range(25):
         browser.switch_to.active_element.send_keys(Keys.TAB)
         reached.add(browser.execute_script(name))
     assert {"prompt", "size", "steps", "seed", "run", "search"} <= reached, reached
+
+
+# ---------------------------------------------------------------- what is remembered
+
+
+BROKEN = ["{", "[1, 2]", "null", "7", '{"steps": {"a": 1}, "seed": [1]}', '{"seed": "99999999999999", "frames": "x"}',
+          '{"size": "<b>x", "adapter": "gone", "length": "5", "elements": "1"}']
+
+
+@pytest.mark.parametrize("stored", BROKEN)
+def test_whatever_is_stored_the_page_starts(waiting, browser, stored):
+    browser.execute_script("localStorage.setItem('form demo', arguments[0]); localStorage.setItem('form', '{')", stored)
+    browser.refresh()
+    wait_for(lambda: text_of(browser, "#ready") == "loading")
+    wait_for(lambda: "64 × 64, 5 frames" in text_of(browser, "#estimate"))
+    values = {name: value_of(browser, f"[name={name}]") for name in ("steps", "seed", "frames", "adapter")}
+    assert values == {"steps": "3", "seed": "2025", "frames": "5", "adapter": ""}
+    assert not find(browser, "#error").is_displayed()
+
+
+def test_what_was_not_changed_is_the_servers_to_change(waiting, browser):
+    write(browser, "[name=steps]", "9")
+    find(browser, "#prompt").send_keys("a star")
+    stored = json.loads(browser.execute_script("return localStorage.getItem('form demo')"))
+    assert stored == {"prompt": "a star", "steps": "9"}, "neither seed nor size nor frames"
+    browser.refresh()
+    assert (value_of(browser, "[name=steps]"), value_of(browser, "#prompt")) == ("9", "a star")
+    browser.execute_script("document.querySelector('#start-over').click()")
+    assert (value_of(browser, "[name=steps]"), value_of(browser, "#prompt")) == ("3", "")
+    browser.refresh()
+    assert value_of(browser, "[name=steps]") == "3"
+
+
+@pytest.mark.parametrize("width", [375, 1280])
+def test_a_seed_of_ten_digits_is_all_there(waiting, browser, width):
+    show(browser, width, 900, "light")
+    write(browser, "[name=seed]", "4294967295")
+    field = find(browser, "[name=seed]")
+    room = "return [arguments[0].scrollWidth, arguments[0].clientWidth, arguments[0].offsetWidth]"
+    needed, had, _ = browser.execute_script(room, field)
+    assert needed <= had and had > 170, "ten digits, and the arrows beside them"
+    show(browser, 1280, 900, "light")
+
+
+# ---------------------------------------------------------------- what people have elsewhere
+
+
+def test_a_page_that_was_just_opened_shows_what_there_is(waiting, browser):
+    assert text_of(browser, ".model") == "demo"
+    example = find(browser, ".example")
+    text = example.text
+    example.click()
+    assert value_of(browser, "#prompt") == text and not find(browser, "#examples").is_displayed()
+    browser.execute_script("document.querySelector('#start-over').click()")
+    assert find(browser, "#examples").is_displayed()
+
+
+def test_an_adapter_brings_its_numbers_and_takes_them_away(waiting, browser):
+    browser.execute_script("document.querySelector('#start-over').click()")
+    find(browser, "[name=adapter] option:nth-child(3)").click()
+    assert value_of(browser, "[name=adapter]") == "demo_4step"
+    wait_for(lambda: value_of(browser, "[name=steps]") == "4" and value_of(browser, "[name=guidance_scale]") == "1")
+    write(browser, "#prompt", "a star")
+    find(browser, "#run").click()
+    job = wait_for(waiting.queue.jobs)[0]
+    assert job.request["values"]["adapter"] == "demo_4step" and job.request["steps"] == 4
+    find(browser, "[name=adapter] option:nth-child(1)").click()
+    wait_for(lambda: value_of(browser, "[name=steps]") == "3")
+
+
+def test_four_at_once_have_four_seeds(waiting, browser):
+    browser.execute_script("document.querySelector('#start-over').click()")
+    find(browser, "#count option:nth-child(3)").click()
+    run(browser, "a star", 2, seed=4294967294)
+    jobs = wait_for(lambda: len(jobs := waiting.queue.jobs()) == 4 and jobs)
+    assert [job.request["seed"] for job in jobs] == [4294967294, 4294967295, 0, 1]
+    wait_for(lambda: len(find_all(browser, ".job")) == 4)
+    keep(browser, "four")
+
+
+def test_the_api_call_of_the_form_makes_the_video_of_the_form(server, browser, tmp_path):
+    browser.get(server.url)
+    browser.execute_script("document.querySelector('#start-over').click()")
+    text = """it's a "red" circle, $HOME & `ls` \\ <b>"""
+    write(browser, "#prompt", text)
+    write(browser, "[name=steps]", "1")
+    find(browser, "#api summary").click()
+    programs = {"curl": ["sh", "-c"], "python": [sys.executable, "-c"]}
+    for language, program in programs.items():
+        find(browser, f"#tab-{language}").click()
+        keep(browser, f"api-{language}")
+        if not shutil.which(program[0]) or (language == "curl" and not shutil.which("curl")):
+            continue
+        call = text_of(browser, "#call")
+        subprocess.run([*program, call], cwd=tmp_path, check=True, timeout=120, capture_output=True)
+        made = server.queue.jobs()[-1]
+        assert (made.request["values"]["prompt.text"], made.request["steps"]) == (text, 1)
+        video = (tmp_path / "video.mp4").read_bytes()
+        assert video == (made.folder / "video.mp4").read_bytes()
+        (tmp_path / "video.mp4").unlink()
+
+
+def test_a_video_is_shown_large_and_the_keyboard_turns_pages(server, browser):
+    from selenium.webdriver.common.keys import Keys
+
+    for seed in (31, 32):
+        server.finished(server.post(prompt=f"large {seed}", steps=1, seed=seed)["id"])
+    browser.get(server.url)
+    wait_for(lambda: text_of(browser, ".run .prompt") == "large 32")
+    browser.execute_script("document.querySelector('.run video').focus()")
+
+    def press(key):
+        browser.switch_to.active_element.send_keys(key)
+
+    press(Keys.ENTER)
+    assert find(browser, "#large").is_displayed() and text_of(browser, "#large .prompt") == "large 32"
+    wait_for(lambda: browser.execute_script("return document.querySelector('#large video').currentTime") > 0)
+    keep(browser, "large")
+    press(Keys.ARROW_RIGHT)
+    assert text_of(browser, "#large .prompt") == "large 31"
+    press(Keys.ARROW_LEFT)
+    press(Keys.ARROW_LEFT)
+    assert text_of(browser, "#large .prompt") == "large 32" and not find(browser, "#previous").is_enabled()
+    show(browser, 375, 812, "dark")
+    assert browser.execute_script("return document.querySelector('#large').scrollWidth") <= 375
+    keep(browser, "large-375-dark")
+    show(browser, 1280, 900, "light")
+    press(Keys.ESCAPE)
+    assert not find(browser, "#large").is_displayed()
+
+
+# ---------------------------------------------------------------- pictures
+
+
+@pytest.fixture(scope="module")
+def pictured(tmp_path_factory, server):
+    """A server that starts from pictures."""
+    model = tiny.model("pictured")
+    made = Server(tmp_path_factory.mktemp("pictured"), *SMALL, *model, "pipeline=i2v", works=True)
+    yield made
+    made.close()
+
+
+def test_nothing_is_red_before_anything_was_done(pictured, browser):
+    browser.get(pictured.url)
+    wait_for(lambda: text_of(browser, "#estimate") == "Choose a picture to start from first.")
+    assert not find(browser, "#error").is_displayed()
+    words = browser.execute_script("return document.body.innerText")
+    assert not re.search(r"\w+(\.\w+)?=\w", words), words
+    write(browser, "#prompt", "a star")
+    find(browser, "#run").click()
+    wait_for(lambda: text_of(browser, "#error") == "Choose a picture to start from first.")
+    keep(browser, "missing")
+
+
+def test_use_these_brings_the_picture_back_and_a_video_goes_on(pictured, browser, tmp_path):
+    browser.get(pictured.url)
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "red.png")
+    find(browser, "#file-image").send_keys(str(tmp_path / "red.png"))
+    wait_for(lambda: "64 × 64" in text_of(browser, "#estimate"))
+    run(browser, "a red thing", 1)
+    wait_for(lambda: text_of(browser, ".run .prompt") == "a red thing")
+    browser.refresh()
+    wait_for(lambda: text_of(browser, ".run .prompt") == "a red thing")
+    assert not find(browser, ".drop img").is_displayed()
+    find(browser, ".run .use").click()
+    wait_for(lambda: find(browser, ".drop img").is_displayed())
+    keep(browser, "picture")
+    run(browser, "the same again", 1)
+    wait_for(lambda: text_of(browser, ".run .prompt") == "the same again")
+    first, second = pictured.queue.jobs()
+    assert (second.folder / "inputs/image.png").read_bytes() == (first.folder / "inputs/image.png").read_bytes()
+
+    find(browser, ".run video").click()
+    find(browser, "#large .go-on").click()
+    wait_for(lambda: "last frame of" in text_of(browser, ".drop .names"))
+    run(browser, "it goes on", 1)
+    wait_for(lambda: text_of(browser, ".run .prompt") == "it goes on")
+    from safetensors.numpy import load_file
+
+    last = load_file(second.folder / "decode.safetensors")["frames"]
+    assert last.shape[0] == 5 or last.shape[1] == 5, last.shape
+    given = Image.open(pictured.queue.jobs()[-1].folder / "inputs/image.png").convert("RGB")
+    assert given.size == (64, 64)
+    import imageio.v3 as imageio
+    import numpy
+
+    frames = imageio.imread(second.folder / "video.mp4")
+    apart = [numpy.abs(numpy.asarray(given, float) - frame).mean() for frame in frames]
+    assert numpy.argmin(apart) == len(frames) - 1 and apart[-1] < 6, apart

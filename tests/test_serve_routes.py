@@ -121,7 +121,8 @@ def test_fields_of_others_mean_the_same(idle):
 @pytest.mark.parametrize("fields, words", [
     ({"n": 2}, "one video a request"), ({"extra_body": "[1]"}, "extra_body: must be a JSON object"),
     ({"extra_body": {"seed": 1}, "seed": 1}, "seed: given twice"),
-    ({"size": "64x64", "width": 64}, "give one of the two"), ({"extra_params": {"model.path": "/etc"}}, "no such field"),
+    ({"size": "64x64", "width": 64}, "give one of the two"),
+    ({"extra_params": {"model.path": "/etc"}}, "no such field"),
     ({"video_url": "http://127.0.0.1/a.mp4"}, "upload a file"),
 ])
 def test_what_they_cannot_mean_here_is_refused(idle, fields, words):

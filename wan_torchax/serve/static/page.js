@@ -81,7 +81,9 @@ const estimate = delay(350, async () => {
 function changed() {
   const usual = (name) => name === "size" ? find("input[name=size]").value
     : form.elements[name].options ? form.elements[name].options[0].value : form.elements[name].defaultValue;
-  return Object.fromEntries(Object.entries(fields()).filter(([name, value]) => value !== usual(name)));
+  const same = (name, value) => value === usual(name)
+    || (form.elements[name].type === "number" && Number(value) === Number(usual(name)));  // 3 is 3.0
+  return Object.fromEntries(Object.entries(fields()).filter(([name, value]) => !same(name, value)));
 }
 
 function remember() {
@@ -158,7 +160,7 @@ document.addEventListener("keydown", (event) => {
 });
 find("#dice").addEventListener("click", () => fill({ seed: Math.floor(Math.random() * 2 ** 32) }));
 find("#count").addEventListener("change", estimate);
-find("#reset").addEventListener("click", () => {
+find("#start-over").addEventListener("click", () => {
   form.reset();
   for (const put of Object.values(take)) put([]);
   touched = false;
