@@ -1,5 +1,5 @@
-"""Pictures and videos of a workflow as files, which is how the runner takes them. Named by what they hold."""
-import hashlib
+"""Pictures and videos of a workflow as files, which is how the runner takes them: in a folder that only this process
+reads, and that is gone when the node is done."""
 import tempfile
 from pathlib import Path
 
@@ -7,40 +7,42 @@ import imageio_ffmpeg
 import numpy
 from PIL import Image
 
-FOLDER = Path(tempfile.gettempdir()) / "wan-torchax-comfyui"
+from wan_torchax.config.schema import ConfigError
+
+PREFIX = "wan-torchax-comfyui-"
+SHAPES = {4: "IMAGE (frames, height, width, channels)", 3: "MASK (frames, height, width)"}
 
 
-def write_picture(frame: numpy.ndarray) -> str:
+def private_folder() -> tempfile.TemporaryDirectory:
+    """A new folder, mode 700. It is deleted at the end of a `with`, or when the process ends before that."""
+    return tempfile.TemporaryDirectory(prefix=PREFIX)
+
+
+def write_picture(path: Path, frame: numpy.ndarray) -> str:
     """uint8 (height, width, 3) as PNG; gives its path."""
-    return write(frame, ".png", lambda path: Image.fromarray(frame).save(path))
+    Image.fromarray(frame).save(path.with_suffix(".png"))
+    return str(path.with_suffix(".png"))
 
 
-def write_video(frames: numpy.ndarray, fps: int) -> str:
+def write_video(path: Path, frames: numpy.ndarray, fps: int) -> str:
     """uint8 (frames, height, width, 3) without loss; gives its path."""
-
-    def encode(path):
-        sizes = dict(size=frames.shape[2:0:-1], fps=fps, codec="libx264rgb", pix_fmt_in="rgb24", pix_fmt_out="rgb24")
-        writer = imageio_ffmpeg.write_frames(path, **sizes, output_params=["-crf", "0"], macro_block_size=1)
-        writer.send(None)
-        for frame in frames:
-            writer.send(numpy.ascontiguousarray(frame))
-        writer.close()
-
-    return write(frames, f"-{fps}.mkv", encode)
-
-
-def write(pixels: numpy.ndarray, end: str, save) -> str:
-    FOLDER.mkdir(mode=0o700, exist_ok=True)
-    name = hashlib.sha256(repr(pixels.shape).encode() + numpy.ascontiguousarray(pixels).data).hexdigest()[:32]
-    path, partial = FOLDER / f"{name}{end}", FOLDER / f"{name}.partial{end}"
-    if not path.exists():
-        save(partial)
-        partial.rename(path)
+    path = path.with_suffix(".mkv")
+    sizes = dict(size=frames.shape[2:0:-1], fps=fps, codec="libx264rgb", pix_fmt_in="rgb24", pix_fmt_out="rgb24")
+    exact = dict(quality=None, output_params=["-crf", "0"], macro_block_size=1)
+    writer = imageio_ffmpeg.write_frames(path, **sizes, **exact)
+    writer.send(None)
+    for frame in frames:
+        writer.send(numpy.ascontiguousarray(frame))
+    writer.close()
     return str(path)
 
 
-def pixels(tensor) -> numpy.ndarray:
-    """ComfyUI's IMAGE (frames, height, width, 3) or MASK (frames, height, width), 0 to 1, as uint8 with three
-    channels."""
-    array = (tensor.float().cpu().numpy()[..., :3] if tensor.ndim == 4 else tensor.float().cpu().numpy()[..., None])
+def pixels(name: str, tensor, dimensions: int) -> numpy.ndarray:
+    """ComfyUI's IMAGE (four dimensions) or MASK (three), 0 to 1, as uint8 with three channels."""
+    shape = tuple(getattr(tensor, "shape", ()))
+    if len(shape) != dimensions or 0 in shape or (dimensions == 4 and shape[3] not in (1, 3, 4)):
+        given = f"of shape {shape}" if shape else f"a {type(tensor).__name__}"
+        raise ConfigError(f"{name}: {given}; it takes ComfyUI's {SHAPES[dimensions]}")
+    array = tensor.detach().float().cpu().numpy()
+    array = array[..., :3] if dimensions == 4 else array[..., None]
     return numpy.broadcast_to((array.clip(0, 1) * 255).round().astype(numpy.uint8), (*array.shape[:3], 3))

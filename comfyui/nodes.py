@@ -11,13 +11,12 @@ from omegaconf import OmegaConf
 
 from wan_torchax.config import commandline, inputs
 from wan_torchax.config.geometry import Geometry, guided
-from wan_torchax.config.graph import Graph
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import SEEDS
 
-from . import host, settings
-from .settings import ANY_SIZE, choose, compose, from_files, from_prompts, from_widgets, in_words_of_nodes
+from . import files, host, settings
+from .settings import ANY_SIZE, check_files, choose, compose, from_files, from_prompts, from_widgets, in_words_of_nodes
 
 # JAX would take most of a GPU's memory at once, and ComfyUI's other models need some.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -49,31 +48,31 @@ def run_stages(names, config, values=None, helpers=()):
 
     from wan_torchax.session import session
 
+    values = values or {}
     # ComfyUI runs nodes in inference mode, which is a thread's own, and the session builds and traces modules in two
     # threads: in both, torch is here as it is under run.py.
     with torch.inference_mode(False):
         config = inputs.with_texts(config)
-        check_values(config, values or {})
-        missing = Graph.of(config.pipeline).missing(names, values or {})
-        if missing:
-            remedy = "use Wan 2.1 TPU Full Pipeline for models that start from a picture or video"
-            raise ValueError(f"{config.model.name} needs {missing[0][1]} too: {remedy}")
         resolved = session.resolve(config, [*names, *helpers])
-        return session.run(resolved, names, resolved.inputs() | (values or {}), host.Listener(config.steps))
+        return session.run(resolved, names, resolved.inputs() | values, host.Listener(config.steps))
 
 
-def check_values(config, values) -> None:
-    """Embeddings and latents must be those of a model like this one; compiled programs would say so less clearly."""
-    model, shapes = config.model, family_of(config).texts[0].shapes(config)
-    tokens = shapes.get("embeddings")
-    if "embeddings" in values and values["embeddings"].shape[1:] != tokens:
-        shape = values["embeddings"].shape[1:]
-        remedy = "connect one Config node to all nodes, or give all the same model_id"
-        raise ValueError(f"embeddings of (tokens, width) {shape}: {model.name} takes {tokens}; {remedy}")
-    channels = geometry_of(config).channels
-    if "latents" in values and values["latents"].shape[1] != channels:
-        remedy = "connect Wan 2.1 TPU Sampler, and the same Config node to both"
-        raise ValueError(f"latents of {values['latents'].shape[1]} channels: {model.name} takes {channels}; {remedy}")
+def compose_part(overrides):
+    """The config of a node that runs a part of the pipeline."""
+    config = compose(overrides)
+    if taken := inputs.taken(config):
+        raise ConfigError(f"{config.model.name} starts from {', '.join(taken)}: use Wan 2.1 TPU Full Pipeline for it")
+    return config
+
+
+def check_tensor(name, tensor, shape, remedy) -> None:
+    """A tensor must have a model's shape, in which None is any number; a workflow can hand over anything."""
+    import torch
+
+    is_tensor = isinstance(tensor, torch.Tensor)
+    had = tuple(tensor.shape) if is_tensor else type(tensor).__name__
+    if not is_tensor or len(had) != len(shape) or any(want not in (None, size) for want, size in zip(shape, had)):
+        raise ConfigError(f"{name}: {had} is not {str(shape).replace('None', 'any')}; {remedy}")
 
 
 def release() -> None:
@@ -165,7 +164,11 @@ CONFIG_INPUT = {"config": ("WAN_CONFIG", {"tooltip": CONFIG_TOOLTIP})}
 
 def check_seed(node, seed) -> bool | str:
     """ComfyUI asks before it queues; earlier nodes saved seeds of up to 53 bits, of which torch takes the last 32."""
-    if seed is None or 0 <= seed < SEEDS:  # None: it comes over a link, and the config's own check will see it
+    if seed is None:  # it comes over a link, and the config's own check will see it
+        return True
+    if type(seed) is not int:
+        return f"{seed!r} is not a whole number"
+    if 0 <= seed < SEEDS:
         return True
     return f"{seed} is not from 0 to {SEEDS - 1}; {seed % SEEDS} (it modulo 2**32) gives the same video"
 
@@ -181,6 +184,18 @@ CHOICES = {  # groups of conf/ -> tooltips
 }
 
 
+CONFIG_TYPES = ("WAN_CONFIG", "INT", "INT", "INT", "INT", "FLOAT", "FLOAT", "INT")
+CONFIG_NAMES = (
+    "config", "height", "width", "num_frames", "num_inference_steps", "guidance_scale", "flow_shift", "fps",
+)
+
+
+def with_numbers(chosen) -> tuple:
+    """What a Config or an Adapter node gives: the settings, and the numbers among them for other nodes' widgets."""
+    values = settings.widget_values(compose(chosen.overrides))
+    return chosen, *(values[name] for name in CONFIG_NAMES[1:])
+
+
 class Wan21Config:
     CATEGORY = "TPU/Wan2.1"
     DESCRIPTION = (
@@ -188,10 +203,7 @@ class Wan21Config:
         "a line. Connect config to all of them; the numbers can be connected to their widgets."
     )
     FUNCTION = "configure"
-    RETURN_TYPES = ("WAN_CONFIG", "INT", "INT", "INT", "INT", "FLOAT", "FLOAT", "INT")
-    RETURN_NAMES = (
-        "config", "height", "width", "num_frames", "num_inference_steps", "guidance_scale", "flow_shift", "fps",
-    )
+    RETURN_TYPES, RETURN_NAMES = CONFIG_TYPES, CONFIG_NAMES
 
     @classmethod
     def INPUT_TYPES(cls):
@@ -207,25 +219,22 @@ class Wan21Config:
     @in_words_of_nodes(widgets={})  # its lines name keys of the config
     def IS_CHANGED(cls, **choices):
         """The config itself: files in conf/ may have been edited since the last run."""
-        return OmegaConf.to_yaml(compose(settings.from_config_node(**choices)), resolve=True)
+        return OmegaConf.to_yaml(compose(settings.from_config_node(**choices).overrides), resolve=True)
 
     @in_words_of_nodes(widgets={})
     def configure(self, **choices):
-        chosen = settings.from_config_node(**choices)
-        config = compose(chosen)
-        size, sampling = config.resolution, (config.steps, config.guidance_scale)
-        return chosen, size.height, size.width, size.frames, *sampling, size.flow_shift, size.fps
+        return with_numbers(settings.from_config_node(**choices))
 
 
 class Wan21Adapter:
     CATEGORY = "TPU/Wan2.1"
     DESCRIPTION = (
         "An adapter (LoRA) for the transformer, merged into its weights while they load. Goes between a Wan 2.1 Config "
-        "and the Wan 2.1 TPU Sampler; several one after the other add up."
+        "and the Wan 2.1 TPU Sampler; several one after the other add up. Link the Sampler's numbers to the last of "
+        "them: some adapters are made for few steps without guidance."
     )
     FUNCTION = "adapt"
-    RETURN_TYPES = ("WAN_CONFIG",)
-    RETURN_NAMES = ("config",)
+    RETURN_TYPES, RETURN_NAMES = CONFIG_TYPES, CONFIG_NAMES
 
     @classmethod
     def INPUT_TYPES(cls):
@@ -240,9 +249,7 @@ class Wan21Adapter:
 
     @in_words_of_nodes(widgets={})
     def adapt(self, config, adapter, strength, target):
-        chosen = settings.from_adapter_node(config, adapter, strength, target)
-        compose(chosen)
-        return (chosen,)
+        return with_numbers(settings.from_adapter_node(config, adapter, strength, target))
 
 
 class Wan21TextEncoder:
@@ -261,8 +268,9 @@ class Wan21TextEncoder:
         import torch
 
         texts = from_prompts(prompt, negative_prompt)
-        # The sampler chooses guidance later, so the negative prompt is encoded whatever the config says.
-        composed = compose([*choose(config, model_id), *texts, "guidance_scale=2", *ANY_SIZE])
+        # The sampler chooses guidance later, so the negative prompt is encoded whatever the config says; and it previews.
+        later = "guidance_scale=2", "preview_every=0"
+        composed = compose_part([*choose(config, model_id), *texts, *later, *ANY_SIZE])
         embeddings = torch.tensor(run_stages(["text"], composed)["embeddings"])
         return embeddings[:1].clone(), embeddings[1:].clone()
 
@@ -289,12 +297,17 @@ class Wan21TPUSampler:
         import torch
 
         sampling = from_widgets(
-            height=height, width=width, num_frames=num_frames, num_inference_steps=num_inference_steps,
+            config, height=height, width=width, num_frames=num_frames, num_inference_steps=num_inference_steps,
             guidance_scale=guidance_scale, seed=seed, flow_shift=flow_shift,
         )
-        composed = compose([*choose(config, model_id), *sampling])
-        prompts = [prompt_embeds, negative_prompt_embeds] if guided(composed) else [prompt_embeds]
-        embeddings = torch.cat(prompts).float().numpy()
+        composed = compose_part([*choose(config, model_id), *sampling])
+        prompts = {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}
+        shape = 1, *family_of(composed).texts[0].shapes(composed)["embeddings"]
+        remedy = "connect a Wan 2.1 Text Encoder, and one Config node to both, or give both the same model_id"
+        for name, tensor in prompts.items():
+            check_tensor(name, tensor, shape, f"{composed.model.name} takes (1, tokens, width); {remedy}")
+        taken = list(prompts.values())[: 1 + guided(composed)]
+        embeddings = torch.cat(taken).float().cpu().numpy()
         values = run_stages(["denoise"], composed, {"embeddings": embeddings}, helpers=["decode"])
         return {"samples": torch.tensor(values["latents"]), "num_frames": num_frames}, num_frames
 
@@ -313,12 +326,14 @@ class Wan21TPUVAEDecoder:
 
     @in_words_of_nodes()
     def decode(self, latents, model_id=MODEL_ID, fps=START.resolution.fps, config=None):
-        samples = latents["samples"]
-        if samples.ndim != 5 or samples.shape[0] != 1:
-            shape = tuple(samples.shape)
-            raise ValueError(f"latents of shape {shape}: it takes one video, (1, channels, frames, height, width)")
+        samples = latents.get("samples") if isinstance(latents, dict) else latents
         chosen = choose(config, model_id)
-        pixels = geometry_of(compose([*chosen, *ANY_SIZE])).pixels(samples.shape)
+        composed = compose_part([*chosen, *ANY_SIZE])
+        geometry = geometry_of(composed)
+        takes = f"{composed.model.name} takes one video, (1, channels, frames, height, width)"
+        remedy = f"{takes}; connect Wan 2.1 TPU Sampler, and the same Config node to both"
+        check_tensor("latents", samples, (1, geometry.channels, None, None, None), remedy)
+        pixels = geometry.pixels(samples.shape)
         size = from_widgets(height=pixels["height"], width=pixels["width"], num_frames=pixels["frames"], fps=fps)
         values = run_stages(["decode"], compose([*chosen, *size]), {"latents": samples.float().cpu().numpy()})
         return as_image(values["frames"]), float(fps)
@@ -346,10 +361,12 @@ class Wan21TPUPipeline:
                  model_id=MODEL_ID, fps=START.resolution.fps, flow_shift=START.resolution.flow_shift, config=None,
                  image=None, last_image=None, video=None, mask=None, references=None):
         sampling = from_widgets(
-            height=height, width=width, num_frames=num_frames, num_inference_steps=num_inference_steps,
+            config, height=height, width=width, num_frames=num_frames, num_inference_steps=num_inference_steps,
             guidance_scale=guidance_scale, seed=seed, flow_shift=flow_shift, fps=fps,
         )
-        given = from_files(fps, references, image=image, last_image=last_image, video=video, mask=mask)
-        overrides = [*choose(config, model_id), *from_prompts(prompt, negative_prompt), *sampling, *given]
-        composed = compose(overrides, files="whole")
-        return as_image(run_stages(list(composed.stages), composed)["frames"]), float(fps)
+        given = {"image": image, "last_image": last_image, "video": video, "mask": mask, "references": references}
+        overrides = [*choose(config, model_id), *from_prompts(prompt, negative_prompt), *sampling]
+        check_files(compose(overrides), given)
+        with files.private_folder() as folder:
+            composed = compose([*overrides, *from_files(folder, fps, given)], files="whole")
+            return as_image(run_stages(list(composed.stages), composed)["frames"]), float(fps)

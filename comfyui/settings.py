@@ -7,10 +7,12 @@ import contextlib
 import os
 import re
 import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from wan_torchax.config import commandline, trust
+from wan_torchax.config import commandline, inputs, trust
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
 from wan_torchax.config.wording import flatten
@@ -37,31 +39,59 @@ WORDS = {
     "not an override": "not a setting of the form key=value",
     "give each set of flags a process of its own": "restart ComfyUI to change them",
     " (python run.py --cfg job shows them all)": "",
+    "give video=clip.mp4 too": "connect video too",
+    "give image=photo.jpg or video=clip.mp4 for a pipeline that takes it, or another resolution":
+        "choose another resolution, or set height and width",
 }
 
 
-class Chosen(tuple):
-    """What a Config node has checked. ComfyUI lets a workflow write any list into an input, but not one of these."""
+@dataclass(frozen=True)
+class Chosen:
+    """What a Config node has checked, and the Adapter nodes behind it. ComfyUI lets a workflow write any list into an
+    input, but not one of these."""
+
+    overrides: tuple[str, ...]
+    recipe: dict = field(default_factory=dict)  # widgets -> what an adapter was made for
 
 
 def compose(overrides=(), files="none"):
     """The config of this server with what a workflow says on top, checked; pictures and videos as `files` says."""
-    owner = commandline.rewrite(shlex.split(os.environ.get(OWNER, "")))
-    config = commandline.compose([*SERVER_DEFAULTS, *owner, *overrides])
+    config = compose_unchecked(overrides)
+    if list(config.stages) != list(config.pipeline.stages):
+        raise ConfigError(f"stages={list(config.stages)}: every node has its own; leave the line out")
     validate(config, files)
     return config
 
 
-def from_files(fps, references=None, **given) -> list[str]:
-    """What is connected to the inputs for pictures and videos, as overrides that name files of our own."""
-    said = {}
+def compose_unchecked(overrides):
+    owner = commandline.rewrite(shlex.split(os.environ.get(OWNER, "")))
+    return commandline.compose([*SERVER_DEFAULTS, *owner, *overrides])
+
+
+def check_files(config, given) -> None:
+    """What is connected to the inputs for pictures and videos must be what the model starts from."""
+    taken, model = inputs.taken(config), config.model.name
     for name, tensor in given.items():
-        if tensor is not None:
-            frames = files.pixels(tensor)
-            still = name in ("image", "last_image") or (name == "mask" and len(frames) == 1)
-            said[name] = files.write_picture(frames[0]) if still else files.write_video(frames, fps)
-    if references is not None:
-        said["references"] = [files.write_picture(frame) for frame in files.pixels(references)]
+        if tensor is not None and name not in taken:
+            has = f"{model} starts from {', '.join(taken)}" if taken else f"{model} starts from a prompt alone"
+            raise ConfigError(f"{name}: {has}; disconnect it, or choose another model in the Config node")
+        if tensor is None and name in taken and name not in config.pipeline.optional:
+            raise ConfigError(f"{name}: {model} starts from it; connect a node that gives one, like Load Image")
+
+
+def from_files(folder, fps, given) -> list[str]:
+    """The same as overrides that name files in a folder of our own."""
+    said: dict[str, str | list[str]] = {}
+    for name, tensor in given.items():
+        if tensor is None:
+            continue
+        path, frames = Path(folder) / name, files.pixels(name, tensor, 3 if name == "mask" else 4)
+        if name == "references":
+            said[name] = [files.write_picture(Path(f"{path}_{k}"), frame) for k, frame in enumerate(frames)]
+        elif name in ("image", "last_image") or (name == "mask" and len(frames) == 1):
+            said[name] = files.write_picture(path, frames[0])
+        else:
+            said[name] = files.write_video(path, frames, fps)
     return [f"{name}={trust.written(value)}" for name, value in said.items()]
 
 
@@ -70,7 +100,7 @@ def from_config_node(overrides="", **choices) -> Chosen:
     chosen = [trust.override(group, name) for group, name in choices.items() if name != UNCHANGED]
     lines = [line.strip() for line in overrides.splitlines()]
     settings = [trust.repeated(line) for line in lines if line and not line.startswith("#")]
-    return Chosen([*chosen, *(safe for listed in settings for safe in listed)])
+    return Chosen((*chosen, *(safe for listed in settings for safe in listed)))
 
 
 def adapter_names() -> list[str]:
@@ -88,26 +118,61 @@ def adapter_option(name) -> tuple[dict, list[str]]:
     return rows, groups + [f"{key}={trust.written(value)}" for key, value in flatten(said)]
 
 
+def widget_values(config) -> dict:
+    """What a config says of all that has a widget; and of the scheduler, which goes with them in a recipe."""
+    keys = WIDGETS | {"scheduler": "scheduler.name"}
+    return {widget: OmegaConf.select(config, key) for widget, key in keys.items()}
+
+
+def recipe_of(adapter) -> dict:
+    """What a file of conf/adapter was made for, by widget: that which it changes in a plain config."""
+    plain = widget_values(commandline.compose([]))
+    adapted = widget_values(commandline.compose([f"adapter={adapter}"]))
+    return {widget: value for widget, value in adapted.items() if value != plain[widget]}
+
+
+def check_recipe(recipe, values, remedy) -> None:
+    """An adapter for four steps without guidance spoils the video at any others, and nothing would say why."""
+    for widget, needed in recipe.items():
+        if widget in values and values[widget] != needed:
+            way = remedy.format(widget=widget, line=f"{WIDGETS.get(widget, widget)}={needed}")
+            raise ConfigError(f"{widget}={values[widget]}: the adapter was made for {needed}; {way}")
+
+
 def from_adapter_node(config, adapter, strength, target) -> Chosen:
     """What an Adapter node adds to a Config node's settings: rows of a file that its owner has, by the file's name."""
-    if not isinstance(config, Chosen):
-        raise ConfigError("config: not from a Wan 2.1 Config node; connect one")
-    own, recipe = host.adapter_files(), []
+    chosen, own = checked(config), host.adapter_files()
     if adapter not in adapter_names():
         raise ConfigError(f"adapter={adapter}: no such adapter; one of: {', '.join(adapter_names())}")
     if adapter in own:
-        stem = re.sub(r"\W+", "_", adapter.removesuffix(".safetensors"))
-        rows = {stem: {"path": own[adapter]}}
+        rows, options, recipe = {adapter.removesuffix(".safetensors"): {"path": own[adapter]}}, [], {}
     else:
-        rows, recipe = adapter_option(adapter)
-    added = [f"adapter.{name}.{key}={trust.written(value)}" for name, row in rows.items() for key, value in row.items()]
-    for name in rows:
-        added.append(trust.override(f"adapter.{name}.strength", strength))
-        added += [] if target == UNCHANGED else [trust.override(f"adapter.{name}.target", [target])]
-    return Chosen([*config, *recipe, *added])
+        (rows, options), recipe = adapter_option(adapter), recipe_of(adapter)
+    names, added = list(compose_unchecked(chosen.overrides).adapter), []
+    for name, row in rows.items():
+        names.append(unused_name(name, names))
+        key = f"adapter.{names[-1]}"
+        added += [f"{key}.{entry}={trust.written(value)}" for entry, value in row.items()]
+        added.append(trust.override(f"{key}.strength", strength))
+        added += [] if target == UNCHANGED else [trust.override(f"{key}.target", [target])]
+    adapted = Chosen((*options, *chosen.overrides, *added), chosen.recipe | recipe)
+    remedy = "write a line {line} into the Config node"
+    check_recipe(recipe, widget_values(compose_unchecked(adapted.overrides)), remedy)
+    return adapted
 
 
-def from_widgets(**values) -> list[str]:
+def unused_name(text, names) -> str:
+    """A name like this text for a row of adapters: a word of Hydra's grammar that is not among `names`."""
+    word = re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_")
+    word = word if word[:1].isalpha() else f"lora_{word}".rstrip("_")
+    numbered = (f"{word}_{number}" for number in range(2, len(names) + 3))
+    return next(name for name in (word, *numbered) if name not in names)
+
+
+def from_widgets(config=None, **values) -> list[str]:
+    """What widgets say: they win over the config, but must fit an adapter in it."""
+    if config is not None:
+        check_recipe(checked(config).recipe, values, "link it to {widget} of the last Wan 2.1 Adapter node")
     return [trust.override(WIDGETS[name], value) for name, value in values.items()]
 
 
@@ -118,15 +183,19 @@ def from_prompts(prompt, negative_prompt) -> list[str]:
 
 def choose(config, model_id) -> list[str]:
     """What the Config node says, or without one what chooses a model by its path or Hub id."""
-    if isinstance(config, Chosen):
-        return list(config)
     if config is not None:
-        raise ConfigError("config: not from a Wan 2.1 Config node; connect one")
+        return list(checked(config).overrides)
     paths = model_paths()
     if model_id not in paths.values():
         known, remedy = ", ".join(paths.values()), "connect a Wan 2.1 Config node to choose among all"
         raise ConfigError(f"model_id={model_id}: no model that this project has ({known}); {remedy}")
     return [f"model={name}" for name, path in paths.items() if path == model_id]
+
+
+def checked(config) -> Chosen:
+    if not isinstance(config, Chosen):
+        raise ConfigError("config: not from a Wan 2.1 Config node; connect one")
+    return config
 
 
 def model_paths() -> dict[str, str]:
@@ -144,6 +213,7 @@ def in_words_of_nodes(widgets=WIDGETS):
         message = str(error)
         for theirs, ours in WORDS.items():
             message = message.replace(theirs, ours)
+        message = re.sub(rf"=[^=\n]*{files.PREFIX}\S+:", ":", message)  # what is connected is no file to its owner
         for widget, key in widgets.items():
             message = re.sub(rf"(?<![\w.]){re.escape(key)}=", f"{widget}=", message)
         raise ConfigError(message) from error
