@@ -128,7 +128,7 @@ def test_what_a_lost_process_left_goes_too(kept):
 def test_a_store_that_cannot_be_written_is_told_and_no_more(tmp_path, caplog):
     (tmp_path / "file").touch()
     Store(tmp_path / "file", 1).write("table", {}, {}, {})
-    assert "is not kept for the next run" in caplog.text
+    assert "is not cached" in caplog.text
 
 
 # ---------------------------------------------------------------- what counts
@@ -320,7 +320,7 @@ def test_an_executable_that_cannot_be_loaded_is_made_again_and_told(configure, f
     for file in before:
         flip(file, -9)
     values, heard = run(configure("prompt=a third one"), ["text"])
-    assert made(heard) == {"text.text_encoder": False} and "text is traced again" in caplog.text
+    assert made(heard) == {"text.text_encoder": False} and "retracing text" in caplog.text
     assert "is not taken, and made anew: it was cut short or changed" in caplog.text
     assert numpy.isfinite(values["embeddings"]).all()
     for file, content in before.items():

@@ -1,5 +1,5 @@
-"""What a Session tells while it works. A listener is a function of one event; what it raises ends the run in order. It
-is only ever called in the thread that runs the session."""
+"""Events that a Session emits while it works. A listener is a function of one event; an exception from it aborts the
+run cleanly. Listeners are only called in the thread that runs the session."""
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from wan_torchax import interruption
 
 @dataclass(frozen=True)
 class Began:
-    """A phase of the work begins: `start`, `build`, `load_<component>`, `compile_<stage>` or a stage's own name."""
+    """A phase begins: `start`, `build`, `load_<component>`, `compile_<stage>` or a stage's own name."""
 
     phase: str
-    total: int | None = None  # of what Advanced will count
+    total: int | None = None  # the sum of the counts that Advanced will report
     unit: str = ""
 
 
 @dataclass(frozen=True)
 class Advanced:
-    """Some of a phase is done. A count of 0 says that it goes on."""
+    """Progress within a phase. A count of 0 is a heartbeat."""
 
     phase: str
     count: int
@@ -28,7 +28,7 @@ class Advanced:
 
 @dataclass(frozen=True)
 class Ended:
-    """A phase is done, the devices in step with the clock."""
+    """A phase is done; the time includes its device work."""
 
     phase: str
     seconds: float
@@ -41,13 +41,13 @@ class Compiled:
     program: str  # <stage>.<name>
     seconds: float
     from_cache: bool
-    memory: Any  # XLA's account of the memory it takes
-    from_store: bool = False  # not even traced
+    memory: Any  # XLA's memory analysis
+    from_store: bool = False  # loaded without tracing
 
 
 @dataclass(frozen=True)
 class Took:
-    """Some of a start is done: imports, devices, tracing, compiling, reading or sending, which go on side by side."""
+    """Time spent on part of the start: imports, devices, tracing, compiling, reading, sending. Parts may overlap."""
 
     part: str
     seconds: float
@@ -60,37 +60,37 @@ class Stepped:
     step: int  # from 1
     steps: int
     seconds: float
-    estimate: Any  # part of the latents as they would end if the video went straight on from here, on the devices
+    estimate: Any  # part of the predicted clean latents (x0), on the devices
     work: str = "full"  # how much of it was computed: full, prompt or reuse
-    measures: Any = None  # a few numbers that the step leaves, for those who calibrate
-    rescued: tuple[int, int] | None = None  # rows of attention that its guard computed again, in how many layers
-    video: int = 0  # which of the videos that are denoised together: each is told of
-    videos: int = 1  # how many that are
+    measures: Any = None  # measurements of the step, for cache calibration
+    rescued: tuple[int, int] | None = None  # attention rows that the guard recomputed, and in how many layers
+    video: int = 0  # index in the batch; each video gets its own event
+    videos: int = 1  # batch size
 
 
 @dataclass(frozen=True)
 class Previewed:
-    """How the video looks so far."""
+    """A preview frame of the video."""
 
     step: int
     frame: Any  # uint8 (height, width, 3)
-    video: int = 0  # as of the step
+    video: int = 0  # as in Stepped
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """More frames of the video, in order, before all of them are there."""
+    """The next frames of the video, in order, while decoding goes on."""
 
     frames: Any  # uint8 (frames, height, width, 3)
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A stage has its result."""
+    """A stage has produced its result."""
 
     stage: str
     values: dict[str, Any]  # numpy arrays by name
-    segment: int | None = None  # of a video that is made in several
+    segment: int | None = None  # if the video has several
 
 
 Event = Began | Advanced | Ended | Compiled | Took | Stepped | Previewed | Decoded | Finished
@@ -98,11 +98,11 @@ Listener = Callable[[Event], None]
 
 
 def silence(event: Event) -> None:
-    """The listener nobody listens with."""
+    """A listener that ignores all events."""
 
 
 def to_all(*listeners: Listener) -> Listener:
-    """One listener that tells several, in order."""
+    """A listener that forwards events to several, in order."""
 
     def emit(event: Event) -> None:
         for listener in listeners:
@@ -112,19 +112,19 @@ def to_all(*listeners: Listener) -> Listener:
 
 
 class Background(threading.Thread):
-    """A thread beside the one that runs the session. What it tells waits in a queue until that one hands it on."""
+    """A background thread. Its events are queued until the session's thread forwards them."""
 
     def __init__(self, work: Callable[[Listener], None]):
-        self.told: SimpleQueue[Event] = SimpleQueue()
-        super().__init__(target=work, args=[self.told.put])
+        self.events: SimpleQueue[Event] = SimpleQueue()
+        super().__init__(target=work, args=[self.events.put])
 
-    def hand_on(self, emit: Listener) -> None:
-        """Tell what this thread has told so far."""
-        while not self.told.empty():
-            emit(self.told.get())
+    def forward(self, emit: Listener) -> None:
+        """Emit the events queued so far."""
+        while not self.events.empty():
+            emit(self.events.get())
 
     def finish(self) -> None:
-        """Wait for the end of its work, but not if this process is asked to end."""
+        """Join the thread; raises Interrupted if the process is asked to end."""
         while self.is_alive():
             interruption.check()
             self.join(interruption.LOOK_SECONDS)

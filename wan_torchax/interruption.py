@@ -1,24 +1,24 @@
-"""Ctrl-C and SIGTERM: a handler sets a flag, and the work looks at it where it can be left in order.
+"""Ctrl-C and SIGTERM: the handler only sets a flag, and the work checks it where it can stop cleanly.
 
     install()                    # run.py, once
     for step in steps:
         check()                  # raises Interrupted, here and nowhere else
 
-An exception from a handler could come out of any line: of one that holds a lock, which would stay held, or of a
-callback of Python's own, which would lose it.
+An exception raised by a handler could surface at any line: while a lock is held, or in a callback of the interpreter,
+which would swallow it.
 """
 import os
 import signal
 import threading
 from collections.abc import Collection, Iterator
 
-LOOK_SECONDS = 0.1  # between two looks at the flag while something is waited for
+LOOK_SECONDS = 0.1  # polling interval for the flag while waiting
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 asked: signal.Signals | None = None  # the flag: the signal that asked this process to end
 
 
 class Interrupted(KeyboardInterrupt):
-    """This process was asked to end. As a Ctrl-C, it passes `except Exception`, ours and those of libraries."""
+    """The process was asked to end. A KeyboardInterrupt, so `except Exception` does not catch it."""
 
     def __init__(self, number: signal.Signals):
         super().__init__(number.name)
@@ -26,7 +26,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def exit_status(number: int) -> int:
-    """130 for SIGINT, 143 for SIGTERM: what a shell says of a process that a signal has ended."""
+    """130 for SIGINT, 143 for SIGTERM, as shells report processes killed by a signal."""
     return 128 + number
 
 
@@ -37,8 +37,8 @@ def check() -> None:
 
 
 def wait(futures: Collection) -> None:
-    """Until all of them are done, or this process is asked to end."""
-    from concurrent import futures as library  # not before the handlers are there: it takes longer than all the rest
+    """Wait until all are done; raises Interrupted if the process is asked to end."""
+    from concurrent import futures as library  # slow to import: the handlers should be installed before
 
     check()
     while library.wait(futures, LOOK_SECONDS).not_done:
@@ -46,7 +46,8 @@ def wait(futures: Collection) -> None:
 
 
 def install() -> None:
-    """From here on the first signal sets the flag, and the second ends the process. Once, in the main thread."""
+    """Install the handlers: the first signal sets the flag, the second ends the process. Call once, in the main
+    thread."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
@@ -62,15 +63,15 @@ def remember(number: int, frame) -> None:
 
 
 def listen(reader: int) -> None:
-    """Answer signals at once. Python calls handlers in the main thread, when its native call returns: a device may
-    hang. The number of each signal is in the pipe before that."""
-    numbers = heard(reader)
+    """React to signals at once. Python runs handlers in the main thread only after its native call returns, which may
+    hang; the wakeup pipe receives the signal number immediately."""
+    numbers = received(reader)
     next(numbers)
     os.write(2, b"interrupted: ends after the work in hand; once more ends at once\n")
     os._exit(exit_status(next(numbers)))
 
 
-def heard(reader: int) -> Iterator[int]:
+def received(reader: int) -> Iterator[int]:
     while True:
         (number,) = os.read(reader, 1)
         if number in WORDS:
@@ -78,7 +79,7 @@ def heard(reader: int) -> Iterator[int]:
 
 
 def forget() -> None:
-    """In a forked child: its signals are not its parent's, whose pipe it has, and it has no thread that listens."""
+    """Reset in a forked child: it inherits the parent's pipe but not the thread that reads it."""
     global asked
     asked = None
     signal.set_wakeup_fd(-1)

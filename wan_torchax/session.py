@@ -1,12 +1,12 @@
-"""One Session for all who want videos: run.py, ComfyUI, benchmarks, plans and tuning are its callers.
+"""The Session behind run.py, ComfyUI, benchmarks, plans and tuning.
 
     session = Session()
-    resolved = session.resolve(config, ["text", "denoise", "decode"])       # checkpoints found, devices started
+    resolved = session.resolve(config, ["text", "denoise", "decode"])       # locates checkpoints, starts devices
     values = session.run(resolved, ["text", "denoise", "decode"], resolved.inputs(), print)
 
-It owns what a process has made so far, each thing by its key: programs, weights, and the last results of stages that
-are cheap to keep. So a sweep over seeds or prompts compiles and loads nothing twice, and a change of model, mesh or
-sharding frees the old before the new is loaded. Two threads may ask it at once: they queue.
+It owns a process's programs, weights and recent results of stages with small outputs, each under its cache key. So a
+sweep over seeds or prompts compiles and loads nothing twice, and a change of model, mesh or sharding frees the old
+weights before the new ones load. Calls from several threads are serialized by a lock.
 """
 import contextlib
 import functools
@@ -49,15 +49,15 @@ class Session:
     # ------------------------------------------------------------ before a run
 
     def resolve(self, job: Job | DictConfig, names: Iterable[str], emit: Listener = silence) -> Resolved:
-        """Have the checkpoints of the named stages here, start the devices, and leave nothing open."""
+        """Download missing checkpoints of the named stages, start the devices, and resolve all settings."""
         job, names = find_job(job) if OmegaConf.is_config(job) else job, list(names)
         check_stages(job, names)
         job, store = with_weights(job, job.graph.components(names)), Store.of(job.config)
         return self.place(job, emit, warm=store is not None and store.has("start", start_of(job.config, names)))
 
     def place(self, job: Job, emit: Listener = silence, warm: bool = False) -> Resolved:
-        """A job on the devices of this machine. Torch and diffusers are imported while these start, unless the start is
-        `warm`: then nothing will need them."""
+        """A job on this machine's devices. Torch and diffusers are imported while the devices start; not if the start
+        is `warm`, when nothing is traced."""
         with self.lock, phase("start", emit):
             imports = Background(functools.partial(import_models, job.family))
             began = time.perf_counter()
@@ -66,17 +66,17 @@ class Session:
             warm_up(resolved.mesh)
             emit(Took("devices", time.perf_counter() - began))
             imports.finish()
-            imports.hand_on(emit)
+            imports.forward(emit)
         return resolved
 
     def build(self, resolved: Resolved, names: Iterable[str], cache: BuildCache | None = None) -> dict[str, Stage]:
-        """The named stages, on their components; what was made before and still fits is used again. With `cache`, also
-        what earlier processes made: such programs run, and cannot be looked into."""
+        """Build the named stages, reusing what this process has built under the same key. With `cache`, also use
+        programs of earlier processes; those can be run but not inspected."""
         self.free_others(resolved)
         return {name: self.build_one(name, resolved, cache) for name in names}
 
     def free_others(self, resolved: Resolved) -> None:
-        """Let go of components that are not this job's: also one that is not used this time holds memory."""
+        """Free components of other jobs, including ones that this run does not use: they hold device memory."""
         for name, component in list(self.components.items()):
             if component.family is not resolved.family or Component.key_for(name, resolved) != component.key:
                 self.components.pop(name).free()
@@ -88,7 +88,7 @@ class Session:
                 self.components[component] = Component(component, resolved, cache)
             components[component] = self.components[component]
         recipe = find(name).recipe_for(name, resolved)
-        videos = recipe.derived.get("videos", 1)  # programs for several at once stay beside those for one
+        videos = recipe.derived.get("videos", 1)  # programs for each batch size are cached separately
         place = name if videos == 1 else f"{name} of {videos}"
         stage = self.stages.get(place)
         if stage is None or stage.recipe.key != recipe.key or not stage.programs.ready():
@@ -98,7 +98,7 @@ class Session:
         return stage
 
     def prepare(self, resolved: Resolved, names: Iterable[str], emit: Listener = silence) -> None:
-        """Compile what the named stages will run and load what may stay, so that a first run waits for neither."""
+        """Compile the named stages and load weights that may stay resident, so that the first run waits for neither."""
         with self.lock:
             resolved = resolved.segments()[0]
             with phase("build", emit):
@@ -106,11 +106,11 @@ class Session:
                 for component in self.components.values():
                     component.check()
             fresh = {name: stage.programs for name, stage in stages.items() if not stage.programs.ready()}
-            with compiling(fresh, emit) as tell_all:
+            with compiling(fresh, emit) as emit_all:
                 for stage in stages.values() if is_resident(resolved.config) else ():
-                    load(stage, resolved, tell_all)
+                    load(stage, resolved, emit_all)
                 for stage in stages.values():
-                    wait_for_programs(stage, tell_all)
+                    wait_for_programs(stage, emit_all)
                     stage.programs.raise_error()
 
     # ------------------------------------------------------------ a run
@@ -120,9 +120,9 @@ class Session:
         self, resolved: Resolved, names: Iterable[str], values: dict[str, Any], emit: Listener = silence,
         segments: Mapping[int, dict[str, Any]] = MappingProxyType({}),
     ) -> Iterator[Work]:
-        """The named stages, built and held against their files, as work to be done in the block; their programs are
-        compiled beside it. `values` are at hand; of a video that is made in several segments, `segments` has what is at
-        hand of each."""
+        """Build the named stages and check them against their checkpoints; the block then runs them while their
+        programs compile in the background. `values` are the values already available, `segments` those of single
+        segments."""
         with self.lock:
             try:
                 cache, names = BuildCache.of(resolved), list(names)
@@ -131,9 +131,9 @@ class Session:
                     stages = self.build_checked(resolved.segments()[0], work.fresh, cache)
                 fresh = {name: stage.programs for name, stage in stages.items() if not stage.programs.ready()}
                 if cache:
-                    tell_misses(cache, fresh)
-                with compiling(fresh, emit) as tell_all:
-                    work.begin(self, stages, cache, tell_all)
+                    log_misses(cache, fresh)
+                with compiling(fresh, emit) as emit_all:
+                    work.begin(self, stages, cache, emit_all)
                     yield work
                 if cache:
                     cache.store.write("start", start_of(resolved.config, names), {}, {})
@@ -142,8 +142,8 @@ class Session:
                     self.free()
 
     def run(self, resolved: Resolved, names: Iterable[str], values: dict[str, Any], *more) -> dict[str, Any]:
-        """Run the named stages in order on the values at hand; returns those they give beside those handed in. What
-        comes behind is `open`'s."""
+        """Run the named stages in order; returns the given values and the stages' outputs. `more` is passed on to
+        `open`."""
         with self.open(resolved, names, values, *more) as work:
             for step in work.steps:
                 work.run(step)
@@ -152,7 +152,7 @@ class Session:
     def build_checked(
         self, resolved: Resolved, named: dict[str, Resolved], cache: BuildCache | None
     ) -> dict[str, Stage]:
-        """Stages, each for its own part of the job, and those that show what they make; held against their files."""
+        """Build the stages and those that decode previews, and check them against their checkpoints."""
         self.free_others(resolved)
         helpers = dict.fromkeys(self.helpers(resolved, list(named)), resolved)
         order = [name for name in resolved.graph.stages if name in named or name in helpers]
@@ -166,7 +166,7 @@ class Session:
     # ------------------------------------------------------------ previews
 
     def helpers(self, resolved: Resolved, names: list[str]) -> list[str]:
-        """Stages that are not run but show what others make: where their weights are at hand and may stay."""
+        """Stages that are not run but decode previews: if their weights are local and may stay resident."""
         if not (resolved.config.preview_every and is_resident(resolved.config)):
             return []
         graph = resolved.graph
@@ -175,10 +175,10 @@ class Session:
         able = [name for name in takers if find(name).previews]
         return [name for name in able if set(graph.stages[name].uses) <= resolved.checkpoints.keys()]
 
-    # ------------------------------------------------------------ what stays
+    # ------------------------------------------------------------ results and memory
 
     def recall(self, cache: BuildCache | None, step: RunStep) -> dict[str, numpy.ndarray] | None:
-        """The result of a stage that was made from the same before, by this process or another."""
+        """The cached result of a stage with the same key, from this process or an earlier one."""
         stage = find(step.name)
         if not stage.results_remembered:
             return None
@@ -200,18 +200,18 @@ class Session:
             cache.write(f"result-{step.name}", stage.recipe_for(step.name, step.resolved), {}, result, result=settings)
 
     def free_unused(self, stages: list[Stage]) -> None:
-        """Let go of the weights that none of these stages needs."""
+        """Free the weights that none of these stages needs."""
         needed = {key for stage in stages for key in stage.components}
         for key, component in self.components.items():
             if key not in needed:
                 component.free()
 
     def free(self) -> None:
-        """Let go of all weights."""
+        """Free all weights."""
         self.free_unused([])
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Free all weights, programs and results."""
         with self.lock:
             self.free()
             for made in (self.stages, self.components, self.results):
@@ -219,7 +219,7 @@ class Session:
 
 
 def check_stages(job: Job, names: list[str]) -> None:
-    """Raise what the stages know to be wrong with a job."""
+    """Raise one error with all problems that the stages find in a job."""
     problems = [problem for name in names for problem in find(name).problems(name, job)]
     if job.config.preview_every and not any(find(name).previews for name in names):
         remedy = "add the stage that decodes to stages, or set 0"
@@ -231,12 +231,12 @@ def check_stages(job: Job, names: list[str]) -> None:
 
 
 def seen_settings(step: RunStep) -> dict[str, Any]:
-    """What a result is made from, inputs as the stage sees them."""
+    """The settings that determine a result, with inputs as the stage sees them."""
     settings = result_settings(step.resolved, step.name)
     return settings | find(step.name).seen_inputs(settings, step.resolved.family)
 
 
-# What says which programs a run needs, before there are devices and `resolve` has filled in what is left open.
+# The keys that determine a run's programs, as far as they are known before devices start and `resolve` runs.
 START_KEYS = (
     "pipeline.name", "model.name", "model.path", "model.paths", "model.dtype", "model.scan_blocks", "mesh.name",
     "sharding.name", "resolution", "ops", "guidance", "scheduler", "steps", "compile.xla_flags",
@@ -245,8 +245,8 @@ START_KEYS = (
 
 
 def start_of(config, names: list[str]) -> dict:
-    """What a run that begins has in common with one that left all it needs in the store; but for devices, which are not
-    there yet. A guess: it decides what is imported while they start, and nothing else."""
+    """The key under which a run records that the store holds all its programs. Devices are not known yet, so it is a
+    guess: it only decides whether torch is imported while they start."""
     settings = {key: plain(OmegaConf.select(config, key)) for key in START_KEYS}
     return {"stages": names, "versions": versions(), "sources": sources()} | settings
 
@@ -262,8 +262,8 @@ def import_models(family: Family, emit: Listener) -> None:
     emit(Took("imports", time.perf_counter() - began))
 
 
-def tell_misses(cache: BuildCache, fresh: dict[str, Programs]) -> None:
-    """One line for all stages that are traced for the same reason."""
+def log_misses(cache: BuildCache, fresh: dict[str, Programs]) -> None:
+    """Log why stages are traced, one line per reason."""
     reasons: dict[str, list[str]] = {}
     for name, programs in fresh.items():
         if not programs.stored:

@@ -1,9 +1,9 @@
-"""A run in progress: stages one after the other on the values at hand, for a whole video or segment after segment.
+"""A run in progress: executes stages in order, for a whole video or segment by segment.
 
     with session.open(resolved, names, values, emit) as work:
         for step in work.steps:
             work.run(step)
-    work.result                         # the values at hand, and those that the stages gave
+    work.result                         # the given values and the stages' outputs
 """
 import contextlib
 import time
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class RunStep:
-    """A stage to be run: once, or for one of a video's segments."""
+    """One execution of a stage: for the whole video or for one segment."""
 
     name: str
     resolved: Resolved
@@ -40,11 +40,11 @@ class RunStep:
 
 
 class Work:
-    """What is to be done, and what there is so far."""
+    """The steps of a run and the values produced so far."""
 
     def __init__(self, resolved: Resolved, names: list[str], values: Mapping, segments: Mapping, recall: Callable):
         self.resolved, self.values, self.steps = resolved, dict(values), schedule(resolved, names)
-        # What a step sees: the values of its segment before those of the whole.
+        # A step sees the values of its segment first, then those of the whole run.
         self.scopes = {
             step.segment: ChainMap(dict(segments.get(step.segment, {})), self.values) for step in self.steps
         }
@@ -56,16 +56,16 @@ class Work:
 
     @property
     def fresh(self) -> dict[str, Resolved]:
-        """Stages that are still to be run, each once, and what they are built for: all segments are alike."""
+        """Stages still to run, each once, with what they are built for: all segments share programs."""
         return {step.name: step.resolved for step in reversed(self.left)}
 
     def begin(self, session: "Session", stages: dict[str, Stage], cache: BuildCache | None, emit: Listener) -> None:
         self.session, self.stages, self.cache, self.emit = session, stages, cache, emit
 
     def run(self, step: RunStep) -> None:
-        """Have a step's values: they are at hand, remembered, or made now."""
+        """Provide a step's values: given, recalled from a cache, or computed now."""
         scope, emit = self.scopes[step.segment], joined(step, self.resolved, self.emit)
-        if step.segment is not None:  # what the one before gave, if there was one
+        if step.segment is not None:  # carried over from the previous segment
             before: Mapping[str, Any] = self.scopes.get(step.segment - 1, {})
             scope.update({value: before.get(source) for value, source in self.resolved.graph.carry.items()})
         if step in self.left:
@@ -80,7 +80,7 @@ class Work:
         self.emit(Finished(step.name, result, step.segment))
 
     def make(self, step: RunStep, scope: Mapping, emit: Listener) -> dict[str, Any]:
-        """Load what a stage needs, wait for its programs, run it; gives its values."""
+        """Load a stage's weights, wait for its programs and run it."""
         name, resolved, stage = step.name, step.resolved, self.stages[step.name]
         previewer = self.previewer(name)
         for loading in filter(None, (stage, previewer)):
@@ -98,7 +98,7 @@ class Work:
         return result
 
     def read_next(self, name: str, resolved: Resolved) -> None:
-        """Have the weights of the next stage read from disk while this one runs."""
+        """Prefetch the next stage's weights from disk while this one runs."""
         names = list(self.stages)
         for following in names[names.index(name) + 1 :][:1]:
             stage = self.stages[following]
@@ -108,7 +108,7 @@ class Work:
                     component.read_ahead()
 
     def previewer(self, name: str) -> Stage | None:
-        """The stage that can show what another makes while it is made."""
+        """The stage that can decode previews of another stage's output."""
         graph = self.resolved.graph
         for key, stage in self.stages.items() if self.resolved.config.preview_every else ():
             if set(graph.stages[name].gives) & set(graph.stages[key].takes) and stage.previews:
@@ -117,7 +117,7 @@ class Work:
 
     @property
     def result(self) -> dict[str, Any]:
-        """All values; the frames of all segments as one video's."""
+        """All values; the frames of all segments joined into one video."""
         own = {number: scope.maps[0] for number, scope in self.scopes.items() if number is not None}
         made = [values["frames"][window(self.resolved, number)] for number, values in own.items() if "frames" in values]
         return self.values | ({"frames": numpy.concatenate(made)} if made else {})
@@ -127,7 +127,7 @@ class Work:
 
 
 def schedule(resolved: Resolved, names: list[str]) -> list[RunStep]:
-    """The named stages in order; those that the pipeline repeats, segment after segment."""
+    """The named stages in order; those that the pipeline repeats run once per segment."""
     parts, repeated = resolved.segments(), [name for name in names if name in resolved.graph.repeated]
     if len(parts) == 1:
         return [RunStep(name, resolved) for name in names]
@@ -141,15 +141,15 @@ def schedule(resolved: Resolved, names: list[str]) -> list[RunStep]:
 
 
 def window(resolved: Resolved, segment: int) -> slice:
-    """Of a segment's frames, those that are the video's: what it shares with the one before comes once, and no more
-    come than were asked for."""
+    """The frames of a segment that go into the video: without the overlap with the previous one, cut at the video's
+    length."""
     segments, total = resolved.config.pipeline.segments, resolved.config.resolution.frames
     first = segment * (segments.frames - segments.overlap)
     return slice(segments.overlap if segment else 0, min(segments.frames, total - first))
 
 
 def joined(step: RunStep, resolved: Resolved, emit: Listener) -> Listener:
-    """A listener that tells of a segment's frames as of the whole video's."""
+    """A listener that trims a segment's frames to those that go into the video."""
     if step.segment is None:
         return emit
     part, seen = window(resolved, step.segment), 0
@@ -169,7 +169,7 @@ def joined(step: RunStep, resolved: Resolved, emit: Listener) -> Listener:
 
 
 def is_resident(config) -> bool:
-    """Whether weights stay on the device after their stage: as the config says, by default only in a sweep."""
+    """Whether weights stay in device memory after their stage. By default only in a sweep."""
     return config.keep_resident if config.keep_resident is not None else config.sweep.active
 
 
@@ -189,7 +189,7 @@ def load(stage: Stage, resolved: Resolved, emit: Listener) -> None:
 
 
 def wait_for_programs(stage: Stage, emit: Listener) -> None:
-    """Tell that compilation is still going on, if it is."""
+    """Wait for the stage's programs, emitting heartbeats."""
     waiting, name = list(stage.programs.compiled.values()), f"compile_{stage.name}"
     if wait(waiting, timeout=0).not_done:
         with phase(name, emit):
@@ -198,7 +198,7 @@ def wait_for_programs(stage: Stage, emit: Listener) -> None:
 
 
 def with_previews(previewer: Stage, every: int, emit: Listener) -> Listener:
-    """A listener that also tells how the video looks, every so many steps."""
+    """A listener that also emits a preview every `every` steps."""
 
     def listener(event):
         emit(event)

@@ -93,7 +93,7 @@ class Store:
                 file.write(hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
             self.trim()
         except (Untrusted, OSError) as error:
-            log.warning("%s is not kept for the next run: %s", kind, error)
+            log.warning("%s is not cached: %s", kind, error)
 
     def trim(self) -> None:
         """Remove the entries that were not used for longest, until the rest is within the limit."""

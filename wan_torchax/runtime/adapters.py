@@ -1,11 +1,11 @@
-"""Adapters: what trainers have learned to add to a transformer's weights, from any trainer's file.
+"""Adapters: LoRAs and weight diffs for a transformer, in the formats of the common trainers.
 
-    checkpoints = on(checkpoints, config)       # each with its adapters: files found, hashed, their headers read
+    checkpoints = on(checkpoints, config)       # with their adapters: files located and hashed, headers read
     changes = place(adapters, shapes)           # {checkpoint name: [Change, …]}
 
-Every key of a file is accounted for: it is applied, or belongs to another model of the family (told), or to none
-(refused). Rank and alpha are read from the file. weights.py merges while it loads; nothing here needs a device. How
-trainers name a family's modules, the family says.
+Every key of a file is accounted for: it is applied, or belongs to another model of the family (warning), or to none
+(error). Rank and alpha are read from the file. weights.py merges adapters while it loads; nothing here needs a device.
+The family defines how trainers name its modules.
 """
 import json
 import logging
@@ -34,10 +34,10 @@ from wan_torchax.runtime.weights import STORED_DTYPES, Change
 log = logging.getLogger("wan")
 PROBLEMS_SHOWN = 20
 EXAMPLES = 3
-PATTERN_LETTERS, PATTERN_REPEATS = 200, 3  # of an expression in a file, at most
-INTEGERS = {"I64": "int64", "I32": "int32"}  # that an alpha may be stored as
+PATTERN_LETTERS, PATTERN_REPEATS = 200, 3  # limits for a regular expression in a file
+INTEGERS = {"I64": "int64", "I32": "int32"}  # some trainers store alpha as an integer
 
-# Ends of keys -> what they hold. DiffSynth and PEFT put an adapter's name before the last word.
+# Key suffix -> kind of tensor. DiffSynth and PEFT insert the adapter's name before the last part.
 ENDS = {
     r"lora_(?:A|down)(?:\.\w+)?\.weight|lora\.down\.weight": "down",
     r"lora_(?:B|up)(?:\.\w+)?\.weight|lora\.up\.weight": "up",
@@ -55,7 +55,7 @@ OTHER_KINDS = {
 
 @dataclass(frozen=True)
 class File:
-    """One adapter, as it goes onto a transformer."""
+    """One adapter file and how it is applied."""
 
     name: str
     path: Path
@@ -65,8 +65,8 @@ class File:
 
 
 def on(checkpoints: Mapping[str, Checkpoint], config: DictConfig, local_only: bool = False) -> dict[str, Checkpoint]:
-    """The checkpoints with the adapters that a config puts on them. Where only local files are looked at, a component
-    whose adapters are not all here is left out."""
+    """The checkpoints with the adapters that the config applies to them. With `local_only`, components whose adapters
+    are not all local are dropped."""
     adapted, experts = dict(checkpoints), list(config.model.experts)
     for name, row in config_adapters.rows(config).items():
         for component in config_adapters.components(row, experts) if row.strength else ():
@@ -85,7 +85,7 @@ def on(checkpoints: Mapping[str, Checkpoint], config: DictConfig, local_only: bo
 
 
 def described(config: DictConfig) -> dict[str, dict]:
-    """What a run's metrics and its video say of its adapters: by name the file's hash, the strength and the target."""
+    """The adapters as recorded in a run's metrics and video: file hash, strength and target, by name."""
     rows = {name: row for name, row in config_adapters.rows(config).items() if row.strength}
     paths = {name: find(name, row, local_only=True) for name, row in rows.items()}
     return {
@@ -114,19 +114,19 @@ def find(name: str, row: Adapter, local_only: bool) -> Path | None:
 
 
 def sha256_of(path: Path) -> str:
-    """Of the whole file. In the Hub's cache a file's name is its hash."""
+    """The file's SHA-256. In the Hub's cache, LFS blobs are named by it."""
     if re.fullmatch(r"[0-9a-f]{64}", path.resolve().name):
         return path.resolve().name
     status = path.stat()
     return hash_file(path, status.st_mtime_ns, status.st_size).hex()
 
 
-# ---------------------------------------------------------------- what a file holds
+# ---------------------------------------------------------------- parsing
 
 
 @dataclass
 class Contents:
-    """A file's keys by module, in diffusers' names, and those that are of no model of the family."""
+    """A file's tensors by module, in diffusers' names, and the keys that match no model of the family."""
 
     modules: dict[str, dict[str, Stored]] = field(default_factory=lambda: defaultdict(dict))
     keys: dict[tuple[str, str], str] = field(default_factory=dict)  # (module, kind) -> the key in the file
@@ -135,7 +135,7 @@ class Contents:
 
 
 def parse(path: Path, names: AdapterNames) -> Contents:
-    """From the header alone."""
+    """Classify every key of a file; reads only the header."""
     try:
         header = read_header(path)
     except Exception as error:
@@ -160,8 +160,8 @@ def parse(path: Path, names: AdapterNames) -> Contents:
 
 
 def peft_settings(path: Path) -> dict:
-    """lora_alpha and its patterns, which PEFT's tensors do not emit: in the header of diffusers' files, beside PEFT's
-    own."""
+    """lora_alpha and its patterns, which PEFT does not store as tensors: diffusers writes them to the file's metadata,
+    PEFT to adapter_config.json."""
     try:
         with safe_open(path, framework="numpy") as handle:
             text = (handle.metadata() or {}).get("lora_adapter_metadata")
@@ -185,7 +185,7 @@ def peft_settings(path: Path) -> dict:
 
 
 def check_pattern(path: Path, pattern: str) -> None:
-    """Refuse what is no regular expression, and what a stranger could make one run for hours with."""
+    """Reject invalid regular expressions, and those that could backtrack catastrophically: the file is untrusted."""
     try:
         re.compile(pattern)
     except re.error as error:
@@ -196,11 +196,11 @@ def check_pattern(path: Path, pattern: str) -> None:
 
 
 def scale_of(contents: Contents, module: str, rank: int) -> float:
-    """alpha / rank: as the file says, else 1."""
+    """alpha / rank if the file gives alpha, else 1."""
     alpha, settings = contents.modules[module].get("alpha"), contents.settings
     if alpha is not None:
         return read_number(alpha) / rank
-    # As PEFT reads them: a regular expression for the end of a module's name, from a dot on; the first counts.
+    # As in PEFT: a pattern matches the end of a module's name, starting at a dot; the first match wins.
     patterns = settings.get("alpha_pattern", {}).items()
     named = [value for pattern, value in patterns if re.match(rf"(?:.*\.)?(?:{pattern})$", module)]
     alpha = (*named, settings.get("lora_alpha"))[0]
@@ -216,36 +216,36 @@ def read_number(stored: Stored) -> float:
     return float(numpy.fromfile(stored.file, kind, 1, offset=stored.offset)[0])
 
 
-# ---------------------------------------------------------------- where it goes
+# ---------------------------------------------------------------- matching against the model
 
 
 def place(adapters: tuple[File, ...], shapes: Mapping[str, tuple], family: Family) -> dict[str, list[Change]]:
-    """What adapters add to the tensors of these names and shapes. Raises one error that lists what fits nowhere."""
+    """The changes that adapters make to tensors of these names and shapes. Raises one error with all mismatches."""
     changes = defaultdict(list)
     for adapter in adapters:
         contents = parse(adapter.path, family.adapters)
         placed, elsewhere, problems = place_one(contents, shapes, family.adapters.bare)
         problems += [f"{key}: no model of the family {family.name} has such a tensor" for key in contents.unknown]
-        told = f"adapter.{adapter.name} ({adapter.path.name})"
+        label = f"adapter.{adapter.name} ({adapter.path.name})"
         if not placed:
             problems += [f"{key}: no place in this model" for key in elsewhere]
-            raise ConfigError(f"{told} is for another model; nothing in it fits:\n{listed(problems, PROBLEMS_SHOWN)}")
+            raise ConfigError(f"{label} is for another model; nothing in it fits:\n{listed(problems, PROBLEMS_SHOWN)}")
         if problems and not adapter.allow_unmatched:
             remedy = "choose the one for this model, or adapter.allow_unmatched=true to leave these out"
-            raise ConfigError(f"{told} does not fit; {remedy}:\n{listed(problems, PROBLEMS_SHOWN)}")
+            raise ConfigError(f"{label} does not fit; {remedy}:\n{listed(problems, PROBLEMS_SHOWN)}")
         for name, scale, factors in placed:
             changes[name].append(Change(adapter.strength * scale, factors))
-        log.info("%s: added to %d tensors, strength %g", told, len({name for name, *_ in placed}), adapter.strength)
+        log.info("%s: added to %d tensors, strength %g", label, len({name for name, *_ in placed}), adapter.strength)
         for what, left in (("are of another model and found no place", elsewhere), ("are left out", problems)):
             if left:
-                log.warning("%s: %d keys %s, e.g. %s", told, len(left), what, "; ".join(left[:EXAMPLES]))
+                log.warning("%s: %d keys %s, e.g. %s", label, len(left), what, "; ".join(left[:EXAMPLES]))
     return dict(changes)
 
 
 def place_one(
     contents: Contents, shapes: Mapping[str, tuple], bare: tuple[str, ...]
 ) -> tuple[list, list[str], list[str]]:
-    """(tensor's name, scale, factors) of what is applied; keys of other models; problems."""
+    """Changes as (tensor name, scale, factors); keys of other models; problems."""
     placed, elsewhere, problems = [], [], []
     for module, parts in contents.modules.items():
         for name, kinds, scale, factors in additions(contents, module, parts, bare):
@@ -258,12 +258,12 @@ def place_one(
                 problems += [f"{key}: {problem}" for key in keys]
             else:
                 placed.append((name, scale, fitted))
-        problems += lonely(contents, module, parts)
+        problems += unpaired(contents, module, parts)
     return placed, elsewhere, problems
 
 
 def additions(contents: Contents, module: str, parts: dict[str, Stored], bare: tuple[str, ...]):
-    """What a file says of a module: the tensor's name, the kinds of keys it says it by, the scale and the factors."""
+    """A module's changes: (tensor name, kinds of keys, scale, factors)."""
     weight = module if module.endswith(bare) else f"{module}.weight"
     paired = {"down", "up"} <= parts.keys()
     scale = scale_of(contents, module, max((*parts["down"].shape, 1)[0], 1)) if paired else 1.0
@@ -277,8 +277,8 @@ def additions(contents: Contents, module: str, parts: dict[str, Stored], bare: t
             yield name, [kind], times, (parts[kind],)
 
 
-def lonely(contents: Contents, module: str, parts: dict[str, Stored]) -> list[str]:
-    """Keys whose other half is missing."""
+def unpaired(contents: Contents, module: str, parts: dict[str, Stored]) -> list[str]:
+    """Keys of a LoRA pair that has only one factor."""
     if {"down", "up"} <= parts.keys():
         return []
     kinds = [kind for kind in ("down", "up", "alpha") if kind in parts]
@@ -286,17 +286,17 @@ def lonely(contents: Contents, module: str, parts: dict[str, Stored]) -> list[st
 
 
 def is_deeper(name: str, shapes: Mapping[str, tuple]) -> bool:
-    """Whether it is of a block that the model would have if it had more of them."""
+    """Whether the tensor belongs to a block beyond the model's last."""
     return re.sub(r"blocks\.\d+", "blocks.0", name) in shapes
 
 
 def fit(factors: tuple[Stored, ...], shape: tuple | None) -> tuple[tuple[Stored, ...], str | None]:
-    """The factors in the shapes that `Change` has, or why they do not fit."""
+    """The factors reshaped for `Change`, or why they do not fit."""
     if shape is None:
         return (), "the model has fewer blocks"
-    strange = [one.dtype for one in factors if one.dtype not in STORED_DTYPES]
-    if strange:
-        return (), f"stored as {strange[0]}, which is none of {', '.join(STORED_DTYPES)}"
+    unsupported = [one.dtype for one in factors if one.dtype not in STORED_DTYPES]
+    if unsupported:
+        return (), f"stored as {unsupported[0]}, which is none of {', '.join(STORED_DTYPES)}"
     if len(factors) == 1:
         wanted = [shape]
     else:
@@ -311,5 +311,5 @@ def fit(factors: tuple[Stored, ...], shape: tuple | None) -> tuple[tuple[Stored,
 
 
 def without_ones(shape: tuple) -> tuple:
-    """1 x 1 convolutions and modulations are written with and without dimensions of one."""
+    """Trainers write 1 x 1 convolutions and modulations with and without dimensions of size one."""
     return tuple(size for size in shape if size != 1)

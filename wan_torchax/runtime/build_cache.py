@@ -1,9 +1,9 @@
-"""Plans and programs as entries of the store: what a later process needs to run a stage without building it.
+"""Array specs and compiled programs in the store, so that a later process can run a stage without tracing it.
 
-    cache = BuildCache.of(resolved)                            # None where compile.store is null
+    cache = BuildCache.of(resolved)                            # None if compile.store is null
     entry = cache.read("programs-denoise", recipe)       # None: build it, then cache.write(…)
 
-What an entry was made from is the recipe, and all that stands behind every recipe: versions, sources, devices, flags.
+An entry's cache key covers the recipe and the environment: versions, sources, devices, flags.
 """
 import dataclasses
 import functools
@@ -31,17 +31,17 @@ from wan_torchax.runtime.weights import ArraySpec
 log = logging.getLogger("wan")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 PLACES = re.compile(r"jax_(compilation_cache|persistent_cache|log|dump|debug|coordination)\w*|jax_\w+_(dir|path)")
-OUTPUT = object()  # in the place of an array that a program gives
+OUTPUT = object()  # placeholder leaf for an output array
 MEMORY = ("argument", "output", "temp", "alias", "generated_code")
 
 
 class Missing(Exception):
-    """The store does not have an executable."""
+    """An executable is not in the store."""
 
 
 @dataclass(frozen=True)
 class BuildCache:
-    """The store as a run on these devices sees it."""
+    """The store, keyed for the devices of this run."""
 
     store: Store
     environment: dict
@@ -52,17 +52,17 @@ class BuildCache:
         if store is None:
             return None
         if any(is_external(row["implementation"]) for row in resolved.config.ops.values()):
-            log.info("nothing is kept for the next run: ops of this one are not the project's own, and may change")
+            log.info("build cache disabled: external ops may change without changing the cache key")
             return None
         return cls(store, environment(resolved.mesh))
 
     def read(self, kind: str, recipe: Recipe, **more) -> Entry | None:
-        """An entry that all processes have: a run goes one way on all of them."""
+        """An entry, if every process has it: all processes must take the same path."""
         entry = self.store.read(kind, self.made_from(recipe, more))
         return entry if all(distributed.gather(f"build_cache/{kind}", entry is not None)) else None
 
     def why_not(self, kind: str, recipe: Recipe) -> str:
-        """Why there was no such entry."""
+        """Why there is no such entry."""
         return self.store.difference(kind, self.made_from(recipe, {}))
 
     def write(self, kind: str, recipe: Recipe, about: dict, arrays: dict[str, numpy.ndarray], **more) -> None:
@@ -72,11 +72,10 @@ class BuildCache:
         parts = {"settings": recipe.settings, "placement": recipe.placement, "derived": recipe.derived}
         return parts | more | self.environment
 
-
     def read_executable(self, program: str) -> Entry:
         entry = self.store.read("executable", self.compiled_from(program))
         if entry is None:
-            raise Missing(f"executable {program} is not there any more")
+            raise Missing(f"executable {program} is no longer in the store")
         return entry
 
     def has_executable(self, program: str) -> bool:
@@ -87,7 +86,8 @@ class BuildCache:
         self.store.write("executable", self.compiled_from(program), {"memory": memory}, executable)
 
     def compiled_from(self, program: str) -> dict:
-        """Sources have done their part once there is a program: most changes of them change none."""
+        """An executable's key: the lowered program and the environment, without the sources. Most source changes do not
+        change the lowered program."""
         return {"program": program} | {key: value for key, value in self.environment.items() if key != "sources"}
 
 
@@ -96,7 +96,7 @@ def is_external(implementation: str) -> bool:
 
 
 def environment(mesh) -> dict:
-    """What every program depends on beside its recipe."""
+    """What every program depends on besides its recipe."""
     devices = mesh.devices.flat
     options = {name: value for name, value in private.jax_settings().items() if not PLACES.fullmatch(name)}
     return {
@@ -113,23 +113,23 @@ def environment(mesh) -> dict:
 
 @functools.cache
 def processor() -> str:
-    """Programs for a CPU use all that it can do: what that is."""
+    """The CPU's feature set: XLA compiles for the host's features."""
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else platform.processor()
     features = re.search(r"^(flags|Features)\s*:.*$", text, re.MULTILINE)
     return f"{platform.machine()} {hashlib.sha256((features.group() if features else text).encode()).hexdigest()[:12]}"
 
 
-# ---------------------------------------------------------------- plans of arrays
+# ---------------------------------------------------------------- array specs
 
 
 def pack_specs(specs: dict[str, ArraySpec]) -> tuple[dict, dict[str, numpy.ndarray]]:
-    """A plan as JSON, and the tables in it that no checkpoint has."""
+    """Array specs as JSON, and the values of computed tables."""
     rows = {name: pack_spec(spec) for name, spec in specs.items()}
     return rows, {name: spec.value for name, spec in specs.items() if spec.value is not None}
 
 
 def pack_spec(tensor: ArraySpec) -> dict:
-    """All fields of a tensor as they are, but its sharding, by its spec, and its value."""
+    """A spec's fields as JSON, with the sharding as a partition spec and without the value."""
     row = {field.name: getattr(tensor, field.name) for field in dataclasses.fields(ArraySpec)}
     return row | {"sharding": list(tensor.sharding.spec), "value": None}
 
@@ -151,7 +151,7 @@ def sharded(mesh, spec) -> jax.sharding.NamedSharding:
 
 
 def describe_program(lowered: jax.stages.Lowered, component: str, arguments) -> dict:
-    """What there is to know of a program: whose arrays and what else it takes, what it gives, and its executable."""
+    """A program's signature and the key of its executable."""
     text = lowered.as_text()
     return {
         "component": component,
@@ -165,9 +165,9 @@ def describe_program(lowered: jax.stages.Lowered, component: str, arguments) -> 
 def load_program(
     cache: BuildCache, about: dict, arrays: dict[str, ArraySpec], mesh
 ) -> tuple[jax.stages.Compiled, "Memory"]:
-    """A program from the store, to be called with arrays of these names and the arguments it was made for."""
+    """Load a program from the store; it takes arrays of these names and the arguments it was compiled for."""
     entry = cache.read_executable(about["executable"])
-    if about["mosaic_gpu"]:  # JAX knows what such a kernel calls once its compiler is imported
+    if about["mosaic_gpu"]:  # importing Mosaic GPU registers the custom calls that the executable needs
         from wan_torchax.kernels import hopper  # noqa: F401
     taken = (dict.fromkeys(arrays, 0), *unpack_tree(about["arguments"], lambda leaf: 0))
     takes, gives = jax.tree.structure((taken, {})), jax.tree.structure(unpack_tree(about["outputs"], lambda leaf: 0))
@@ -179,27 +179,27 @@ def load_program(
 
 
 def compile_and_cache(cache: BuildCache, about: dict, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Without JAX's own cache: on a CPU, an executable that came out of it cannot be written again."""
+    """Compile and store. Bypasses JAX's compilation cache: on CPU, an executable from it cannot be serialized again."""
     with private.uncached():
         compiled = lowered.compile()
     try:
         memory = compiled.memory_analysis()
         sizes = {part: getattr(memory, f"{part}_size_in_bytes") for part in MEMORY}
         cache.write_executable(about["executable"], sizes, serialize_executable.serialize(compiled)[0])
-    except Exception as error:  # a platform that cannot write executables says so in its own way
-        log.warning("a program is not kept for the next run: it cannot be written (%s)", error)
+    except Exception as error:  # platforms without serialization raise different errors
+        log.warning("a program is not cached: its executable cannot be serialized (%s)", error)
     return compiled
 
 
 def structs(about: dict, mesh) -> list:
-    """What a program takes beside the arrays of its component."""
+    """The arguments of a program besides its component's arrays."""
     return unpack_tree(about["arguments"], lambda leaf: jax.ShapeDtypeStruct(
         tuple(leaf["shape"]), leaf["dtype"], sharding=sharded(mesh, leaf["spec"])
     ))
 
 
 class Memory:
-    """XLA's account of a program's memory, as it was when the program was compiled."""
+    """XLA's memory analysis of a program, from when it was compiled."""
 
     def __init__(self, sizes: dict[str, int]):
         for part, size in sizes.items():
@@ -207,7 +207,7 @@ class Memory:
 
 
 def pack_tree(tree) -> Any:
-    """A tree of structs as JSON, which can say no more than it says. JAX's own form of trees is a pickle."""
+    """A tree of structs as JSON. JAX serializes trees with pickle, which can run code when loaded."""
     if isinstance(tree, dict):
         return {"dict": {key: pack_tree(value) for key, value in tree.items()}}
     if isinstance(tree, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Where a checkpoint is and what it holds: a local folder or the Hub. No JAX, no torch: told before they load."""
+"""Locates checkpoints (local folder, Hub, bucket) and reads their headers. No JAX or torch, so errors come early."""
 import contextlib
 import json
 from collections.abc import Iterable
@@ -15,18 +15,18 @@ from wan_torchax.config.wording import listed
 from wan_torchax.records.fingerprints import fingerprint
 from wan_torchax.runtime import remote
 
-ABOUT_FILES = ("architectures", "dtype", "torch_dtype", "transformers_version", "model_type")  # not of the architecture
+ABOUT_FILES = ("architectures", "dtype", "torch_dtype", "transformers_version", "model_type")  # metadata in config.json
 
 
 def find_all(config, components: Iterable[str], required: bool = True) -> dict[str, Checkpoint]:
-    """The checkpoint of each component. Where none is required, as for a plan, only local ones are taken."""
+    """The checkpoint of each component. If not `required`, as for a plan, only local ones are used."""
     if not required and local_folder(config.model.path) is None:
         return {}
     return {component: find(config, component) for component in components}
 
 
 def find_present(config, components: Iterable[str]) -> dict[str, Checkpoint]:
-    """The checkpoint of each component that is on this machine; nothing is downloaded."""
+    """The local checkpoints among these components. Downloads nothing."""
     present = {}
     for component in components:
         with contextlib.suppress(ConfigError):
@@ -35,8 +35,8 @@ def find_present(config, components: Iterable[str]) -> dict[str, Checkpoint]:
 
 
 def find(config, component: str, local_only: bool = False) -> Checkpoint:
-    """One component's folder, its architecture and its fingerprint. Its config.json may add to the config's
-    architecture, not contradict it."""
+    """One component's folder, architecture and fingerprint. Its config.json may extend the config's architecture but
+    not contradict it."""
     model, family = config.model, family_of(config)
     path, key = model.paths.get(component, model.path), family.described_by(component)
     revision = model.revision if path == model.path else None
@@ -49,18 +49,17 @@ def find(config, component: str, local_only: bool = False) -> Checkpoint:
     return Checkpoint(folder, architecture, fingerprint([folder, *beside]))
 
 
-
 # ---------------------------------------------------------------- folders
 
 
 def local_folder(path: str) -> Path | None:
-    """The checkpoint on this machine that a path names, also one of the project's own; None if there is none."""
+    """The local folder that a path names, absolute or relative to the project; None if there is none."""
     local = own_path(path)
     return local if local.is_dir() else None
 
 
 def find_folder(path: str, revision: str | None, component: str, local_only: bool) -> Path:
-    """The folder of one component of a checkpoint: local, or downloaded from the Hub."""
+    """The folder of one component, downloaded if it is not local."""
     folder = (local_folder(path) or download(path, revision, component, local_only)) / component
     if not folder.is_dir():
         layout = "a checkpoint in diffusers layout has text_encoder, tokenizer, transformer and vae"
@@ -69,8 +68,8 @@ def find_folder(path: str, revision: str | None, component: str, local_only: boo
 
 
 def download(path: str, revision: str | None, component: str, local_only: bool) -> Path:
-    """Fetch one component's safetensors and configs from the Hub; only those, so no remote code can come along. Of a
-    bucket only what is read."""
+    """Fetch one component's safetensors and configs from the Hub; nothing else, so no remote code. Buckets are mirrored
+    lazily."""
     interruption.check()
     if remote.is_remote(path):
         return remote.mirror(path, component)
@@ -97,11 +96,11 @@ def download(path: str, revision: str | None, component: str, local_only: bool) 
         ) from error
 
 
-# ---------------------------------------------------------------- what they hold
+# ---------------------------------------------------------------- contents
 
 
 def read_architecture(folder: Path, expected, component: str) -> dict:
-    """What config.json says of a component, refused where it contradicts conf/model."""
+    """A component's config.json merged with conf/model; an error where they contradict."""
     try:
         stored = json.loads((folder / "config.json").read_text())
         if not isinstance(stored, dict):
@@ -121,7 +120,7 @@ def read_architecture(folder: Path, expected, component: str) -> dict:
 
 
 def check_ends(file: Path) -> None:
-    """Whether a JSON file has both its ends: half a download has not. Reading all of a tokenizer takes a while."""
+    """Detect a truncated JSON file by its first and last character: parsing a whole tokenizer is slow."""
     with file.open("rb") as handle:
         first = handle.read(64).lstrip()[:1]
         handle.seek(max(file.stat().st_size - 64, 0))
@@ -131,7 +130,7 @@ def check_ends(file: Path) -> None:
 
 @dataclass
 class Stored:
-    """Where a tensor lies, and its dtype in safetensors' words."""
+    """A tensor's location on disk; the dtype is safetensors' name."""
 
     file: Path
     dtype: str
@@ -161,8 +160,8 @@ def index(folder: Path) -> dict[str, Stored]:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """What a file holds; safetensors itself does not tell offsets."""
-    with safe_open(file, framework="numpy"):  # raises where header and length do not agree
+    """A file's tensors. Parsed here because safetensors' API does not expose offsets."""
+    with safe_open(file, framework="numpy"):  # raises if header and file length disagree
         pass
     with file.open("rb") as handle:
         length = int.from_bytes(handle.read(8), "little")

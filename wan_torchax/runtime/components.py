@@ -1,4 +1,4 @@
-"""Components: one model of a checkpoint each, loaded, shared by stages and freed as one."""
+"""Components: one model of a checkpoint each. Stages share them; they are loaded and freed as a unit."""
 import functools
 import logging
 import re
@@ -19,21 +19,21 @@ READ_BYTES = 1 << 26
 
 
 def settings_of(name: str, family: Family) -> tuple[str, ...]:
-    """The config keys that a component's arrays follow from."""
+    """The config keys that determine a component's arrays."""
     key = family.described_by(name)
     own = ("precision", "sharding.gather") if family.spec(name).stacks else ()
     return f"model.architecture.{key}", f"model.dtype.{key}", f"model.weights.{key}", "sharding.axes", *own
 
 
 class Component:
-    """The plan of a component's arrays, and those of them that are on the devices."""
+    """A component's array specs, and the arrays that are loaded."""
 
     def __init__(self, name: str, resolved: Resolved, cache: BuildCache | None = None):
         self.name, self.key, self.checkpoint = name, self.key_for(name, resolved), resolved.checkpoints.get(name)
         self.family = resolved.family
         self.arrays: dict[str, jax.Array] = {}
         recipe, kind = resolved.recipe(settings_of(name, resolved.family)), f"plan-{name}"
-        # Adapters add to weights when they are loaded: they change no plan.
+        # Adapters are merged at load time and do not change array specs.
         files = self.checkpoint and self.checkpoint.fingerprint.partition("+")[0]
         if entry := cache and cache.read(kind, recipe, weights=files):
             self.specs = unpack_specs(entry.about["specs"], entry.arrays, recipe.mesh)
@@ -46,7 +46,7 @@ class Component:
             cache.write(kind, recipe, about, tables, weights=files)
 
     def plan(self, recipe: Recipe) -> None:
-        """The plan by the torch module itself."""
+        """Derive the array specs from the torch module."""
         spec, key, config = self.spec, self.family.described_by(self.name), recipe.config
         architecture, sharding = plain(config.model.architecture[key]), config.sharding
         rules = config.model.weights.get(key) or {}
@@ -57,7 +57,7 @@ class Component:
 
     @property
     def stored(self) -> Checkpoint:
-        """Where its weights are; a plan has none."""
+        """The checkpoint; a component of a plan has none."""
         assert self.checkpoint is not None, f"{self.name} has no checkpoint: it was planned, not found"
         return self.checkpoint
 
@@ -67,27 +67,27 @@ class Component:
 
     @staticmethod
     def key_for(name: str, resolved: Resolved) -> str:
-        """What the arrays are made from: the recipe of their plan, and the checkpoint with its adapters."""
+        """The cache key of the arrays: the recipe of their specs, and the checkpoint with its adapters."""
         checkpoint, recipe = resolved.checkpoints.get(name), resolved.recipe(settings_of(name, resolved.family))
         allowed = checkpoint and [adapter.allow_unmatched for adapter in checkpoint.adapters]
         return key_of([recipe.key, checkpoint and checkpoint.fingerprint, allowed])
 
     def check(self) -> None:
-        """Hold the plan against the headers of the checkpoint's files, and of the adapters'."""
+        """Check the array specs against the headers of the checkpoint and of the adapters."""
         weights.check(self.specs, self.stored.folder, self.unused, self.spec.prefix)
-        len(self.changes)  # asked for, they raise what does not fit
+        len(self.changes)  # evaluated for its errors
 
     @functools.cached_property
     def changes(self) -> dict[str, list[weights.Change]]:
-        """What adapters add, by checkpoint name."""
+        """Changes by adapters, by checkpoint name."""
         return adapters.place(self.stored.adapters, weights.source_shapes(self.specs), self.family)
 
     def part(self, pattern: str) -> dict[str, weights.ArraySpec]:
-        """The tensors whose names match."""
+        """The specs whose names match."""
         return {name: tensor for name, tensor in self.specs.items() if re.fullmatch(pattern, name)}
 
     def load(self, specs: dict[str, weights.ArraySpec], emit: Listener) -> None:
-        """Bring some of the tensors to the devices, those that are not there yet."""
+        """Load these tensors onto the devices, except those already loaded."""
         absent = {name: spec for name, spec in specs.items() if name not in self.arrays}
         if not absent:
             return
@@ -116,12 +116,12 @@ class Component:
         return bool(self.arrays)
 
     def fits_in_memory(self) -> bool:
-        """Whether the system can hold the weights' files in memory that nobody needs, with as much to spare."""
+        """Whether the page cache can hold the weight files using at most half of the available memory."""
         needed: int = sum(file.stat().st_size for file in self.stored.folder.glob("*.safetensors"))
         return 2 * needed < provenance.available_host_bytes()
 
     def read_ahead(self) -> threading.Thread:
-        """Have the system read the weights into its own memory, so that loading them will not wait for the disk."""
+        """Prefetch the weights into the page cache, so that loading does not wait for the disk."""
 
         def read():
             for file in sorted(self.stored.folder.glob("*.safetensors")):

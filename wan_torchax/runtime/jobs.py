@@ -1,4 +1,4 @@
-"""What is asked for, with its files: each found, and looked into, once a run. No JAX, no torch."""
+"""From a config to a Job: locates and hashes each input file once per run. Imports neither JAX nor torch."""
 from collections.abc import Iterable
 
 from wan_torchax.config import inputs
@@ -10,7 +10,7 @@ from wan_torchax.runtime.checkpoint import find_all, find_present
 
 
 def find_job(config) -> Job:
-    """A config with those of its files that are on this machine; nothing is downloaded."""
+    """The config with those of its files that are local. Downloads nothing."""
     graph = Graph.of(config.pipeline)
     present = find_present(config, graph.components(graph.stages))
     files = {key: inputs.paths(config, key) for key in inputs.taken(config)}
@@ -19,11 +19,11 @@ def find_job(config) -> Job:
 
 
 def with_weights(job: Job, components: Iterable[str]) -> Job:
-    """With the checkpoints of these components; those that are not on this machine are downloaded."""
+    """The job with the checkpoints of these components, downloaded if they are not local."""
     absent = [name for name in components if name not in job.checkpoints]
     return job.with_checkpoints(adapters.on(find_all(job.config, absent), job.config)) if absent else job
 
 
 def plan_job(config) -> Job:
-    """For a plan: of weights, only what a local checkpoint's config.json adds."""
+    """A job for planning: needs no weights, only the config.json of a local checkpoint, if there is one."""
     return Job.of(config, find_all(config, list(config.model.architecture), required=False))

@@ -1,4 +1,4 @@
-"""The config's table of op overrides as functions: what conf/ops names, found and checked."""
+"""Resolves the op overrides of conf/ops: dotted names to torch ops and functions."""
 import importlib
 
 import torch
@@ -6,11 +6,11 @@ import torch
 from wan_torchax.config.schema import ConfigError, Op
 from wan_torchax.config.wording import nearest
 
-OWN = ("patches", "kernels")  # modules of this project that a row may name
+OWN = ("patches", "kernels")  # the project's modules that an override may name
 
 
 def load_ops(table, platform: str, allow_external: bool) -> dict:
-    """The rows of the table that serve this platform, as {torch op: implementation}."""
+    """The overrides for this platform, as {torch op: implementation}."""
     rows = {name: Op(**row) for name, row in table.items()}
     return {
         find_op(name, row.op): find_function(f"ops.{name}.implementation", row.implementation, allow_external)
@@ -20,7 +20,7 @@ def load_ops(table, platform: str, allow_external: bool) -> dict:
 
 
 def find_op(name: str, path: str):
-    """`aten.native_layer_norm` -> torch.ops.aten.native_layer_norm; `torch.…` as it stands."""
+    """`aten.native_layer_norm` -> torch.ops.aten.native_layer_norm; `torch.…` is looked up as given."""
     parent = torch.ops if path.startswith("aten.") else torch
     for part in path.removeprefix("torch.").split("."):
         if not hasattr(parent, part):
@@ -31,7 +31,7 @@ def find_op(name: str, path: str):
 
 
 def find_function(key: str, path: str, allow_external: bool):
-    """A function by dotted path, from this project's own modules unless the user allows others."""
+    """A function by dotted path; only from the project's own modules unless `allow_external` is set."""
     module_name, _, name = path.rpartition(".")
     own = module_name.split(".")[0] in OWN
     if not own and not allow_external:

@@ -1,4 +1,4 @@
-"""Programs: traced from shapes alone, compiled in a thread while weights load, called with arrays."""
+"""Programs: traced from shapes alone, compiled in a thread while weights load."""
 import contextlib
 import functools
 import logging
@@ -35,8 +35,8 @@ log = logging.getLogger("wan")
 class Program:
     """A function of (arrays, *arguments), to be compiled ahead of time."""
 
-    function: Callable | None  # None for one that is kept: it is not traced again
-    component: str  # whose arrays it takes; another of the same architecture serves as well
+    function: Callable | None  # None if it comes from the store: it is not traced again
+    component: str  # whose arrays it takes; another of the same architecture works as well
     arguments: Any  # structs; or a function of the programs lowered before, which returns them
     outputs: Any = None  # shardings
     donated: tuple[int, ...] = ()  # positions in (arrays, *arguments)
@@ -44,19 +44,19 @@ class Program:
 
 @dataclass
 class Programs:
-    """The programs of one stage, and the plan of the arrays they take.
+    """The programs of one stage, and the specs of the arrays they take.
 
-    Those that the store has are there at once, to be loaded. Else the stage is built, which adds them, to be compiled.
+    Programs that are in the store are loaded from it. Otherwise the stage is built, which adds programs to compile.
     """
 
     stage: str
     recipe: Recipe
     specs: dict[str, dict[str, weights.ArraySpec]]  # by component, then by name
-    build: Callable[[], None]  # has the stage add programs that can be traced
+    build: Callable[[], None]  # makes the stage add its traceable programs
     cache: BuildCache | None = None
-    ops: dict = field(default_factory=dict)  # overrides for torchax while they are traced
+    ops: dict = field(default_factory=dict)  # torchax op overrides during tracing
     entries: dict[str, Program] = field(default_factory=dict)
-    stored: dict[str, dict] = field(default_factory=dict)  # what the store says of each
+    stored: dict[str, dict] = field(default_factory=dict)  # metadata of the programs in the store
     compiled: dict[str, Future] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -74,16 +74,16 @@ class Programs:
         return self.compiled[name].result()(arrays, *arguments)
 
     def put(self, name: str, values: tuple) -> tuple:
-        """Send numpy values, in the trees that the program takes, to the devices."""
+        """Transfer numpy values, in the tree structure that the program takes, to the devices."""
         return put(tuple(self.entries[name].arguments), values)
 
     def ready(self) -> bool:
-        """Not so after a run that was cancelled, or failed, before the compiler got to the last program."""
+        """Whether all programs are compiled: a run that failed or was cancelled may leave some out."""
         futures = self.compiled.values()
         return bool(futures) and all(future.done() and future.exception() is None for future in futures)
 
     def raise_error(self) -> None:
-        """Raise what one of them could not be traced or compiled for."""
+        """Raise the first tracing or compilation error, if any."""
         for future in self.compiled.values():
             if future.done() and (error := future.exception()) is not None:
                 raise error
@@ -91,7 +91,7 @@ class Programs:
     def lower(self, stop: threading.Event | None = None, platforms: tuple[str, ...] | None = None) -> dict:
         """Trace and lower every program from shapes alone: {name: jax.stages.Lowered}.
 
-        `stop` ends it early; `platforms` lowers for devices that are not here, on an abstract mesh.
+        `stop` ends it early; `platforms` lowers for devices that are not attached, on an abstract mesh.
         """
         lowered = {}
         for name in self.entries:
@@ -102,19 +102,19 @@ class Programs:
         return lowered
 
     def jitted(self, name: str, lowered: dict) -> tuple[Callable, tuple]:
-        """A program as a jitted function, and the structs of what it takes; `lowered` has the programs before it."""
+        """A program as a jitted function, and the structs of its arguments; `lowered` has the programs before it."""
         program = self.entries[name]
         arrays = {key: tensor.struct for key, tensor in self.specs[program.component].items()}
         function = jax.jit(self.traced(program.function), donate_argnums=program.donated, out_shardings=program.outputs)
         return function, (arrays, *self.arguments(name, lowered))
 
     def arguments(self, name: str, lowered: dict) -> list:
-        """The structs of what a program takes beside its component's arrays."""
+        """The structs of a program's arguments besides its component's arrays."""
         arguments = self.entries[name].arguments
         return arguments(lowered) if callable(arguments) else arguments
 
     def describe(self, lowered: dict) -> dict[str, dict]:
-        """What the store is to know of each program, to load it without tracing."""
+        """The metadata that the store needs to load each program without tracing."""
         return {
             name: describe_program(program, self.entries[name].component, self.arguments(name, lowered))
             for name, program in lowered.items()
@@ -124,7 +124,8 @@ class Programs:
         return *load_program(self.cache, about, self.specs[about["component"]], self.recipe.mesh), True
 
     def compile(self, lowered: jax.stages.Lowered, about: dict | None) -> tuple[jax.stages.Compiled, Any, bool]:
-        """A program, the memory it takes, and whether it was compiled before: by sources that lower to the same."""
+        """A program, its memory analysis, and whether it came from a cache: other sources may lower to the same
+        program."""
         if about is None:
             hits = cache_hits[threading.get_ident()]
             compiled = lowered.compile()
@@ -133,12 +134,12 @@ class Programs:
             return self.load(about)
         except Exception as error:
             if not isinstance(error, Missing):
-                log.warning("a program of %s is compiled again: it cannot be loaded (%s)", self.stage, error)
+                log.warning("recompiling a program of %s: the stored one cannot be loaded (%s)", self.stage, error)
             compiled = compile_and_cache(self.cache, about, lowered)
             return compiled, compiled.memory_analysis(), False
 
     def traced(self, function: Callable) -> Callable:
-        """The function inside torchax, which is on only while it is traced."""
+        """The function with torchax enabled, which is needed only during tracing."""
         from wan_torchax.patches import torchax_on
 
         @functools.wraps(function)
@@ -150,14 +151,14 @@ class Programs:
 
 
 def put(structs, values):
-    """numpy values on the devices, as structs of the same tree say."""
+    """Transfer numpy values to the devices, with the dtypes and shardings of structs in the same tree."""
     return jax.tree.map(
         lambda struct, value: weights.put(numpy.asarray(value, struct.dtype), struct.sharding), structs, values
     )
 
 
 class NotFinite(RuntimeError):
-    """Numbers overflowed; nothing is written."""
+    """A result has NaN or infinite values; nothing is written."""
 
     def __init__(self, what: str, config, component: str):
         dtype = config.model.dtype[component]
@@ -172,10 +173,10 @@ class NotFinite(RuntimeError):
 # ---------------------------------------------------------------- compilation
 
 
-compilations, cache_hits = Counter(), Counter()  # by thread, counted by JAX's own events
+compilations, cache_hits = Counter(), Counter()  # by thread, counted by JAX's monitoring events
 
 
-def count_found():
+def count_hit():
     cache_hits[threading.get_ident()] += 1
 
 
@@ -183,19 +184,19 @@ def count_compiled():
     compilations[threading.get_ident()] += 1
 
 
-private.on_compilation(count_found, count_compiled)
+private.on_compilation(count_hit, count_compiled)
 
 
 class Unexpected(RuntimeError):
-    """Everything was compiled ahead: a compilation while a stage runs is a bug that would cost minutes on a TPU."""
+    """A compilation while a stage runs. All programs are compiled ahead; on a TPU this bug would cost minutes."""
 
 
-raise_unexpected = False  # set by tests: a user's result is not worth less for it
+raise_unexpected = False  # set by tests; for users it is only a warning
 
 
 @contextlib.contextmanager
 def no_compilation(stage: str) -> Iterator[None]:
-    """Tell of programs that this thread compiles in here."""
+    """Warn if this thread compiles anything inside the block."""
     thread = threading.get_ident()
     before = compilations[thread]
     yield
@@ -207,7 +208,7 @@ def no_compilation(stage: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_compilation() -> Iterator[None]:
-    """What is compiled in here is none of the stage's programs: merging the adapters of weights that it brings."""
+    """Exempt the block from `no_compilation`: loading weights compiles programs of its own, e.g. to merge adapters."""
     before = compilations[threading.get_ident()]
     yield
     compilations[threading.get_ident()] = before
@@ -217,54 +218,53 @@ def own_compilation() -> Iterator[None]:
 def compiling(stages: dict[str, Programs], emit: Listener) -> Iterator[Listener]:
     """Compile the programs of every stage in a thread, in order, while the `with` block loads and runs what is ready.
 
-    The block tells its events to the listener it is given. That one tells those of the thread too, and then raises what
-    ends a run early: an interruption, or what the compiler stumbled over, also in a stage whose turn comes later.
-    Leaving the block early waits for the program in the compiler's hands, which cannot be stopped, and for no other.
+    The block emits its events to the listener it is given. That listener also forwards the thread's events, and raises
+    what should end the run early: an interruption, or a compilation error, also of a later stage. Leaving the block
+    early waits only for the program that is being compiled, since XLA cannot be interrupted.
     """
     stop = threading.Event()
     for programs in stages.values():
         programs.compiled = {name: Future() for name in programs.entries}
 
-    def work(tell_later):
+    def work(enqueue):
         for programs in stages.values():
             try:
-                compile_all(programs, tell_later, stop)
+                compile_all(programs, enqueue, stop)
             except BaseException as error:
                 for future in programs.compiled.values():
                     if not future.done():
                         future.set_exception(error)
 
-    def tell_all(event):
-        thread.hand_on(emit)
+    def emit_all(event):
+        thread.forward(emit)
         emit(event)
         interruption.check()
         for programs in stages.values():
             programs.raise_error()
 
     thread, interval = Background(work), sys.getswitchinterval()
-    # Loading asks for the interpreter thousands of times, and tracing keeps it for this long each time; by default 5
-    # ms.
+    # Tracing holds the GIL for a whole switch interval (5 ms by default), and loading requests it thousands of times.
     sys.setswitchinterval(1e-4)
     thread.start()
     try:
-        yield tell_all
+        yield emit_all
     finally:
         stop.set()
         sys.setswitchinterval(interval)
         thread.finish()
-    thread.hand_on(emit)
+    thread.forward(emit)
 
 
 def compile_all(programs: Programs, emit: Listener, stop: threading.Event) -> None:
-    """Load what the store has. Where it has nothing, or what cannot be loaded: trace, compile and keep."""
+    """Load the programs from the store; if they are not there or fail to load, trace, compile and store them."""
     try:
         for name, about in programs.stored.items():
             if not stop.is_set():
-                hand_over(programs, name, emit, functools.partial(programs.load, about), from_store=True)
+                fulfil(programs, name, emit, functools.partial(programs.load, about), from_store=True)
         if programs.stored:
             return
-    except Exception as error:  # whatever a platform says of an executable that it does not take
-        log.warning("%s is traced again: what the store has cannot be loaded (%s)", programs.stage, error)
+    except Exception as error:  # platforms raise different errors for executables they reject
+        log.warning("retracing %s: the stored programs cannot be loaded (%s)", programs.stage, error)
         programs.build()
     began = time.perf_counter()
     lowered = programs.lower(stop)
@@ -273,14 +273,14 @@ def compile_all(programs: Programs, emit: Listener, stop: threading.Event) -> No
     for name, program in lowered.items():
         if stop.is_set():
             return
-        hand_over(programs, name, emit, functools.partial(programs.compile, program, abouts.get(name)))
+        fulfil(programs, name, emit, functools.partial(programs.compile, program, abouts.get(name)))
     if programs.cache and all(programs.cache.has_executable(about["executable"]) for about in abouts.values()):
         programs.cache.write(programs.kind, programs.recipe, {"programs": abouts}, {})
 
 
-def hand_over(programs: Programs, name: str, emit: Listener, make: Callable, from_store: bool = False) -> None:
-    """Make a program for those who wait for it; `make` gives it, its memory, and whether it was compiled before."""
-    if programs.compiled[name].done():  # it could be loaded, and another could not
+def fulfil(programs: Programs, name: str, emit: Listener, make: Callable, from_store: bool = False) -> None:
+    """Set a program's future; `make` returns the program, its memory analysis, and whether it came from a cache."""
+    if programs.compiled[name].done():  # this one was loaded before another failed to load
         return
     began = time.perf_counter()
     compiled, memory, from_cache = make()

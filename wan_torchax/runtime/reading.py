@@ -1,10 +1,10 @@
-"""Tensors from safetensors files into host memory: threads read pieces straight to where they are sent from.
+"""Reads tensors from safetensors files into host memory, in threads, directly into the buffers that are transferred.
 
     for parts in read_ahead([Load(stored, "bfloat16", tensor.shape, tensor.sharding), …]):
-        …                                                   # {where a part lies in the array: its numbers}
+        …                                                   # {index of a shard: its values}
 
-The next arrays are read while one is sent, as many as fit into AHEAD_BYTES; host memory never holds more than those and
-the one in hand. Plain reads at the offsets that a file's header names: a mapped file would stay in memory once read.
+The next arrays are prefetched while one is transferred, up to AHEAD_BYTES, which bounds host memory. Uses pread at the
+offsets from the header: pages of a mapped file would stay resident once read.
 """
 import contextlib
 import math
@@ -22,10 +22,10 @@ from wan_torchax import interruption
 from wan_torchax.runtime.checkpoint import Stored
 from wan_torchax.runtime.remote import fill
 
-READERS = 8  # threads: a disk is busy only if several reads wait for it
+READERS = 8  # threads: several outstanding reads keep the disk busy
 PIECE_BYTES = 2**24  # of one read
-AHEAD_BYTES = 2**28  # of arrays that wait to be sent
-# What safetensors calls the dtypes that weights come in, and numpy and torch alike.
+AHEAD_BYTES = 2**28  # of prefetched arrays
+# safetensors' dtype names -> those of numpy and torch.
 STORED_DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
@@ -34,34 +34,33 @@ STORED_DTYPES = {
 
 @dataclass
 class Load:
-    """An array to be sent, and the tensors on disk that it is made of: one, or one for each of its first dimension."""
+    """An array to load, and its tensors on disk: one, or one per index of the leading dimension if `stacked`."""
 
     sources: list[Stored]
     dtype: str
     shape: tuple
     sharding: jax.sharding.Sharding
     stacked: bool = False
-    begin: int = 0  # where its rows lie in each device's part of the tensor, if it has fewer
+    begin: int = 0  # first row within each device's shard of the tensor, if only some rows are read
 
 
 @dataclass
 class Reading:
-    """An array on its way into memory."""
+    """An array that is being read."""
 
-    parts: dict[str, numpy.ndarray]  # by where they lie in it
+    parts: dict[str, numpy.ndarray]  # by index of the shard
     bytes: int
-    pieces: list[Future]  # it is read in
+    pieces: list[Future]  # the outstanding reads
 
     def result(self) -> dict[str, numpy.ndarray]:
         interruption.wait(self.pieces)
         for piece in self.pieces:
-            piece.result()  # raises what went wrong
+            piece.result()  # raises read errors
         return self.parts
 
 
 def read_ahead(loads: Iterable[Load], ahead: int = AHEAD_BYTES) -> Iterator[dict[str, numpy.ndarray]]:
-    """What this process's devices hold of each array, in their order, the next ones being read meanwhile, as far as
-    they fit into `ahead` bytes."""
+    """This process's shards of each array, in order, prefetching up to `ahead` bytes."""
     with contextlib.ExitStack() as stack:
         files: dict[Path, int] = {}
         readers = ThreadPoolExecutor(READERS)
@@ -80,7 +79,7 @@ def read_ahead(loads: Iterable[Load], ahead: int = AHEAD_BYTES) -> Iterator[dict
 
 
 def close(readers: ThreadPoolExecutor) -> None:
-    """Wait for the pieces in hand, and for no others; for none if this process is asked to end."""
+    """Cancel pending reads and wait for running ones, unless the process is asked to end."""
     readers.shutdown(wait=interruption.asked is None, cancel_futures=True)
 
 
@@ -89,7 +88,7 @@ def load_bytes(load: Load) -> int:
 
 
 def begin(load: Load, files: dict[Path, int], readers: ThreadPoolExecutor) -> Reading:
-    """Have the rows read that this process's devices hold, each once, also where several parts share them."""
+    """Submit reads for the rows of this process's shards; rows that several shards share are read once."""
     buffers, parts, submitted = {}, {}, []
     lead = int(load.stacked)
     for part in load.sharding.addressable_devices_indices_map(load.shape).values():
@@ -105,7 +104,7 @@ def begin(load: Load, files: dict[Path, int], readers: ThreadPoolExecutor) -> Re
 
 
 def aligned(shape: tuple, dtype: numpy.dtype) -> numpy.ndarray:
-    """Memory that JAX's CPU backend takes as it is; what does not begin at a multiple of 64 it copies."""
+    """A 64-byte aligned buffer: JAX's CPU backend would copy an unaligned one."""
     size = math.prod(shape) * dtype.itemsize
     memory = numpy.empty(size + 64, numpy.uint8)
     start = -memory.ctypes.data % 64
@@ -113,7 +112,7 @@ def aligned(shape: tuple, dtype: numpy.dtype) -> numpy.ndarray:
 
 
 def pieces(place: numpy.ndarray, stored: Stored, first: int) -> Iterator[tuple[int, numpy.ndarray]]:
-    """Rows of a tensor from `first` on, a piece at a time, and where they go."""
+    """Split a read of rows starting at `first` into pieces: (first row, destination)."""
     step = max(PIECE_BYTES // max(row_bytes(stored), 1), 1)
     for start in range(0, len(place), step):
         yield first + start, place[start : start + step]
@@ -124,7 +123,7 @@ def row_bytes(stored: Stored) -> int:
 
 
 def read_rows(file: int, stored: Stored, first: int, place: numpy.ndarray) -> None:
-    """Some rows from `first` on into their place, in its dtype."""
+    """Read rows starting at `first` into `place`, converting to its dtype."""
     offset, kind = stored.offset + first * row_bytes(stored), numpy.dtype(STORED_DTYPES[stored.dtype])
     if kind == place.dtype:
         return read_into(file, place, offset, stored)
@@ -144,8 +143,8 @@ def read_into(file: int, array: numpy.ndarray, offset: int, stored: Stored) -> N
 
 
 def cast(rows: numpy.ndarray, place: numpy.ndarray) -> None:
-    """Rounded to the nearest, as torch does. Where numpy takes its time, by a way around that gives the same."""
-    if rows.itemsize == 1:  # there are 256 of them
+    """Cast with round-to-nearest, as torch does. Works around slow casts in numpy, with identical results."""
+    if rows.itemsize == 1:  # only 256 values
         table = numpy.arange(256, dtype=numpy.uint8).view(rows.dtype).astype(place.dtype)
         numpy.take(table, rows.view(numpy.uint8), out=place)
     elif (rows.dtype, place.dtype) == ("float16", "bfloat16"):

@@ -1,10 +1,10 @@
-"""Checkpoints in buckets (gs://, s3:// and all that fsspec knows), read by byte ranges.
+"""Checkpoints in buckets (gs://, s3:// and whatever fsspec supports), read by byte ranges.
 
-    folder = mirror("gs://bucket/Wan2.1-T2V-14B-Diffusers", "transformer")     # configs, headers, and holes
-    fill(folder / "a.safetensors", offset, count)                            # those bytes are there from now on
+    folder = mirror("gs://bucket/Wan2.1-T2V-14B-Diffusers", "transformer")     # configs, headers, sparse files
+    fill(folder / "a.safetensors", offset, count)                            # fetches these bytes
 
-A mirror is a local folder that looks like the remote one. Its safetensors files have their full length and take no
-room: the bytes come when somebody is about to read them, so a host fetches what its chips hold, once.
+A mirror is a local folder with the layout of the remote one. Its safetensors files are sparse: bytes are fetched just
+before they are read, so a host fetches only its devices' shards, once.
 """
 import contextlib
 import hashlib
@@ -29,7 +29,7 @@ def is_remote(path: str) -> bool:
 
 
 def mirror(url: str, component: str) -> Path:
-    """The local folder that stands for a remote checkpoint, with one of its components in it as it is there now."""
+    """The local mirror of a remote checkpoint, with one component brought up to date."""
     files, source = connect(url), f"{url.rstrip('/')}/{component}"
     try:
         listed = {entry["name"]: entry["size"] for entry in files.ls(source, detail=True)}
@@ -37,12 +37,12 @@ def mirror(url: str, component: str) -> Path:
         state = sorted([Path(name).name, size, str(files.checksum(name))] for name, size in kept)
     except FileNotFoundError:
         state = []
-    except Exception as error:  # each filesystem raises its own
+    except Exception as error:  # filesystems raise different errors
         raise ConfigError(f"model.path={url}: cannot be read ({error}); check its name and your credentials") from error
     folder = cache_folder() / hashlib.sha256(url.encode()).hexdigest()[:16] / component
     record = json.dumps({"source": source, "state": state})
     if not (folder / RECORD).exists() or (folder / RECORD).read_text() != record:
-        shutil.rmtree(folder, ignore_errors=True)  # of other files than are there now
+        shutil.rmtree(folder, ignore_errors=True)  # stale: the remote files have changed
         if state:
             folder.mkdir(parents=True)
             for name, size, _ in state:
@@ -68,7 +68,7 @@ def cache_folder() -> Path:
 
 
 def make(files, source: str, target: Path, size: int) -> None:
-    """A small file whole, a safetensors file as its header and a hole."""
+    """Copy a config file; create a safetensors file sparse, with only its header."""
     with whole(target) as partial:
         if target.suffix != ".safetensors":
             partial.write_bytes(files.cat_file(source))
@@ -79,7 +79,7 @@ def make(files, source: str, target: Path, size: int) -> None:
 
 
 def fill(file: Path, offset: int, count: int) -> None:
-    """Fetch some bytes of a mirror's file, unless they are here; of any other file, nothing."""
+    """Fetch a byte range of a mirrored file unless it is present. Does nothing for files outside a mirror."""
     if not (file.parent / RECORD).exists():
         return
     with lock:
@@ -94,7 +94,7 @@ def fill(file: Path, offset: int, count: int) -> None:
         handle.seek(offset)
         handle.write(content)
         handle.flush()
-        os.fsync(handle.fileno())  # before it is recorded: after a loss of power zeros must not load as weights
+        os.fsync(handle.fileno())  # before recording the range: after a power loss, zeros must not load as weights
     with lock:
         write_text(ranges_of(file), json.dumps(joined([*read_ranges(file), [offset, offset + count]])))
 
@@ -110,7 +110,7 @@ def read_ranges(file: Path) -> list[list[int]]:
 
 
 def joined(ranges: list[list[int]]) -> list[list[int]]:
-    """The same bytes in as few ranges as possible."""
+    """Merge overlapping and adjacent ranges."""
     merged: list[list[int]] = []
     for first, last in sorted(ranges):
         if merged and first <= merged[-1][1]:

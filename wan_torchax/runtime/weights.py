@@ -1,13 +1,11 @@
-"""From safetensors on disk to sharded arrays on the devices, one tensor at a time.
+"""Loads safetensors files into sharded arrays on the devices, one tensor at a time.
 
-    specs = array_specs(module, spec, {}, Layout(mesh), "bfloat16")  # what goes where: pure, from shapes alone
+    specs = array_specs(module, spec, {}, Layout(mesh), "bfloat16")  # shapes and shardings, from the meta device
     check(specs, folder)                                             # against the files' headers
     arrays = load(specs, folder, progress)                           # {name: jax.Array}
 
-What adapters add (`Change`) is merged on the way, tensor by tensor, on the devices.
-
-Threads read some tensors ahead of the one that is sent to the devices, and host memory never holds more than those
-(runtime/reading.py).
+Adapters (`Change`) are merged during loading, tensor by tensor, on the devices. Threads prefetch a bounded number of
+bytes, so host memory stays small (runtime/reading.py).
 """
 import contextlib
 import functools
@@ -33,24 +31,24 @@ from wan_torchax.runtime.checkpoint import Stored, index
 from wan_torchax.runtime.reading import AHEAD_BYTES, STORED_DTYPES, Load, read_ahead
 
 REPLICATED = "(replicated)"
-SENT_NUMBERS = 2**22  # of a layer that a device is sent at a time to be merged
-MERGING_AHEAD_BYTES = 3 * 2**25  # read ahead while merging, which needs memory of its own where the host is the device
-STACK_BYTES = 2**26  # of layers that become one array: up to here they are put together in host memory
+SENT_NUMBERS = 2**22  # values of a layer transferred to a device at a time for merging
+MERGING_AHEAD_BYTES = 3 * 2**25  # prefetch limit while merging, which itself needs host memory on CPU devices
+STACK_BYTES = 2**26  # stacked arrays up to this size are assembled in host memory
 PROBLEMS_SHOWN = 20
 
 
 @dataclass
 class ArraySpec:
-    """One array on the devices, and the checkpoint tensors it is made of (several where blocks are stacked)."""
+    """One array on the devices, and the checkpoint tensors it is loaded from (several if blocks are stacked)."""
 
     shape: tuple
     dtype: str
     sharding: jax.sharding.NamedSharding
     rule: str
-    sources: list = field(default_factory=list)  # checkpoint names, by layer; empty for tables that no checkpoint has
-    value: object = None  # a numpy array for those
-    stacked: bool = False  # a leading dimension for the layer, under a scan
-    scaled_by: str | None = None  # of eight bits: the array with what its rows have to be multiplied with
+    sources: list = field(default_factory=list)  # checkpoint names, by layer; empty for computed tables
+    value: object = None  # the numpy array of a computed table
+    stacked: bool = False  # has a leading layer dimension, for the scan
+    scaled_by: str | None = None  # if quantized: the name of the array with the scales of its rows
 
     @property
     def struct(self):
@@ -67,24 +65,24 @@ class ArraySpec:
 
 @dataclass(frozen=True)
 class Change:
-    """What an adapter adds to one tensor of a checkpoint: scale · up · down, or scale · whole."""
+    """An adapter's addition to one checkpoint tensor: scale · up · down, or scale · diff."""
 
     scale: float
     factors: tuple[Stored, ...]  # (up, down) of shapes (rows, rank) and (rank, …), or one like the tensor
 
 
-# ---------------------------------------------------------------- the plan
+# ---------------------------------------------------------------- array specs
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a component's arrays lie on the devices."""
+    """How a component's arrays are sharded."""
 
     mesh: object
-    rules: Mapping[str, object] = field(default_factory=dict)  # schema.Rule: what the dimensions of its weights are
-    axes: Mapping[str, object] = field(default_factory=dict)  # a dimension's name -> mesh axes
-    gather: str | None = None  # mesh axis over which the blocks' matrices are stored in parts
-    key: str = "model.weights"  # of the rules in the config
+    rules: Mapping[str, object] = field(default_factory=dict)  # schema.Rule: names the dimensions of weights
+    axes: Mapping[str, object] = field(default_factory=dict)  # dimension name -> mesh axes
+    gather: str | None = None  # mesh axis over which the blocks' matrices are stored sharded and gathered for use
+    key: str = "model.weights"  # config key of the rules
 
     def spec(self, rule: str | None, parameter, stacked: bool) -> jax.sharding.PartitionSpec:
         names = self.rules[rule].axes if rule else ()
@@ -98,26 +96,26 @@ class Layout:
 
 @dataclass
 class Part:
-    """Parameters of a module that become one array: one, or the same of every block of a stack."""
+    """Parameters that become one array: a single one, or the same one of every block of a stack."""
 
     name: str
     parameter: object
     sources: list[str]
     stacked: bool
-    dtype: str | None = None  # if it has one of its own
+    dtype: str | None = None  # overrides the component's
     scaled_by: str | None = None
 
 
 def array_specs(
     module, spec: ComponentSpec, architecture, layout: Layout, dtype: str, precision=None
 ) -> dict[str, ArraySpec]:
-    """Shape, dtype and sharding of every array a module (on the meta device) needs.
+    """Shape, dtype and sharding of every array that a module (on the meta device) needs.
 
-    Rules are full matches on checkpoint names and must be disjoint and all used, but for optional ones. Arrays of
-    stacked blocks get a leading dimension, the layer, which is never sharded.
+    Rules are full matches on checkpoint names; they must be disjoint and, unless optional, match something. Arrays of
+    stacked blocks get a leading layer dimension, which is never sharded.
     """
     used, specs, problems = set(), {}, []
-    for part in in_eight_bits_too(parts_of(module, spec.stacks), layout, precision):
+    for part in split_quantized(parts_of(module, spec.stacks), layout, precision):
         rules = {rule_for(source, layout, problems) for source in part.sources}
         if len(rules) > 1:
             names = sorted(map(str, rules))
@@ -126,7 +124,7 @@ def array_specs(
         used.add(rule)
         partition, is_scale = layout.spec(rule, part.parameter, part.stacked), part.name.endswith(".scale")
         shape = tuple(part.parameter.shape)
-        if is_scale:  # one for each row of a weight, made of the weights that are read
+        if is_scale:  # one per row of a weight, computed when the weight is quantized
             partition, shape = jax.sharding.PartitionSpec(*partition[:1]), shape[:1]
         problem = spec_problem(partition, shape, layout.mesh)
         if problem:
@@ -154,7 +152,7 @@ def array_specs(
 
 
 def parts_of(module, stacks: Iterable[str]) -> list[Part]:
-    """A module's parameters; those of stacked blocks once: blocks.*.norm2.weight of blocks.0.norm2.weight, …"""
+    """A module's parameters, with those of stacked blocks grouped: blocks.0.norm2.weight, … as blocks.*.norm2.weight"""
     parts: dict[str, Part] = {}
     for name, parameter in module.named_parameters():
         match = re.fullmatch(r"(\w+)\.\d+\.(.+)", name)
@@ -164,9 +162,9 @@ def parts_of(module, stacks: Iterable[str]) -> list[Part]:
     return list(parts.values())
 
 
-def in_eight_bits_too(parts: list[Part], layout: Layout, precision) -> Iterable[Part]:
-    """With linear layers in eight bits, in all blocks but a few at both ends: their weights are three arrays, `weight`
-    of the blocks that keep theirs, `quantized` and `scale` of the others."""
+def split_quantized(parts: list[Part], layout: Layout, precision) -> Iterable[Part]:
+    """Split the weights of quantized linear layers into three arrays: `weight` for the first and last blocks, which
+    keep their dtype, `quantized` and `scale` for the others."""
     if precision is None or not precision.weights:
         yield from parts
         return
@@ -194,7 +192,7 @@ def in_eight_bits_too(parts: list[Part], layout: Layout, precision) -> Iterable[
 
 
 def rule_for(name: str, layout: Layout, problems: list[str]) -> str | None:
-    """The one rule that matches a name; None if none does."""
+    """The rule that matches a name; None if none does."""
     matches = [rule for rule in layout.rules if re.fullmatch(layout.rules[rule].pattern, name)]
     if len(matches) > 1:
         problems.append(f"{layout.key}: {name} matches {' and '.join(matches)}; make their patterns disjoint")
@@ -202,13 +200,13 @@ def rule_for(name: str, layout: Layout, problems: list[str]) -> str | None:
 
 
 def dtype_of(module, name: str, dtype: str) -> str:
-    """The configured dtype, or float32 where the model's authors want it."""
+    """The configured dtype, or float32 where the model requires it."""
     exempt = private.float32_parts(module, dtype)
     return "float32" if any(part in exempt for part in name.split(".")) else dtype
 
 
 def summary(specs: dict[str, ArraySpec]) -> list[str]:
-    """The plan as lines: by rule the tensors, their size and spec; then totals."""
+    """The specs as lines of text: count, size and partition spec by rule, then totals."""
     groups = defaultdict(list)
     for spec in specs.values():
         groups[spec.rule].append(spec)
@@ -236,9 +234,8 @@ def load(
     changes: Mapping[str, list[Change]] = MappingProxyType({}),
     took: Callable[[str, float], None] = lambda part, seconds: None,
 ) -> dict[str, jax.Array]:
-    """Read every planned tensor from a component's folder to its devices; `progress` hears of bytes as they arrive,
-    `took` of the seconds that reading and sending made this wait. `changes`, by checkpoint name, are added on the
-    way."""
+    """Load every tensor from a component's folder onto the devices, merging `changes` (by checkpoint name). `progress`
+    is called with bytes loaded, `took` with the seconds spent waiting for reads and transfers."""
     files, arrays, spent = without_prefix(index(folder), prefix), {}, Counter()
     ahead = MERGING_AHEAD_BYTES if changes else AHEAD_BYTES
     planned = (load for spec in specs.values() for load in loads(spec, files, changes))
@@ -256,24 +253,24 @@ def load(
 def load_one(
     name: str, specs: dict[str, ArraySpec], changes: Mapping[str, list[Change]], parts: Callable[[], dict]
 ) -> dict[str, jax.Array]:
-    """A planned tensor on its devices, with the scales that come with one of eight bits."""
+    """Load one array; a quantized one together with its scales."""
     spec = specs[name]
     if spec.value is not None:
         return {name: put(spec.value, spec.sharding)}
     if not spec.sources:
-        return {}  # scales, which come with what they scale
+        return {}  # scales are loaded with their weight
     if spec.scaled_by:
-        values, scales = in_eight_bits(spec, specs[spec.scaled_by], changes, parts)
+        values, scales = quantize_layers(spec, specs[spec.scaled_by], changes, parts)
         return {name: values, spec.scaled_by: scales}
     if is_whole(spec, changes):
         return {name: send(spec.shape, spec.sharding, parts())}
     if spec.stacked:
-        return {name: by_layer(spec, changes, parts)}
+        return {name: stack_layers(spec, changes, parts)}
     return {name: merge(spec, changes[spec.sources[0]], parts)}
 
 
 def timed(function: Callable, spent: Counter, part: str) -> Callable:
-    """The function, its seconds added up."""
+    """The function, accumulating its seconds in `spent`."""
 
     def call():
         began = time.perf_counter()
@@ -286,8 +283,8 @@ def timed(function: Callable, spent: Counter, part: str) -> Callable:
 
 
 def loads(spec: ArraySpec, files: dict[str, Stored], changes: Mapping[str, list[Change]]) -> list[Load]:
-    """What is read for an array, in the order it is needed: all of it at once, or its sources one by one, each after
-    what is added to it."""
+    """The reads for an array, in the order they are consumed: all sources at once, or one by one, each preceded by the
+    factors of its changes."""
     if is_whole(spec, changes):
         sources = [files[source] for source in spec.sources]
         return [Load(sources, spec.dtype, spec.shape, spec.sharding, spec.stacked)] if sources else []
@@ -296,7 +293,7 @@ def loads(spec: ArraySpec, files: dict[str, Stored], changes: Mapping[str, list[
         stored, added = files[source], changes.get(source, ())
         factors = (factor for change in added for factor in placed(change, sharding))
         listed += [Load([one], sent_as(one), one.shape, spread) for one, spread in factors]
-        in_place = added and spec.stacked and not spec.scaled_by  # as merge_layer does it
+        in_place = added and spec.stacked and not spec.scaled_by  # see merge_layer
         shape, begins = some_rows(stored.shape, sharding) if in_place else (stored.shape, [0])
         dtype = sent_as(stored) if added or spec.scaled_by else spec.dtype
         listed += [Load([stored], dtype, shape, sharding, begin=begin) for begin in begins]
@@ -304,8 +301,8 @@ def loads(spec: ArraySpec, files: dict[str, Stored], changes: Mapping[str, list[
 
 
 def some_rows(shape: tuple, sharding) -> tuple[tuple, list[int]]:
-    """The shape of what is sent of a layer at a time, the same rows of each device's part, and where they begin in
-    it."""
+    """Split a layer for merging: the shape transferred at a time, with the same rows of each device's shard, and the
+    first row of each transfer."""
     part = sharding.shard_shape(shape)
     held, times = part[0], math.ceil(math.prod(part) / SENT_NUMBERS)
     rows = math.ceil(held / min(times, held))
@@ -313,26 +310,26 @@ def some_rows(shape: tuple, sharding) -> tuple[tuple, list[int]]:
 
 
 def is_whole(spec: ArraySpec, changes: Mapping[str, list[Change]]) -> bool:
-    """Whether an array is put together in host memory. Not one of many layers that would be much, nor one whose sources
-    are added to or rounded on the devices."""
-    much = spec.stacked and spec.bytes > STACK_BYTES
-    return not (much or spec.scaled_by or any(map(changes.get, spec.sources)))
+    """Whether an array is assembled in host memory. Large stacked arrays are not, nor arrays that are merged or
+    quantized on the devices."""
+    large = spec.stacked and spec.bytes > STACK_BYTES
+    return not (large or spec.scaled_by or any(map(changes.get, spec.sources)))
 
 
 def layer_sharding(spec: ArraySpec):
-    """How one of an array's sources lies on the devices."""
+    """The sharding of one layer of a stacked array."""
     if not spec.stacked:
         return spec.sharding
     return jax.sharding.NamedSharding(spec.sharding.mesh, jax.sharding.PartitionSpec(*spec.sharding.spec[1:]))
 
 
 def without_prefix(files: dict[str, Stored], prefix: str) -> dict[str, Stored]:
-    """What files hold, by the names that modules have."""
+    """Tensors by module name."""
     return {name.removeprefix(prefix): stored for name, stored in files.items()}
 
 
 def source_shapes(specs: dict[str, ArraySpec]) -> dict[str, tuple]:
-    """The shape of every checkpoint tensor that a plan needs, by its name."""
+    """The shape of every checkpoint tensor that the specs need."""
     shapes = {}
     for spec in specs.values():
         shapes |= dict.fromkeys(spec.sources, spec.shape[1:] if spec.stacked else spec.shape)
@@ -340,7 +337,7 @@ def source_shapes(specs: dict[str, ArraySpec]) -> dict[str, tuple]:
 
 
 def check(specs: dict[str, ArraySpec], folder: Path, ignored: Iterable[str] = (), prefix: str = "") -> None:
-    """One error that lists every missing, unexpected and mis-shaped tensor; from the files' headers alone."""
+    """Raise one error that lists every missing, unexpected and mis-shaped tensor; reads only headers."""
     files, shapes = without_prefix(index(folder), prefix), source_shapes(specs)
     surplus = [name for name in files if name not in shapes and not any(re.match(rule, name) for rule in ignored)]
     problems = [f"missing: {name}" for name in shapes if name not in files]
@@ -356,14 +353,14 @@ def check(specs: dict[str, ArraySpec], folder: Path, ignored: Iterable[str] = ()
 
 
 def sent_as(stored: Stored) -> str:
-    """The dtype that a tensor goes to the devices in before it is cast there: its own, if JAX computes with it."""
+    """The dtype in which a tensor is transferred before it is cast on the device: its own, if JAX computes in it."""
     kind = STORED_DTYPES[stored.dtype]
     return kind if kind in ("float32", "bfloat16", "float16") else "float32"
 
 
 def placed(change: Change, sharding) -> list[tuple[Stored, jax.sharding.NamedSharding]]:
-    """The factors of a change and how they lie on the devices: `up` as the tensor's rows, `down` as the rest of it, so
-    that their product needs no communication."""
+    """A change's factors and their shardings: `up` like the tensor's rows, `down` like its other dimensions, so that
+    their product needs no communication."""
     if len(change.factors) == 1:
         return [(change.factors[0], sharding)]
     rows, rest = (*sharding.spec, None)[0], tuple(sharding.spec)[1:]
@@ -375,39 +372,39 @@ def send(shape, sharding, parts) -> jax.Array:
     return jax.make_array_from_callback(shape, sharding, lambda part: parts[str(part)])
 
 
-def by_layer(spec: ArraySpec, changes: Mapping[str, list[Change]], parts: Callable[[], dict]) -> jax.Array:
-    """The same tensor of every layer into one array, written layer by layer into memory that is already on the
-    devices."""
+def stack_layers(spec: ArraySpec, changes: Mapping[str, list[Change]], parts: Callable[[], dict]) -> jax.Array:
+    """Write a tensor of every layer into a preallocated, donated array on the devices, layer by layer."""
     stack = zeros(spec.struct)
     for layer, source in enumerate(spec.sources):
         if added := changes.get(source):
             stack = merge_layer(spec, added, parts, stack, layer)
         else:
-            stack = in_turn(write_layer, stack, send(spec.shape[1:], layer_sharding(spec), parts()), layer)
+            stack = update_stack(write_layer, stack, send(spec.shape[1:], layer_sharding(spec), parts()), layer)
     return stack
 
 
 def merge_layer(spec: ArraySpec, changes: list[Change], parts: Callable[[], dict], stack, layer: int) -> jax.Array:
-    """The stack with the next layer and what adapters add to it, some rows at a time."""
+    """Merge changes into the next layer and write it to the stack, some rows at a time."""
     sharding = layer_sharding(spec)
     scales, factors = send_added(changes, sharding, parts)
     specs = jax.tree.map(lambda factor: factor.sharding.spec, factors)
     program = merge_into_program(spec.sharding, specs)
     shape, begins = some_rows(spec.shape[1:], sharding)
     for begin in begins:
-        stack = in_turn(program, stack, layer, begin, send(shape, sharding, parts()), scales, factors)
+        stack = update_stack(program, stack, layer, begin, send(shape, sharding, parts()), scales, factors)
     return stack
 
 
-def in_turn(program: Callable, stack, *arguments) -> jax.Array:
-    """The next stack as soon as this one is there: the arguments were sent meanwhile, and no more than those wait."""
+def update_stack(program: Callable, stack, *arguments) -> jax.Array:
+    """Run the program once the stack is ready. The arguments' transfer overlaps the previous update; waiting here
+    bounds the memory of pending transfers."""
     return program(jax.block_until_ready(stack), *arguments)
 
 
-def in_eight_bits(
+def quantize_layers(
     spec: ArraySpec, scale: ArraySpec, changes: Mapping[str, list[Change]], parts: Callable[[], dict]
 ) -> tuple[jax.Array, jax.Array]:
-    """A weight of every layer and its scales, from numbers as they are stored and what adapters add to them."""
+    """Quantize a weight of every layer, after merging adapters, from the stored precision: values and scales."""
     values, scales = zeros(spec.struct), zeros(scale.struct)
     whole = replace(spec, dtype="float32", sharding=layer_sharding(spec), shape=spec.shape[1:], stacked=False)
     program = quantize_program(spec.sharding, scale.sharding)
@@ -427,14 +424,14 @@ def quantize_program(*shardings):
 
 
 def merge(spec: ArraySpec, changes: Iterable[Change], parts: Callable[[], dict]) -> jax.Array:
-    """The next of a tensor's sources on the devices, with what adapters add to it."""
+    """Transfer a tensor and merge its changes."""
     added = send_added(changes, spec.sharding, parts)
     array = send(spec.shape, spec.sharding, parts())
     return merge_program(spec.sharding, spec.dtype)(array, *added) if changes else array
 
 
 def send_added(changes: Iterable[Change], sharding, parts: Callable[[], dict]) -> tuple[tuple, tuple]:
-    """What is added to a tensor: the scale and the factors, on the devices, of every change."""
+    """Scales, and factors on the devices, of every change."""
     factors = tuple(
         tuple(send(one.shape, spread, finite(one, parts())) for one, spread in placed(change, sharding))
         for change in changes
@@ -443,20 +440,20 @@ def send_added(changes: Iterable[Change], sharding, parts: Callable[[], dict]) -
 
 
 def finite(stored: Stored, parts: dict) -> dict:
-    """An adapter's numbers, refused where there are others than finite ones: the checkpoint would be blamed."""
+    """Reject an adapter with NaN or infinite values: later the error would point at the checkpoint."""
     if not all(numpy.isfinite(part.astype(numpy.float32)).all() for part in parts.values()):
         raise ConfigError(f"{stored.file}: has numbers that are not finite; download it again, or leave it out")
     return parts
 
 
 def merged(base, scales, added, dtype):
-    """base + Σ scale · product of factors, in float32 and cast once. A TPU would multiply in bfloat16 unasked."""
+    """base + Σ scale · product of factors, in float32 and cast once. By default a TPU would multiply in bfloat16."""
     total = base.astype(jax.numpy.float32)
     for scale, factors in zip(scales, added):
         first, *second = (factor.astype(jax.numpy.float32) for factor in factors)
         whole = scale * first
         if second:
-            transposed = jax.lax.optimization_barrier(whole.T)  # a CPU multiplies so an eighth faster
+            transposed = jax.lax.optimization_barrier(whole.T)  # this layout is an eighth faster on CPU
             whole = jax.numpy.tensordot(transposed, second[0], (0, 0), precision="highest")
         total = total + whole
     return total.astype(dtype)
@@ -469,7 +466,7 @@ def merge_program(sharding, dtype: str):
 
 @functools.cache
 def merge_into_program(sharding, factor_specs):
-    """Rows of each device's part into a layer of a stack."""
+    """Merge rows of each device's shard into a layer of a stack."""
 
     def program(stack, layer, begin, base, scales, added):
         cut = [[jax.lax.dynamic_slice_in_dim(first, begin, len(base)), *rest] for first, *rest in added]
@@ -482,13 +479,13 @@ def merge_into_program(sharding, factor_specs):
 
 
 def put(value: numpy.ndarray, sharding) -> jax.Array:
-    """A numpy array on the devices of this process. Over several processes device_put would first compare it with
-    theirs, in a program of its own."""
+    """Transfer a numpy array to this process's devices. With several processes, device_put would compile a program to
+    compare their values."""
     return jax.make_array_from_callback(value.shape, sharding, lambda part: numpy.asarray(value[part]))
 
 
 def zeros(struct) -> jax.Array:
-    """Zeros made on the devices that a struct names."""
+    """Zeros, allocated on the devices."""
     return zeros_program(struct)()
 
 
@@ -498,8 +495,8 @@ def zeros_program(struct):
 
 
 def into_place(stack, value, layer, row=0):
-    """A layer of a stack, or its rows from one on. A CPU moves numbers of half precision one by one, integers many at a
-    time; a TPU would make a second stack of integers."""
+    """Write a layer of a stack, or rows of it starting at `row`. XLA's CPU backend vectorizes such copies for integers
+    but not for half precision; on TPU, the bitcast would allocate a second stack."""
 
     def update(stack, value, *place):
         return jax.lax.dynamic_update_slice(stack, value[None], place + (0,) * (stack.ndim - len(place)))
