@@ -268,7 +268,7 @@ class Wan21TextEncoder:
         import torch
 
         texts = from_prompts(prompt, negative_prompt)
-        # The sampler chooses guidance later, so the negative prompt is encoded whatever the config says. It previews, too.
+        # The sampler chooses guidance later, and previews: the negative prompt is encoded whatever the config says.
         later = "guidance_scale=2", "preview_every=0"
         composed = compose_part([*choose(config, model_id), *texts, *later, *ANY_SIZE])
         embeddings = torch.tensor(run_stages(["text"], composed)["embeddings"])
