@@ -1,10 +1,10 @@
-"""Which steps are computed, and how much of them: decided on the host, before the run or from a few numbers a step.
+"""Step caching: decides on the host which steps are computed and how much of them, before the run or adaptively.
 
-    work = plan(config, table)      # a word a step: full, prompt or reuse (stages/step.py)
+    work = plan(config, table)      # one per step: full, prompt or reuse (stages/step.py)
 
-MagCache (Ma et al., 2025) knows from a curve how fast the size of what the blocks add changes from step to step, and
-reuses it while the error so summed up stays small. EasyCache (Zhou et al., 2025) sees it from the latents as it goes.
-The CFG cache (Lv et al., 2025) guesses the negative prompt's velocity in most steps of the middle.
+MagCache (Ma et al., 2025) has a calibrated curve of how the norm of the blocks' residual changes from step to step, and
+reuses the residual while the accumulated error is small. EasyCache (Zhou et al., 2025) estimates the error from the
+latents at run time. The CFG cache (Lv et al., 2025) extrapolates the negative prompt's velocity in most middle steps.
 """
 import math
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from wan_torchax.config.caches import curve_file
 from wan_torchax.config.geometry import expert_at, guided
 
 FULL, PROMPT, REUSE = "full", "prompt", "reuse"
-SAME_SIGMA = 0.005  # diffusers ends its schedule at 0.001, Wan's own code at 0: the same steps to a curve
+SAME_SIGMA = 0.005  # diffusers' schedule ends at 0.001, Wan's own at 0: curves treat them as equal
 
 
 @dataclass(frozen=True)
 class Curve:
-    """How fast the size of what the blocks add changes, from one step to the next (conf/curve)."""
+    """Ratios of the norm of the blocks' residual from one step to the next (conf/curve)."""
 
     name: str
     steps: int
@@ -32,13 +32,12 @@ class Curve:
 
     @property
     def sigmas(self) -> numpy.ndarray:
-        """Of the steps it was measured at, which Wan and diffusers spread alike."""
+        """The schedule it was measured with; Wan and diffusers use the same spacing."""
         plain = 0.999 * (1 - numpy.arange(self.steps) / self.steps)
         return self.shift * plain / (1 + (self.shift - 1) * plain)
 
     def at(self, sigmas: numpy.ndarray) -> numpy.ndarray:
-        """The ratio of every step of another schedule to the one before: sizes are multiplied along the way, so that
-        their logarithms can be read between the points."""
+        """The ratios for another schedule: norms multiply along the steps, so their logarithms are interpolated."""
         sizes, own = numpy.concatenate([[0.0], numpy.cumsum(numpy.log(self.ratios))]), self.sigmas
         if len(sigmas) == len(own) and numpy.abs(sigmas - own).max() < SAME_SIGMA:
             sigmas = own
@@ -52,7 +51,7 @@ def read_curve(path: Path) -> Curve:
 
 
 def plan(config, table, curve: Path | None = None) -> list[str]:
-    """How each step is done, as far as that is known before the run: an adaptive cache turns more into `reuse`."""
+    """The work of each step as known before the run; an adaptive cache changes more steps to `reuse`."""
     work = [FULL] * len(table.timesteps)
     if config.cache.mode == "magcache":
         ratios = read_curve(curve or curve_file(config)).at(table.sigmas)
@@ -64,8 +63,8 @@ def plan(config, table, curve: Path | None = None) -> list[str]:
 
 
 def skipped(ratios, kept: list[bool], threshold: float, most: int) -> list[bool]:
-    """MagCache's choice: a step is skipped while the errors of all skips since the last computed step, each the
-    distance of the product of ratios from 1, add up to less than the threshold."""
+    """MagCache's rule: skip a step while the accumulated error since the last computed step is below the threshold. A
+    skip's error is the distance of the product of ratios from 1."""
     skips, product, error, count = [], 1.0, 0.0, 0
     for ratio, keep in zip(ratios, kept):
         if keep:
@@ -80,7 +79,7 @@ def skipped(ratios, kept: list[bool], threshold: float, most: int) -> list[bool]
 
 
 def kept_steps(config, table) -> list[bool]:
-    """Steps that are computed whatever happens: the first share of each expert's, and a few at the end."""
+    """Steps that are always computed: the first share of each expert's steps, and the last few."""
     experts = [expert_at(config, time) for time in table.timesteps]
     kept = []
     for place, expert in enumerate(experts):
@@ -91,7 +90,8 @@ def kept_steps(config, table) -> list[bool]:
 
 
 def rest(config, work: list[str]) -> list[str]:
-    """Steps in which guidance rests: outside its interval, and in the middle all but every n-th that is computed."""
+    """Apply the CFG cache: `prompt` outside the guidance interval, and in the middle for all but every n-th computed
+    step."""
     cache, count, since, rested = config.cache, len(work), 0, []
     first, last = (int(share * count) for share in (cache.rest_start, cache.rest_stop))
     for place, kind in enumerate(work):
@@ -112,15 +112,15 @@ def in_interval(config, place: int, count: int) -> bool:
 
 
 def rest_weights(config, count: int) -> numpy.ndarray:
-    """(steps, 2): how low and high frequencies of the last difference count; more of the low in the first half."""
+    """(steps, 2): weights of low and high frequencies of the last difference; low is boosted in the first half."""
     boost = config.cache.rest_boost
     rows = [(1 + boost, 1.0) if place < count / 2 else (1.0, 1 + boost) for place in range(count)]
     return numpy.float32(rows)
 
 
 class Adaptive:
-    """EasyCache's choice, step by step, from four numbers that each step leaves: how much the latents changed; and of
-    the last computed one the size of the velocity, its change and the latents' change since the one before."""
+    """EasyCache's rule, evaluated per step from four measurements: the latents' last change; and for the last computed
+    step the velocity's norm, its change, and the latents' change since the computed step before."""
 
     def __init__(self, config, table):
         self.threshold, self.kept = config.cache.threshold, kept_steps(config, table)
@@ -135,7 +135,7 @@ class Adaptive:
         self.measures = change, size
 
     def choose(self, place: int, kind: str) -> str:
-        """Whether a step that the plan would compute can be left out."""
+        """`reuse` if a planned step can be skipped."""
         if self.slope is None or self.kept[place]:
             return kind
         change, size = self.measures
@@ -144,7 +144,7 @@ class Adaptive:
 
 
 def summary(work: list[str]) -> str:
-    """`10 full, then …`: what a log says of a plan."""
+    """The plan for the log, one character per step."""
     letters = {FULL: "X", PROMPT: "x", REUSE: "."}
     computed = sum(kind != REUSE for kind in work)
     return f"{computed} of {len(work)} steps computed: {''.join(letters[kind] for kind in work)}"

@@ -1,4 +1,4 @@
-"""A video through the VAE piece by piece: a program for its first piece, one for all later ones, caches in between."""
+"""Chunked VAE passes over a video: one program for the first chunk, one for all later ones, caches carried over."""
 from collections.abc import Callable
 
 import jax

@@ -13,7 +13,7 @@ from wan_torchax.stages.stage import Stage
 class Decode(Stage):
     """Latents (1, channels, frames, height, width) to uint8 frames (frames, height, width, 3).
 
-    Latent frames go through one by one: `first` gives one frame, `later` as many as a latent frame stands for, each
+    Latent frames are decoded one by one: `first` returns one frame, `later` as many as a latent frame encodes, each
     with the caches for the next.
     """
 
@@ -57,7 +57,7 @@ class Decode(Stage):
             latent = self.programs.put("first", (latents[:, :, index : index + 1],))
             frames, finite, caches = self("first", *latent) if index == 0 else self("later", *latent, caches)
             chunks.append((frames, finite))
-            if index:  # the chunk before is copied out while the device works on this one
+            if index:  # the previous chunk is copied to the host while the device computes this one
                 chunks[-2] = self.fetch(chunks[-2], index - 1, view, emit)
         chunks[-1] = self.fetch(chunks[-1], len(chunks) - 1, view, emit)
         return {"frames": numpy.concatenate(chunks)}
@@ -76,7 +76,7 @@ class Decode(Stage):
         return frames
 
     def preview(self, latent) -> numpy.ndarray:
-        """A frame (height, width, 3) of a latent frame that is on the devices."""
+        """A frame (height, width, 3) from a latent frame on the devices."""
         return numpy.asarray(self("first", latent)[0])[0]
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Noise to latents: one compiled step, guidance and scheduler included, called as often as there are steps."""
+"""Noise to latents: one compiled step, including guidance and scheduler, called once per step."""
 import itertools
 import logging
 import math
@@ -27,24 +27,24 @@ from wan_torchax.stages.stage import Stage
 from wan_torchax.stages.step import Step
 
 log = logging.getLogger("wan")
-LANES = 128  # of a tile in a TPU's memory
-SPARE_BYTES = 2 * 2**30  # to leave free beside weights and what a step needs
+LANES = 128  # of a TPU tile
+SPARE_BYTES = 2 * 2**30  # headroom besides weights and temporaries
 PROGRAMS = {caching.FULL: "step", caching.PROMPT: "prompt", caching.REUSE: "reuse"}
 
 
 class Denoise(Stage):
-    """Embeddings to latents (videos, channels, frames, height, width), mostly of one video.
+    """Embeddings to latents (videos, channels, frames, height, width), usually of one video.
 
-    What goes from step to step and what stays the same are named arrays:
+    The step's arguments are named arrays:
 
-        state       slots: the latents (slot 0) and what the scheduler remembers, (slots, videos, channels, frames, …)
-        schedule    timestep, coefficients (slots, slots + 1), guidance_scale: of one step; with a scheduler that draws
-                    noise also that, like the latents, and coefficients (slots, slots + 2)
-        conditions  what the family's transformer takes beside (Family.conditions): those of prompts have all videos'
-                    prompts in front of their negative ones; first_latent (1, channels, 1, height, width) is the first
-                    frame of the latents, without noise
+        state       slots: the latents (slot 0) and the scheduler's history, (slots, videos, channels, frames, …)
+        schedule    timestep, coefficients (slots, slots + 1), guidance_scale of one step; if the scheduler draws
+                    noise, also the noise, shaped like the latents, and coefficients (slots, slots + 2)
+        conditions  further inputs of the transformer (Family.conditions): per-prompt ones have all videos' prompts
+                    first, then their negative prompts; first_latent (1, channels, 1, height, width) is the noise-free
+                    first latent frame
 
-    Frames that a family puts in front of the video's are denoised with them, and left out of the result.
+    Reference frames that a family prepends are denoised with the video and dropped from the result.
     """
 
     label, share = "denoising", 85.0
@@ -91,7 +91,7 @@ class Denoise(Stage):
         return "step"
 
     def build(self):
-        """One program for the exact step; with a cache, others beside it. The experts of a model share them."""
+        """One program for the exact step; with a cache, additional ones. A model's experts share them."""
         derived = self.recipe.derived
         step = self.step(derived["prompts"])
         structs = self.arguments(step)
@@ -105,7 +105,7 @@ class Denoise(Stage):
             self.add(name, Program(function, self.recipe.derived["uses"][0], structs, outputs, donated=(1,)))
 
     def step(self, prompts: int) -> Step:
-        """What the programs compute that take so many prompts at once."""
+        """The step's functions for this many prompts."""
         derived, config, conditions = self.recipe.derived, self.config, self.family.conditions
         denoiser = self.family.denoiser(self.module(derived["uses"][0]), self.forward(prompts))
         return Step(
@@ -115,9 +115,9 @@ class Denoise(Stage):
         )
 
     def forward(self, prompts: int) -> Forward:
-        """How the transformer is computed and laid out where it takes so many prompts at once."""
+        """How the transformer is computed and sharded for this many prompts."""
         config, derived, parallel = self.config, self.recipe.derived, self.parallel(prompts)
-        # Over several devices each would compute what the prompts share.
+        # With the batch sharded, each device would recompute what the prompts share.
         spread = parallel.batch and self.mesh.shape[parallel.batch] > 1
         return Forward(
             architecture=plain(config.model.architecture.transformer), dtype=config.model.dtype.transformer,
@@ -126,18 +126,18 @@ class Denoise(Stage):
             cross_attention=Kernel(**config.attention.cross), products=Products(**config.products),
             precision=config.precision, gather=config.sharding.gather, scan=config.model.scan_blocks,
             same_video=derived["videos"] == 1 and not spread, multiple=self.multiple(parallel),
-            pinned=prompts == 1 and derived["rests"],  # beside what two prompts have left on the devices
+            pinned=prompts == 1 and derived["rests"],  # must match the layout of the two-prompt program's state
         )
 
     def multiple(self, parallel: Parallel) -> int:
-        """What tokens are padded to a multiple of. Programs that hand what the blocks add to each other pad alike."""
+        """Tokens are padded to a multiple of this; the same for all programs that share the blocks' residual."""
         widest = self.parallel(1) if self.recipe.derived["rests"] else parallel
         shards = math.prod(self.mesh.shape[axis] for axis in widest.token_axes)
         return LANES * shards if shards > 1 else 1
 
     def parallel(self, prompts: int) -> Parallel:
-        """Who shares heads, tokens and prompts. With one forward at a time there is no batch to spread: where tokens
-        are shared already, they are over the batch's axis too."""
+        """The mesh axes for heads, tokens and prompts. With one prompt at a time there is no batch to shard, so the
+        batch's axis shards tokens too, if they are sharded at all."""
         config, parallel = self.config, parallel_of(self.config.sharding)
         if prompts > 1 and config.guidance == "batched":
             return parallel
@@ -146,7 +146,7 @@ class Denoise(Stage):
         heads, _ = self.family.heads(config.model.architecture)
         if parts > 1 and parallel.ulysses and heads % (parts * self.mesh.shape[parallel.ulysses]) == 0:
             return replace(parallel, ulysses=(axis, parallel.ulysses))
-        return parallel  # where it is idle, validation has said so
+        return parallel  # the axis is idle; validation warns about it
 
     def arguments(self, step: Step):
         """Structs of the state, the schedule and the conditions."""
@@ -172,7 +172,7 @@ class Denoise(Stage):
         return [state | step.state_structs(array, derived["latent_shape"], residual), schedule, conditions]
 
     def residual_struct(self, step: Step):
-        """Of what the blocks add: (prompts, tokens, channels), on the devices as the blocks leave it."""
+        """The blocks' residual: (prompts, tokens, channels), sharded as the blocks produce it."""
         from wan_torchax.models.loop import token_sharding
 
         tokens, parallel = math.prod(self.recipe.derived["grid"]), self.parallel(step.prompts)
@@ -182,8 +182,8 @@ class Denoise(Stage):
 
     @classmethod
     def takes_several(cls, name: str, job) -> bool:
-        """Whether videos can be denoised together: where texts are all that tells them apart, and no cache judges by
-        what it sees of one."""
+        """Whether videos can be denoised as one batch: if they differ only in text and noise, and no cache is on, whose
+        decisions would depend on a single video."""
         conditions = job.family.conditions
         takes = job.graph.stages[name].takes
         return not caches.is_on(job.config) and all(
@@ -192,7 +192,7 @@ class Denoise(Stage):
 
     @staticmethod
     def joined(values: list[dict], names: list[str]) -> dict:
-        """What several videos take, as one: (prompts, …) each to (prompts · videos, …)."""
+        """Batch the inputs of several videos: (prompts, …) each to (prompts · videos, …)."""
         stacked = {name: numpy.stack([taken[name] for taken in values], axis=1) for name in names}
         return {name: array.reshape(-1, *array.shape[2:]) for name, array in stacked.items()}
 
@@ -206,7 +206,7 @@ class Denoise(Stage):
         return [expert_at(view.config, scheduler_table(view.config, view.store).timesteps[0])]
 
     def are_resident(self, view) -> bool:
-        """Whether the weights of all experts are on the devices at once: as the config says, else if they fit."""
+        """Whether the weights of all experts stay in device memory: as configured, by default if they fit."""
         if view.config.expert_weights is not None or len(self.components) == 1:
             return view.config.expert_weights != "swapped"
         weights_bytes = sum(tensor.bytes_per_device for part in self.specs.values() for tensor in part.values())
@@ -214,7 +214,7 @@ class Denoise(Stage):
         return limit is None or weights_bytes + self.temporary_bytes + SPARE_BYTES < limit
 
     def bring(self, name: str, emit) -> None:
-        """The weights of an expert in place of another's."""
+        """Swap in the weights of an expert."""
         if self.components[name].is_loaded():
             return
         for other in self.components.values():
@@ -233,7 +233,7 @@ class Denoise(Stage):
                 self.components[name].read_ahead()
         adaptive = caching.Adaptive(config, table) if config.cache.mode == "easycache" else None
         work, resting, rescued = caching.plan(config, table, view.files.get("curve")), 0.0, []
-        tell_plan(config, work, view.files.get("curve"))
+        log_plan(config, work, view.files.get("curve"))
         for index, expert in enumerate(experts):
             began = time.perf_counter()
             self.bring(expert, emit)
@@ -256,14 +256,14 @@ class Denoise(Stage):
             for video, one in enumerate(numpy.split(numpy.asarray(estimate), videos) if videos > 1 else [estimate]):
                 emit(Stepped(index + 1, len(experts), seconds, one, kind, measures, again, video, videos))
             emit(Advanced(self.name, 1))
-        tell_rescued(rescued)
+        log_rescued(rescued)
         latents = numpy.array(state["slots"])[0][:, :, self.recipe.derived["extra_frames"] :]
         if "first_latent" in values:
             latents[:, :, :1] = values["first_latent"]
         return {"latents": latents}
 
     def noises(self, view, seed: int, table):
-        """The first latents of a video, then what each step draws. Segments of a video go on with one generator."""
+        """The initial noise of a video, then the noise of each step. Segments of a video continue one generator."""
         shape = 1, *self.recipe.derived["latent_shape"][1:]
         drawn = 1 + (len(table.timesteps) if self.recipe.derived["renoised"] else 0)
         return itertools.islice(noises(seed, shape), view.segment * drawn, None)
@@ -275,7 +275,7 @@ class Denoise(Stage):
         slots[0] = first_latents(config, values, next(draws), table.sigmas[0])
         known = self.family.conditions
         given = {name: known[name].prepare(values[name], struct.shape) for name, struct in conditions.items()}
-        with own_compilation():  # of zeros, which need not pass through the host
+        with own_compilation():  # zeros are allocated on the devices by a small program
             blank = {name: weights.zeros(struct) for name, struct in state.items() if name != "slots"}
         empty = {name: numpy.zeros(struct.shape) for name, struct in schedule.items()}
         structs = {"slots": state["slots"]}, schedule, conditions
@@ -284,15 +284,14 @@ class Denoise(Stage):
 
     @classmethod
     def flops(cls, job) -> dict[str, int]:
-        """Of a step's forwards, by part."""
+        """FLOPs of a step's forward passes, by part."""
         flops = job.family.flops(job.config, job.tokens)
         flops = {name: count * prompt_count(job.config) for name, count in flops.items()}
         return flops | {"total": sum(flops.values())}
 
     @classmethod
     def product_flops(cls, job) -> dict[str, int]:
-        """Of a step's forwards, those that conf/products gives to its kernel, by what the chip's file has its share of
-        peak as."""
+        """FLOPs of a step's linear layers in the Pallas kernel, by the chip's key for their share of peak."""
         config, precision, counts = job.config, job.config.precision, {}
         if config.products.kernel != "pallas":
             return {}
@@ -301,15 +300,15 @@ class Denoise(Stage):
         for name, (layers, flops) in job.family.products(config.model.architecture.transformer).items():
             kind = "transposed_product_share" if name in job.family.transposed else "product_share"
             source = f"{name.replace('*', str(precision.first))}.weight"
-            in_eight = precision.weights and any(re.fullmatch(pattern, source) for pattern in rules)
-            small = layers - precision.first - precision.last if in_eight else 0
-            for fact, count in ((f"{format_}_{kind}", small), (kind, layers - small)):
+            is_quantized = precision.weights and any(re.fullmatch(pattern, source) for pattern in rules)
+            quantized = layers - precision.first - precision.last if is_quantized else 0
+            for fact, count in ((f"{format_}_{kind}", quantized), (kind, layers - quantized)):
                 counts[fact] = counts.get(fact, 0) + count * flops * job.tokens * prompt_count(config)
         return {name: count for name, count in counts.items() if count}
 
     @classmethod
     def floor_seconds(cls, resolved) -> float | None:
-        """A step's time if every device did nothing but products at its peak; None where that is not known."""
+        """A step's time at peak FLOP/s on every device; None if the peak is not known."""
         mesh = resolved.config.mesh
         peak = mesh.chip.peak_tflops
         return peak and cls.flops(resolved)["total"] / (device_count(mesh) * peak * 1e12)
@@ -322,7 +321,7 @@ class Denoise(Stage):
 
     @classmethod
     def temporaries(cls, resolved):
-        """The widest layer in bf16 beside a float32 residual and a few copies."""
+        """The widest layer in bf16 plus a float32 residual and a few copies."""
         config, axes, parallel = resolved.config, resolved.placement["axes"], parallel_of(resolved.config.sharding)
 
         def size(axis):
@@ -343,14 +342,14 @@ def width_of(family, config) -> int:
 
 
 def first_latents(config, values, noise: numpy.ndarray, sigma: float) -> numpy.ndarray:
-    """Noise; or a video's latents with as much noise in them as the first step expects."""
+    """Noise; for video-to-video, the video's latents noised to the first step's sigma."""
     if "video_latents" not in values:
         return config.scheduler.noise_scale * noise
     return (1 - sigma) * values["video_latents"] + sigma * noise
 
 
 def schedule_rows(config, table) -> dict[str, numpy.ndarray]:
-    """What each step is told, a row a step."""
+    """The schedule arguments, one row per step."""
     count = len(table.timesteps)
     scales = [
         guidance_at(config, timestep) if caching.in_interval(config, place, count) else 1.0
@@ -362,8 +361,8 @@ def schedule_rows(config, table) -> dict[str, numpy.ndarray]:
     }
 
 
-def tell_rescued(rescued: list[tuple[int, int]]) -> None:
-    """How often the guard of attention fired, if it did: by step, rows and layers."""
+def log_rescued(rescued: list[tuple[int, int]]) -> None:
+    """Warn if the attention guard fired."""
     fired = [(rows, layers) for rows, layers in rescued if rows]
     if fired:
         rows, layers = (max(column) for column in zip(*fired))
@@ -374,8 +373,8 @@ def tell_rescued(rescued: list[tuple[int, int]]) -> None:
         )
 
 
-def tell_plan(config, work: list[str], curve) -> None:
-    """Which steps a cache leaves out, and where its curve does not quite fit."""
+def log_plan(config, work: list[str], curve) -> None:
+    """Log which steps the cache skips, and warn if its curve does not match the schedule."""
     if caches.is_on(config) and config.cache.mode != "calibrate":
         log.info("cache %s: %s", config.cache.name, caching.summary(work))
     if config.cache.mode == "magcache":

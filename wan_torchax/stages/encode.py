@@ -1,4 +1,4 @@
-"""Pictures and videos to what a model is conditioned on, by the VAE."""
+"""Images and videos to conditions of the model, with the VAE."""
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -14,8 +14,8 @@ from wan_torchax.stages.stage import Stage
 
 
 class Encode(Stage):
-    """What the family makes of pixels with its VAE (Family.encodings), which sees a video piece by piece: `first` takes
-    a frame, `later` as many as a latent frame stands for, each with the caches for the next."""
+    """Encodes pixels with the family's VAE (Family.encodings), chunk by chunk: `first` takes one frame, `later` as many
+    as a latent frame encodes, each with the caches for the next."""
 
     share = 3.0
     settings = ("sharding.picture",)
@@ -77,7 +77,7 @@ class Encode(Stage):
 
     def encode(self, view, frames: int, pixels: Callable[[range], numpy.ndarray], emit) -> numpy.ndarray:
         """Latents (1, channels, latent frames, height, width) of a video whose pixels (1, 3, frames, height, width) in
-        -1..1 come piece by piece."""
+        -1..1 are produced chunk by chunk."""
         scale, latents, caches = view.geometry.frame_scale, [], None
         for start in range(1 - scale, frames, scale):  # the first piece is one frame, all others `scale`
             piece = range(max(start, 0), start + scale)

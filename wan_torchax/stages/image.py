@@ -1,4 +1,4 @@
-"""Pictures to the tokens that a transformer attends to."""
+"""Images to image embeddings for cross-attention."""
 from pathlib import Path
 
 import numpy
@@ -11,7 +11,7 @@ from wan_torchax.stages.stage import Stage
 
 
 class Image(Stage):
-    """Pictures, in the order in which the pipeline names them, through the family's image encoder: (pictures, …)."""
+    """Images, in the pipeline's order, through the family's image encoder: (images, …)."""
 
     settings = ("model.dtype.transformer",)
     results_remembered = 16

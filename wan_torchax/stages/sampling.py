@@ -1,4 +1,4 @@
-"""diffusers' schedulers as tables of numbers, so that a step of theirs runs inside the compiled program."""
+"""diffusers' schedulers as coefficient tables, so that their steps run inside the compiled program."""
 import functools
 import json
 import math
@@ -16,11 +16,11 @@ from wan_torchax.records.provenance import sources, versions
 from wan_torchax.records.store import Store
 
 USUAL = "use scheduler=unipc, euler, dpm or renoise"
-GROUP = 16  # numbers that torch turns into normal ones at a time
+GROUP = 16  # torch generates normal values in groups of this size
 
 
 def advance(state, velocity, coefficients, noise=None):
-    """new slot = Σ coefficient · (old slots, the model's output and, where the scheduler draws some, fresh noise):
+    """new slot = Σ coefficient · (old slots, the model's output and, if the scheduler draws it, fresh noise):
     (slots, 1, channels, frames, height, width).
 
     Written as sums of scaled arrays, not as a matrix product, which a TPU would round to bfloat16.
@@ -32,16 +32,16 @@ def advance(state, velocity, coefficients, noise=None):
 
 
 class Table(NamedTuple):
-    """What a scheduler does, a row a step."""
+    """A scheduler as a table, one row per step."""
 
-    timesteps: numpy.ndarray  # (steps,): what the model is told
+    timesteps: numpy.ndarray  # (steps,): as the model takes them
     coefficients: numpy.ndarray  # (steps, slots, slots + 1), or + 2
-    sigmas: numpy.ndarray  # (steps,): the share of noise in what a step takes
+    sigmas: numpy.ndarray  # (steps,): noise level of a step's input
 
 
 @dataclass(frozen=True)
 class Steps:
-    """How many steps a scheduler has, or its sigmas before the shift, and from which on they are taken."""
+    """A scheduler's step count or its sigmas before the shift, and the first step to run."""
 
     count: int
     sigmas: tuple[float, ...] | None = None
@@ -53,12 +53,11 @@ class Steps:
 
 
 def scheduler_table(config, store: Store | None = None) -> Table:
-    """What diffusers' scheduler does in each step: timesteps (steps,) and coefficients (steps, slots, slots + 1).
+    """A diffusers scheduler as a table: timesteps (steps,) and coefficients (steps, slots, slots + 1).
 
-    A scheduler's step is linear in the latents, the model's output, what it remembers of earlier steps and the noise it
-    draws. So each of those is given to it as a unit vector, and what comes back are the coefficients. The step then
-    runs inside the compiled program, for any scheduler, with no tensor leaving the device. Slot 0 is the latents. One
-    that draws noise has a column more, the last.
+    A scheduler's step is linear in the latents, the model's output, its history and the noise it draws. Feeding it unit
+    vectors returns the coefficients. The step then runs inside the compiled program, for any scheduler, without a
+    round trip to the host. Slot 0 is the latents; a scheduler that draws noise has one more column, the last.
     """
     target, arguments = config.scheduler.target, OmegaConf.to_container(config.scheduler.arguments, resolve=True)
     try:
@@ -67,13 +66,13 @@ def scheduler_table(config, store: Store | None = None) -> Table:
         return find_table(target, json.dumps(arguments, sort_keys=True), steps, store)
     except ConfigError:
         raise
-    except Exception as error:  # whatever the scheduler makes of arguments that are not its own
+    except Exception as error:  # schedulers raise different errors for invalid arguments
         raise ConfigError(f"scheduler.target={target}: fails with {arguments} ({error}); {USUAL}") from error
 
 
-@functools.lru_cache(maxsize=8)  # building and running a stage both ask
+@functools.lru_cache(maxsize=8)  # building and running a stage both need it
 def find_table(target: str, arguments: str, steps: Steps, store: Store | None) -> Table:
-    """From the store, else from the scheduler itself, which takes torch and diffusers."""
+    """From the store, else from the scheduler itself, which needs torch and diffusers."""
     made_from = {"target": target, "arguments": arguments, "steps": asdict(steps)}
     made_from |= {"versions": versions(), "sources": sources()}
     if entry := store and store.read("scheduler", made_from):
@@ -114,8 +113,8 @@ def read_off(target: str, arguments: str, steps: Steps) -> Table:
 
 
 def rehearse(scheduler, steps: Steps, velocities, noises):
-    """Where a scheduler keeps tensors between steps, and what it makes of made-up velocities, the last of them as first
-    latents, and of made-up noise."""
+    """Run a scheduler on random velocities and noise, with the last velocity as initial latents: returns where it keeps
+    tensors between steps, and the final latents."""
     latents = velocities[-1]
     with private.given_noise(scheduler) as given:
         for timestep, velocity, noise in zip(scheduler.timesteps[steps.begin :], velocities, noises):
@@ -135,7 +134,7 @@ def rehearse(scheduler, steps: Steps, velocities, noises):
 
 
 def replay(coefficients: numpy.ndarray, velocities, noises) -> numpy.ndarray:
-    """The rehearsal's end by the table."""
+    """The final latents of the rehearsal, computed with the table."""
     state = numpy.zeros((coefficients.shape[1], *velocities.shape[1:]), numpy.float32)
     state[0] = velocities[-1]
     for rows, velocity, noise in zip(coefficients, velocities.numpy(), noises.numpy()):
@@ -150,7 +149,7 @@ def make_scheduler(target: str, arguments: str, steps: Steps):
     if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
         raise ConfigError(f"scheduler.target={target}: not a scheduler in diffusers; {USUAL}")
     scheduler = kind(**json.loads(arguments))
-    # Given sigmas are shifted as the scheduler's own are.
+    # The scheduler applies its shift to given sigmas too.
     given = {"num_inference_steps": steps.count} if steps.sigmas is None else {"sigmas": numpy.float32(steps.sigmas)}
     scheduler.set_timesteps(**given)
     scheduler.set_begin_index(steps.begin)
@@ -158,7 +157,7 @@ def make_scheduler(target: str, arguments: str, steps: Steps):
 
 
 def unit_vector(index: int, count: int):
-    """A video of one pixel whose channels are the basis: (1, count, 1, 1, 1)."""
+    """A basis vector as the channels of a one-pixel video: (1, count, 1, 1, 1)."""
     import torch
 
     return torch.nn.functional.one_hot(torch.tensor(index), count).float().reshape(1, -1, 1, 1, 1)
@@ -166,7 +165,7 @@ def unit_vector(index: int, count: int):
 
 @dataclass
 class Slot:
-    """A place where a scheduler remembers a tensor: an attribute, or an element of a list in one."""
+    """Where a scheduler keeps a tensor between steps: an attribute, or an element of a list attribute."""
 
     name: str
     index: int | None = None
@@ -183,19 +182,19 @@ class Slot:
 
 
 def noise(seed: int, shape: tuple[int, ...]) -> numpy.ndarray:
-    """The first latents."""
+    """The initial noise."""
     return next(noises(seed, shape))
 
 
 def noises(seed: int, shape: tuple[int, ...]) -> Iterator[numpy.ndarray]:
-    """The first latents, then what each step draws: the same on every backend and mesh, and as torch's CPU generator
-    draws them for diffusers.
+    """The initial noise, then the noise of each step: the same on every backend and mesh, matching torch's CPU
+    generator, which diffusers uses.
 
-    So the numbers are a Mersenne twister's, 24 bits of each, and sixteen at a time become eight pairs of normal ones
-    (Box and Muller). Torch's own differ by a last bit here and there, as they do from processor to processor.
+    Like torch: 24 bits of each Mersenne Twister output, turned into normal values in groups of 16 by Box-Muller.
+    Torch's values can differ in the last bit, as they do between CPUs.
     """
     twister, size = numpy.random.MT19937(), math.prod(shape)
-    # RandomState seeds as torch and the twister's authors do; MT19937(seed) mixes them first.
+    # RandomState seeds like torch and the reference implementation; MT19937(seed) hashes the seed first.
     twister.state = numpy.random.RandomState(seed).get_state(legacy=False)
     if size < GROUP:
         raise ValueError(f"noise of {size} values: torch draws fewer than {GROUP} in another way")
@@ -203,18 +202,18 @@ def noises(seed: int, shape: tuple[int, ...]) -> Iterator[numpy.ndarray]:
         values, rest = numpy.empty(size, numpy.float32), size % GROUP
         drawn = uniform(twister, size)
         values[: size - rest] = normal(drawn[: size - rest])
-        if rest:  # the last sixteen are drawn again, whole
+        if rest:  # torch redraws the last 16
             values[-GROUP:] = normal(uniform(twister, GROUP))
         yield values.reshape(shape)
 
 
 def uniform(twister, count: int) -> numpy.ndarray:
-    """Numbers from 0 to 1, as torch makes float32 ones."""
+    """Uniform values in [0, 1), like torch's float32 ones."""
     return (twister.random_raw(count) & 0xFFFFFF) * 2.0**-24
 
 
 def normal(drawn: numpy.ndarray) -> numpy.ndarray:
-    """Normal numbers from uniform ones, rounded where torch rounds."""
+    """Normal values from uniform ones, rounded where torch rounds."""
     first, second = numpy.moveaxis(drawn.reshape(-1, 2, GROUP // 2), 1, 0)
     radius = numpy.sqrt(-2 * numpy.log(1 - first).astype(numpy.float32))
     angle = (2 * math.pi * second).astype(numpy.float32).astype(numpy.float64)

@@ -1,23 +1,23 @@
-"""What a stage is: one file says all there is to know of it.
+"""The base class of stages. Each stage is one file, which defines all of this:
 
     class Decode(Stage):
-        label, share = …        # what clients are told while it runs, and how much of the whole work it is
-        settings = …            # keys of the config that its programs are built from
-        reads = …               # further keys that it reads while it runs, and that its result depends on
-        reads_beside = …        # and those that it does not depend on
-        def derived(…)          # numbers from other parts of the config that its programs are built from
+        label, share = …        # the progress label for clients, and its share of the total work
+        settings = …            # config keys that its programs depend on
+        reads = …               # further keys that it reads at run time and its result depends on
+        reads_beside = …        # keys that it reads but its result does not depend on
+        def derived(…)          # values computed from other parts of the config that its programs depend on
         def parts(…)            # which tensors of a component it uses
         def build(…)            # its programs
-        def result_shapes(…)    # of the values it gives
+        def result_shapes(…)    # shapes of its outputs
         def problems(…)         # what is wrong with a job, before anything loads
-        def check(…)            # what can go wrong, before any stage runs
-        def amount(…)           # what its progress counts
+        def check(…)            # raises what would fail later, before any stage runs
+        def amount(…)           # the total and unit of its progress
         def run(…)              # values in, values out
-        def temporaries(…)      # bytes it needs beside its weights, for plans
-        def report(…)           # what a run's metrics say of it
-        previews, def preview(…)    # whether and how it shows what another stage makes
+        def temporaries(…)      # bytes it needs besides its weights, for plans
+        def report(…)           # its entries in a run's metrics
+        previews, def preview(…)    # whether and how it previews another stage's output
 
-Stages import torch, diffusers and transformers only where they build: what they say of themselves costs nothing.
+Stages import torch, diffusers and transformers only in `build`, so their metadata is cheap to query.
 """
 import re
 from collections.abc import Iterable, Iterator
@@ -39,7 +39,7 @@ from wan_torchax.runtime.components import Component, settings_of
 from wan_torchax.runtime.programs import Program, Programs
 
 COMMON_SETTINGS = ("ops", "allow_external_ops", "compile.matmul_precision")
-# Keys that change the last bits of a result at most: where things are computed, in which order and blocks, not what.
+# Keys that change a result only by rounding: where and in which order and block sizes it is computed.
 LAST_BITS = re.compile("|".join((
     r"sharding\..*", r"model\.weights\..*", r"model\.scan_blocks", r"mesh\..*", r"products\..*", r"guidance",
     r"allow_external_ops", r"ops\.\w+\.(why|platforms)",
@@ -49,20 +49,20 @@ LAST_BITS = re.compile("|".join((
 
 
 class Stage:
-    """A stage of a pipeline, built from a recipe on components that it may share with others."""
+    """A stage of a pipeline, built from a recipe on components that it may share with other stages."""
 
     label: ClassVar[str] = "encoding"
     share: ClassVar[float] = 1.0
     settings: ClassVar[tuple[str, ...]] = ()
     reads: ClassVar[tuple[str, ...]] = ()
     reads_beside: ClassVar[tuple[str, ...]] = ()
-    previews: ClassVar[bool] = False  # whether it can show what another stage makes while it is made
-    results_remembered: ClassVar[int] = 0  # results that a session keeps, for settings it has met before
+    previews: ClassVar[bool] = False  # whether it can decode previews of another stage's output
+    results_remembered: ClassVar[int] = 0  # how many results a session caches
 
     def __init__(
         self, name: str, recipe: Recipe, components: dict[str, Component], job: Resolved, cache: BuildCache | None
     ):
-        """With `cache`, programs are taken from the store if it has them, and handed to it if it has not."""
+        """With `cache`, programs are read from the store, or written to it once compiled."""
         self.name, self.recipe, self.components, self.family = name, recipe, components, job.family
         self.gives = tuple(job.graph.stages[name].gives)
         self.config, self.mesh = recipe.config, recipe.mesh
@@ -74,13 +74,13 @@ class Stage:
             self.prepare()
 
     def prepare(self) -> None:
-        """Add the programs as functions of torch modules, to be traced and compiled."""
+        """Add the programs to trace and compile."""
         self.programs.ops = self.load_ops()
         self.build()
 
     @classmethod
     def recipe_for(cls, name: str, job: Job) -> Recipe:
-        """All that the programs of this stage are made from."""
+        """Everything that the programs of this stage depend on."""
         uses = list(job.graph.stages[name].uses)
         own = (key for component in uses for key in settings_of(component, job.family))
         keys = [*COMMON_SETTINGS, *own, *cls.settings_for(job.family)]
@@ -88,12 +88,12 @@ class Stage:
 
     @classmethod
     def settings_for(cls, family: Family) -> tuple[str, ...]:
-        """`settings`, and those that a family's parts add."""
+        """`settings`, plus those that the family adds."""
         return cls.settings
 
     @classmethod
     def view_of(cls, name: str, job: Job) -> View:
-        """What the stage sees while it runs. What is under its settings' names it may read too."""
+        """What the stage may read at run time, including its settings."""
         recipe = job.recipe([*cls.recipe_for(name, job).settings, *cls.reads_for(name, job), *cls.reads_beside])
         uses = job.graph.stages[name].uses
         segment = job.config.pipeline.segments
@@ -105,17 +105,17 @@ class Stage:
 
     @classmethod
     def reads_for(cls, name: str, job: Job) -> tuple[str, ...]:
-        """`reads`, and those that a family's parts add."""
+        """`reads`, plus those that the family adds."""
         return cls.reads
 
     @classmethod
     def files(cls, job: Job) -> dict[str, Path]:
-        """Files beside checkpoints and inputs that its result depends on: it counts what they hold."""
+        """Files besides checkpoints and inputs that its result depends on; keyed by content."""
         return {}
 
     @classmethod
     def parts(cls, family: Family) -> dict[str, str]:
-        """Component -> pattern of the tensors it uses; all of those not listed."""
+        """Component -> pattern of the tensors it uses; all tensors of components not listed."""
         return {}
 
     def load_ops(self) -> dict:
@@ -124,7 +124,7 @@ class Stage:
         return load_ops(self.config.ops, self.recipe.placement["platform"], self.config.allow_external_ops)
 
     def module(self, component: str):
-        """A component as a torch module to trace, its parts with the names they have in it."""
+        """A component as a torch module to trace, with submodule names as name scopes."""
         from wan_torchax.models.modules import name_scopes
 
         key = self.family.described_by(component)
@@ -136,27 +136,28 @@ class Stage:
         self.programs.entries[name] = program
 
     def __call__(self, program: str, *arguments, component: str | None = None):
-        """Run a program on a component's arrays: by default of the one it was built for, or of another just like it."""
+        """Run a program on a component's arrays: of the one it was built for, or of another of the same
+        architecture."""
         component = component or self.programs.entries[program].component
         arrays = self.components[component].arrays
         return self.programs(program, {name: arrays[name] for name in self.specs[component]}, *arguments)
 
     def components_first(self, view: View) -> Iterable[str]:
-        """The components whose weights must be there when it begins; it brings others itself."""
+        """The components that must be loaded before it runs; it loads others itself."""
         return self.components
 
     @classmethod
     def result_shapes(cls, name: str, job: Job) -> dict[str, tuple[int, ...]]:
-        """Of the values it gives."""
+        """Shapes of its outputs."""
         raise NotImplementedError
 
     @classmethod
     def problems(cls, name: str, job: Job) -> Iterator[str]:
-        """What is wrong with a job, as validation says it: called before devices start and anything loads."""
+        """What is wrong with a job, as messages for validation: called before devices start."""
         return iter(())
 
     def check(self, view: View) -> None:
-        """Raise now what `run` would stumble over: called before any stage runs."""
+        """Raise errors that `run` would hit later: called before any stage runs."""
 
     @classmethod
     def derived(cls, name: str, job: Job) -> dict[str, Any]:
@@ -164,17 +165,17 @@ class Stage:
 
     @classmethod
     def seen_inputs(cls, settings: dict[str, Any], family: Family) -> dict[str, Any]:
-        """Of the settings its result depends on, those that it sees otherwise than the user wrote them."""
+        """Settings that the stage normalizes before use, e.g. cleaned prompts, for the result's key."""
         return {}
 
     @classmethod
     def amount(cls, name: str, job: Job) -> tuple[int | None, str]:
-        """How much its progress counts, and of what."""
+        """The total and unit of its progress."""
         return None, ""
 
     @classmethod
     def report(cls, resolved: Resolved) -> dict[str, Any]:
-        """What a run's metrics say of it beside its time."""
+        """Its entries in a run's metrics besides its time."""
         return {}
 
     def build(self) -> None:
@@ -182,21 +183,21 @@ class Stage:
         raise NotImplementedError
 
     def run(self, view: View, values: dict[str, Any], emit: Listener) -> dict[str, numpy.ndarray]:
-        """The stage's work on the values it takes; gives those it gives."""
+        """Compute the outputs from the inputs."""
         raise NotImplementedError
 
     def preview(self, estimate) -> numpy.ndarray:
-        """How the video looks that a part of another stage's result, on the devices, would make: (height, width, 3)."""
+        """A preview frame (height, width, 3) from part of another stage's output on the devices."""
         raise NotImplementedError
 
     @classmethod
     def temporaries(cls, resolved: Resolved) -> float:
-        """Bytes of one device that are alive at once beside the weights, estimated from shapes."""
+        """Peak bytes per device besides the weights, estimated from shapes."""
         raise NotImplementedError
 
     @property
     def usual_program(self) -> str:
-        """The program that runs most, of which plans speak."""
+        """The program that runs most often; plans report it."""
         return list(self.programs.entries)[-1]
 
 
@@ -205,14 +206,14 @@ def find(name: str) -> type[Stage]:
 
 
 def main_stage(graph: Graph) -> str:
-    """The stage that is most of the work: what tuning, calibration and estimates are about."""
+    """The stage with most of the work: the subject of tuning, calibration and estimates."""
     return max(graph.stages, key=lambda name: find(name).share)
 
 
 def result_settings(job: Job, name: str) -> dict[str, Any]:
-    """Everything a stage's result depends on, by key: what its programs are made from, but for what changes the last
-    bits; what it reads while it runs; its inputs; and all that of the stages before it. Weights and files count by what
-    they hold; weights that are not on this machine by where they are."""
+    """Everything a stage's result depends on, by key: the recipes of its programs without LAST_BITS, what it reads at
+    run time, its inputs, and the same for the stages before it. Weights and files are keyed by content; weights that
+    are not local by path."""
     graph = job.graph
     settings: dict[str, Any] = {}
     for stage in graph.upstream(name):

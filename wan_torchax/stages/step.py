@@ -1,10 +1,10 @@
-"""What the programs of a denoising step compute, in JAX, around the transformer.
+"""The denoising step in JAX, around the transformer.
 
-The exact step is `full`. With a cache (stages/caching.py) three programs share a state and the host chooses among them:
+The exact step is `full`. With a cache (stages/caching.py) three programs share a state and the host picks one per step:
 
     full        both prompts through the whole model
-    prompt      the prompt alone; the negative prompt's velocity is guessed from the last two that were computed
-    reuse       no block at all: what the blocks added last time (MagCache), or the model as a whole (EasyCache)
+    prompt      the prompt only; the negative prompt's velocity is extrapolated from the last step that computed both
+    reuse       no blocks: reuses the last residual of the blocks (MagCache) or of the whole model (EasyCache)
 """
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,27 +28,27 @@ class Step:
     dtype: str
     prompts: int  # in one step: prompt and negative prompt, or the prompt alone
     batched: bool
-    by_prompt: tuple[str, ...]  # conditions that are one for each prompt; the others are all prompts'
-    references: int  # latent frames in front of the video's
+    by_prompt: tuple[str, ...]  # conditions with one entry per prompt; the others are shared
+    references: int  # reference latent frames before the video's
     replicated: Any  # a sharding
-    mode: str | None = None  # magcache | easycache | calibrate; null: nothing is kept
-    rests: bool = False  # the negative prompt's velocity is guessed in some steps
+    mode: str | None = None  # magcache | easycache | calibrate; None: no cache
+    rests: bool = False  # some steps extrapolate the negative prompt's velocity
 
     # ------------------------------------------------------------ the model
 
     def forward(self, arrays, latents, time, conditions, residual=None) -> Output:
-        """The model on latents (videos, …) for each prompt of the conditions, those of all videos' prompts before those
-        of their negative ones."""
+        """The model on latents (videos, …) for each prompt of the conditions: first the prompts of all videos, then
+        their negative prompts."""
         batch = conditions[self.by_prompt[0]].shape[0]
         repeated = jnp.tile(latents.astype(self.dtype), (batch // len(latents),) + (1,) * (latents.ndim - 1))
         output = self.denoiser(arrays, repeated, time, conditions, residual)
-        # Small, and what follows would otherwise be spread over the devices in pieces to be put together again.
+        # Replicate: it is small, and sharding the rest of the step would only add collectives.
         velocity = jax.lax.with_sharding_constraint(output.velocity.astype(jnp.float32), self.replicated)
         return output._replace(velocity=velocity)
 
     def velocities(self, arrays, latents, schedule, conditions, residual=None):
-        """One for each prompt of each video, (prompts · videos, channels, frames, height, width), what the blocks
-        added, and how many rows of attention were computed again in how many layers, (2,)."""
+        """Velocities (prompts · videos, channels, frames, height, width), the blocks' residual, and (2,): how many
+        attention rows were recomputed, in how many layers."""
         latents = with_first(latents, conditions)
         prompted = {name: conditions[name][: self.prompts * len(latents)] for name in self.by_prompt}
         kept = {} if residual is None else {"residual": residual}
@@ -91,7 +91,7 @@ class Step:
         return self.finish(state, velocities, schedule, conditions, rescued)
 
     def reuse(self, arrays, state, schedule, conditions):
-        """What was kept, on the latents as they are now."""
+        """The cached residual on the current latents."""
         latents = state["slots"][0]
         if self.mode == "easycache":
             velocities = latents + state["offsets"]
@@ -103,12 +103,12 @@ class Step:
         return self.finish(state, velocities, schedule, conditions)
 
     def finish(self, state, velocities, schedule, conditions, rescued=None):
-        """Guidance, the scheduler's step, what is to report of it, and a look at where the flow would end."""
+        """Guidance and the scheduler's step; returns the state, a report for the host, and the x0 estimate."""
         velocity, slots = velocities, state["slots"]
         if len(velocities) == 2 * slots.shape[1]:
             prompt, negative = jnp.split(velocities, 2)
             velocity = negative + schedule["guidance_scale"] * (prompt - negative)
-        # What previews show, of the first frame, the only one that can be decoded alone.
+        # For previews: the first frame only, since the causal VAE can decode no other one alone.
         estimate = with_first(slots[0] - schedule["timestep"] / 1000 * velocity, conditions)
         estimate = estimate[:, :, self.references : self.references + 1]
         after = advance(slots, velocity, schedule["coefficients"], schedule.get("noise"))
@@ -119,14 +119,14 @@ class Step:
         report = {"finite": jnp.isfinite(after[0]).all()} | ({} if rescued is None else {"rescued": rescued})
         return state, report, estimate
 
-    # ------------------------------------------------------------ what is kept
+    # ------------------------------------------------------------ cache state
 
     def kept(self, state, latents, velocities, residual) -> dict:
-        """Of a step that was computed, for those that will not be."""
+        """The cache state after a computed step."""
         if self.mode == "magcache":
             return {"residual": residual}
         if self.mode == "easycache":
-            before = state["offsets"][:1] + state["latents"]  # what the prompt gave at the last computed step
+            before = state["offsets"][:1] + state["latents"]  # the prompt's velocity at the last computed step
             measures = [
                 jnp.zeros(()), jnp.abs(velocities[:1]).mean(), jnp.abs(velocities[:1] - before).mean(),
                 jnp.abs(latents - state["latents"]).mean(),
@@ -134,13 +134,13 @@ class Step:
             return {"offsets": velocities - latents, "latents": latents, "measures": jnp.stack(measures)}
         if self.mode == "calibrate":
             sizes = [jnp.linalg.norm(array.astype(jnp.float32), axis=2) for array in (residual, state["residual"])]
-            real = sizes[1] > 0  # not the padding, and nothing in the first step
+            real = sizes[1] > 0  # excludes padding, and everything in the first step
             ratios = jnp.where(real, sizes[0] / jnp.where(real, sizes[1], 1), 0).sum(1) / jnp.maximum(real.sum(1), 1)
             return {"residual": residual, "measures": ratios}
         return {}
 
     def state_structs(self, array, shape: tuple[int, ...], residual_struct) -> dict:
-        """What the state holds beside the scheduler's slots; `array` makes a struct of a shape."""
+        """Structs of the state besides the scheduler's slots; `array` makes a struct of a shape."""
         pair = (self.prompts, *shape[1:])
         structs = {
             "magcache": {"residual": residual_struct},
@@ -152,13 +152,13 @@ class Step:
 
 
 def summed(rescued):
-    """Of (layers, devices): how many in all, and in how many layers; None stays None."""
+    """Counts (layers, devices) to (total, layers with any); None stays None."""
     return rescued if rescued is None else jnp.stack([rescued.sum(), (rescued.sum(axis=1) > 0).sum()])
 
 
 def guess(prompt, last, weights):
-    """The negative prompt's velocity (1, channels, frames, height, width) from the prompt's and from both of the last
-    step that computed both: their difference, low and high frequencies weighted apart."""
+    """Extrapolate the negative prompt's velocity (1, channels, frames, height, width): the prompt's plus the last known
+    difference, with separate weights for low and high frequencies."""
     height, width = prompt.shape[-2:]
     rows, columns = numpy.abs(numpy.fft.fftfreq(height)), numpy.abs(numpy.fft.rfftfreq(width))
     low = (rows[:, None] <= LOW_FREQUENCIES) & (columns[None] <= LOW_FREQUENCIES)
@@ -168,5 +168,5 @@ def guess(prompt, last, weights):
 
 
 def with_first(latents, conditions: dict):
-    """The latents with the frame that is given, if one is, in its place."""
+    """The latents with the given first frame in place, if there is one."""
     return latents.at[:, :, :1].set(conditions["first_latent"]) if "first_latent" in conditions else latents

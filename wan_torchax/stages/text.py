@@ -1,4 +1,4 @@
-"""Prompts to what a transformer attends to."""
+"""Prompts to prompt embeddings."""
 import jax.numpy as jnp
 import numpy
 
@@ -11,7 +11,7 @@ from wan_torchax.stages.stage import Stage
 
 
 class Text(Stage):
-    """Prompt and negative prompt through the family's text encoders; what comes of it has the prompts in front."""
+    """Prompt and negative prompt through the family's text encoders; outputs have shape (prompts, …)."""
 
     settings = ("model.text_tokens", "model.dtype.transformer")
     results_remembered = 64
@@ -25,7 +25,7 @@ class Text(Stage):
             self.add(encoding.component, self.program(encoding))
 
     def encodings(self) -> list[TextEncoding]:
-        """Those of the family that give something which the pipeline takes."""
+        """The family's encodings that the pipeline uses."""
         return [one for one in self.family.texts if set(one.shapes(self.config)) & set(self.gives)]
 
     def program(self, encoding: TextEncoding) -> Program:
