@@ -1,18 +1,30 @@
-"""Make the README's pictures by the commands it shows, into docs/.
+"""Make the pictures of README and docs anew, by the commands they stand beside, into docs/: after new weights, or when
+the page looks different.
 
-    python tools/readme_pictures.py             # all of them, two minutes on two cores
+    python tools/readme_pictures.py             # all of them, about five minutes on two cores
     python tools/readme_pictures.py i2v         # docs/i2v.png
+    python tools/readme_pictures.py serve       # the page; needs Chromium (tools/browser.py)
+
+docs/architecture.svg is drawn by hand. docs/pictures.json says with which weights each was made; a test compares.
 """
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
+import json
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
+import browser
 import demo_world as world
 import imageio.v3 as imageio
 import judge_demo
@@ -21,7 +33,19 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
+MADE = DOCS / "pictures.json"
 GAP = 4  # white pixels between frames
+DEADLINE = 300  # seconds, of a video or a page
+SHOWN = (  # in the page's gallery: prompt, seed, settings
+    ("a big yellow star spinning in the middle on a purple background", 3, {}),
+    ("a red heart bouncing up and down on a white background", 5, {}),
+    ("an orange star moving right above a blue circle moving left on a black background", 1, {}),
+    ("a purple heart getting bigger in the middle on a white background", 2, {}),
+    ("a big red heart bouncing on the left and a yellow star spinning on the right on a blue background", 2025,
+     {"adapter": "demo_outline"}),
+    ("a white ball moving in a circle on a blue background", 4, {"adapter": "demo_4step"}),
+)
+WAITING = (("a big orange ball moving from left to right on a black background", 7, {"steps": 60}), *SHOWN[:2])
 
 
 def run(folder: Path, *overrides: str) -> np.ndarray:
@@ -79,7 +103,65 @@ def outline(folder: Path) -> None:
     strip("outline", *(some(imageio.imread(path)) for path in sorted(folder.glob("*/video.mp4"))))
 
 
-PICTURES = {make.__name__: make for make in (demo, v2v, i2v, four_steps, outline)}
+def serve(folder: Path) -> None:
+    """The page with a gallery, one video in the making and two that wait."""
+    with started(folder) as url:
+        for prompt, seed, fields in SHOWN:
+            ask(f"{url}/v1/videos/sync", {"prompt": prompt, "seed": seed} | fields)
+        for prompt, seed, fields in WAITING:
+            ask(f"{url}/v1/videos", {"prompt": prompt, "seed": seed} | fields)
+        driver = browser.start(folder / "profile")
+        try:
+            browser.show(driver, 1280, 900)
+            driver.get(url)
+            half_way = (
+                "const job = document.querySelector('.job img'), videos = document.querySelectorAll('.run video');"
+                f"return videos.length === {len(SHOWN)} && job?.complete && Number(job.dataset.step) > 30"
+            )
+            wait_for(lambda: driver.execute_script(half_way))
+            driver.execute_script("document.querySelector('.example').click(); document.activeElement.blur()")
+            wait_for(lambda: driver.execute_script("return document.querySelector('#estimate').textContent"))
+            driver.save_screenshot(str(DOCS / "serve.png"))
+        finally:
+            driver.quit()
+
+
+@contextlib.contextmanager
+def started(folder: Path) -> Iterator[str]:
+    """A server's address; it ends with the block."""
+    places = [f"serve.folder={folder / 'queue'}", f"hydra.run.dir={folder / 'log'}"]
+    command = [sys.executable, "run.py", "task=serve", "serve.gallery=[]", "serve.port=0", *places]
+    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        url = next(line.strip() for line in server.stdout if line.startswith("http"))
+        wait_for(lambda: ask(f"{url}/readyz"))
+        yield url
+    finally:
+        server.terminate()
+        server.wait(DEADLINE)
+
+
+def ask(url: str, fields: dict | None = None) -> bytes | None:
+    """What a server answers; None if it cannot yet."""
+    body = None if fields is None else json.dumps(fields).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "application/json"})) as answer:
+            return answer.read()
+    except urllib.error.HTTPError as error:
+        if error.code == 503:
+            return None
+        raise RuntimeError(error.read().decode()) from error
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {DEADLINE} s")
+        time.sleep(0.1)
+
+
+PICTURES = {make.__name__: make for make in (demo, v2v, i2v, four_steps, outline, serve)}
 
 
 def main() -> None:
@@ -89,6 +171,16 @@ def main() -> None:
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             PICTURES[name](Path(folder) / name)
+        made = json.loads(MADE.read_text()) if MADE.exists() else {}
+        MADE.write_text(json.dumps(made | {name: weights_hash()}, indent=2, sort_keys=True) + "\n")
+
+
+def weights_hash() -> str:
+    """Of all embedded models."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "models").rglob("*.safetensors")):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
 
 
 if __name__ == "__main__":
