@@ -26,6 +26,7 @@ def read(name: str) -> dict:
 GPU, FAMILY, START = read("gpu_h200"), read("gpu_h200_family"), read("gpu_h200_start")
 DENOISE, EIGHT = read("gpu_h200_denoise"), read("precision_h200")
 ATTENTION, PEERS, CPU = read("attention_gpu_h200"), read("peers_h200"), read("start_cpu")
+PLANS, TPU = read("plans"), read("peers_tpu")
 
 
 def row(result: dict, what: str, case: str, column: str) -> dict:
@@ -126,6 +127,7 @@ def claims():
     yield from cpu_claims()
     yield from precision_claims()
     yield from attention_claims(results)
+    yield from plan_claims()
     for dtype, name in (("bfloat16", "bf16"), ("float32", "float32")):
         figures = [f"{value:.2f}" for value in PEERS["vae_decode_seconds"][dtype].values()]
         yield results, f"| VAE decode, 480p, {name}, the same day | {{}} s | {{}} s | {{}} s |", figures
@@ -179,6 +181,60 @@ def precision_claims():
         name = f"`precision={mode}`" if kind == "precision" else "transformer in bfloat16"
         figures = [f"{judged['psnr']:.1f}", f"{judged['psnr_p5']:.1f}", f"{judged['ssim']:.3f}"]
         yield page, f"| {name} | {{}} ({{}}) | {{}} |", figures
+
+
+def spread(seconds: dict, digits: str = ".2f") -> list[str]:
+    """The likely figure of an estimate, then the lowest and the highest."""
+    return [format(seconds[end], digits) for end in ("likely", "low", "high")]
+
+
+def plan_claims():
+    """Estimates of TPUs: benchmarks/plans.py."""
+    page, steps = "docs/plans.md", {name: one["estimate"]["seconds_per_step"] for name, one in PLANS.items()}
+    for name, one in PLANS.items():
+        parts = one["estimate"]["parts"]["likely"]
+        words = "-attention kernel", "product"
+        kernels = [sum(value for part, value in parts.items() if word in part) for word in words]
+        waits = parts["communication"]
+        figures = [f"{value:.2f}" for value in (*kernels, waits, sum(parts.values()) - sum(kernels) - waits)]
+        told = one["compiled"]
+        held = sum(told[f"{kind}_bytes"] for kind in ("argument", "temporary", "output", "code")) / 2**30
+        row = f"`preset={name}` | **{{}}** | {{}} to {{}} | {{}} | {{}} | {{}} | {{}} | {{}} |"
+        yield page, row, [*spread(steps[name]), *figures, f"{held:.1f}"]
+        if " " not in name:
+            text = "Time: an estimate of {} s a step ({} to {}"
+            yield f"conf/preset/{name}.yaml", text, spread(steps[name])
+        if "4step" in name:
+            yield f"conf/preset/{name}.yaml", "so {} s for four", [f"{4 * steps[name]['likely']:.1f}"]
+    for name, of in (
+        ("flf2v_14b_720p_v6e8_v1", "t2v_14b_720p_v6e8_v1"), ("i2v_14b_720p_v6e8_v1", "t2v_14b_720p_v6e8_v1"),
+        ("i2v_14b_480p_v6e8_v1", "t2v_14b_480p_v6e8_v1"),
+    ):
+        if of in steps:
+            yield f"conf/preset/{name}.yaml", "estimated at {} s ({} to {}); nobody", spread(steps[of])
+    for name in ("t2v_a14b_720p_v6e8_v1", "i2v_a14b_720p_v6e8_v1"):
+        text = "Time: an estimate of {} s a step ({} to {}), that of t2v_14b_720p_v6e8_v1"
+        yield f"conf/preset/{name}.yaml", text, spread(steps["t2v_14b_720p_v6e8_v1"])
+    exact, eight = "t2v_14b_720p_v6e8_v3", "t2v_14b_720p_int8_v6e8_v2"
+    text = "{} s ({} to {}) at 720p where bfloat16 takes {} ({} to {})"
+    yield "docs/precision.md", text, [*spread(steps[eight]), *spread(steps[exact])]
+    text = "| 14B, 720p, v6e-8 | {} s ({} to {}) | {} s (maxdiffusion, Wan 2.2), {} to {} s (the scripts it replaces) |"
+    peer, scripts = TPU["steps"]["maxdiffusion"], TPU["steps"]["replaced scripts"]
+    measured = {size: [f"{value:.2f}" for value in scripts[size]["seconds_per_step"]] for size in ("720p", "480p")}
+    v6e, v7x = (f"{peer[chips]['seconds_per_step']:.2f}" for chips in ("v6e-8", "v7x-8"))
+    yield page, text, [*spread(steps[exact]), v6e, *measured["720p"]]
+    text = "| 14B, 480p, v6e-8 | {} s ({} to {}) | {} to {} s (the scripts it replaces) |"
+    yield page, text, [*spread(steps["t2v_14b_480p_v6e8_v2"]), *measured["480p"]]
+    text = "| 14B, 720p, four TPU7x chips | {} s ({} to {}) | {} s (maxdiffusion, Wan 2.2) |"
+    yield page, text, [*spread(steps["t2v_14b_720p_v7x8_v3"]), v7x]
+    assumed = PLANS[exact]["estimate"]["assumed"]
+    for size in ("720p", "480p"):
+        static, found = scripts[size]["static"], {}
+        for end, factors in assumed.items():
+            work = factors["xla"] * static["xla"] + factors["attention"] * static["attention"]
+            found[end] = work / factors["clock"] + static["communication"] / factors["link"]
+        text = f"at {size} {{}} s ({{}} to {{}}) where {{}} to {{}} were measured"
+        yield page, text, [*spread(found), *measured[size]]
 
 
 def cpu_claims():

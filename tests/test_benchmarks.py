@@ -51,6 +51,29 @@ def test_a_smoke_test_runs_through(script, tmp_path):
         assert before < 0.03 < 0.1 < after
 
 
+def test_empty_bundles_and_what_hangs_over_take_their_cycles(monkeypatch, tmp_path):
+    """A loop of 300 bundles, of which half are empty, run twice for a block of outputs."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    schedule = importlib.import_module("kernel_schedule")
+    used = ["0 0 0 0 0 0 0 0 0 1"] * 20 + ["2 0 0 0 0 0 0 0 0 0", "0 0 0 0 0 0 0 0 0 0"] * 150 + ["0 " * 10] * 10
+    utilization = tmp_path / "7-product_kernel.1-66-pre-delay_hlo-static-per-bundle-utilization.txt"
+    utilization.write_text("\n".join(["== CAPACTIY:", "== UTILIZATION:", *used]))
+    (tmp_path / "7-product_kernel.1-62-schedule-analysis_packed-bundles-post-ra.txt").write_text("not this one")
+    (tmp_path / "7-product_kernel.1-63-packed-bundles-post-ra.txt").write_text(
+        "   0x0   :  { %1 = smov 0 } /* Start region 0 */\n"
+        "   0x2   :  { %2 = sbr.rel (%p) target bundleno = 330 (0x14a), region = 3 }\n"
+        f"  {20:#x} LB: > {{ %3 = vmatmul }} /* Start region 1 */\n"
+        f"  {319:#x}   : > {{ %4 = sbr.rel (!%p) target bundleno = 20 (0x14), region = 1 }}\n"
+        f"  {320:#x}   :  {{ %5 = vsyncpa }} /* End region 1 */\n"
+    )
+    bundles, borders, skips = schedule.parse(utilization)
+    assert len(bundles) == 330 and borders == [0, 20, 320] and skips == [(2 + schedule.DELAY, 330)]
+    kernel = schedule.Candidate("it", None, [], flops=0, blocks=4, steps=1, trips=(2,))
+    total, hot, again = schedule.count(kernel, bundles, borders, skips)
+    assert total == 2 * 300 + 30 and len(hot) == 300 and again == []
+    assert schedule.linear("18944x5120x13824", "pallas_v7x").blocks == 37 * 14, "13,824 outputs are 13.5 blocks"
+
+
 def test_outliers_do_not_change_the_function(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     outliers = importlib.import_module("outliers")
