@@ -20,7 +20,6 @@ from tests.fork import Server, warm
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
 
-CPU_SECONDS = 2.5  # of 3, Python's own start takes half a second
 
 
 # ---------------------------------------------------------------- files with something wrong in them
@@ -117,7 +116,6 @@ guidence=batched  =>  guidence: no such key or group; nearest: guidance
 keep_resident=perhaps  =>  keep_resident=perhaps: must be true or false
 preview_every=-1  =>  preview_every=-1: a number of steps; 0 for no previews
 preview_every=x  =>  preview_every=x: must be a whole number
-preview_every=5 stages=[text]  =>  preview_every=5: previews need the decoder; add denoise and decode to stages, or
 task=genrate  =>  task=genrate: unknown; nearest: generate
 task=  =>  task=: unknown; one of: generate, plan, tune, presets
 stages=[]  =>  stages=[]: name at least one of text, denoise, decode
@@ -171,16 +169,13 @@ model.architecture.vae.z_dim=99  =>  pipeline=t2v: gives the transformer 99 chan
 model.revison=main  =>  model.revison: no such key or group; nearest: model.revision
 mesh=v6e  =>  mesh=v6e: no such option; nearest: v6e_8
 mesh=v6e_16  =>  mesh=v6e_16: has 4 hosts, and distributed=none is one process; set distributed=auto, and run the
-mesh.devices=0  =>  mesh.devices=0: must be at least 1, or null for all there are
-mesh.devices=-1  =>  mesh.devices=-1: must be at least 1, or null for all there are
-mesh.devices=x  =>  mesh.devices=x: must be a whole number
 mesh.axes.dp=0  =>  mesh.axes.dp=0: must be at least 1, or -1 for whatever devices remain; nearest 1
 mesh.axes.tp=-2  =>  mesh.axes.tp=-2: must be at least 1, or -1 for whatever devices remain; nearest 1
 mesh.axes.dp=-1 mesh.axes.tp=-1  =>  mesh.axes: only one axis may be -1, not dp and tp
 mesh.axes.qp=2  =>  mesh.axes.qp: no such key or group; nearest: mesh.axes
 mesh.platform=npu  =>  mesh.platform=npu: unknown; nearest: tpu
-mesh.hosts=0  =>  mesh.hosts=0: must divide mesh.devices=None
-mesh.hosts=3 mesh.devices=8  =>  mesh.hosts=3: must divide mesh.devices=8
+mesh.hosts=0  =>  mesh.hosts=0: must be at least 1 and divide the number of devices
+mesh.hosts=3 mesh=v6e_8  =>  mesh.hosts=3: must be at least 1 and divide the 8 devices of mesh.axes
 mesh.chip.topology=v6e:2x4 task=plan mesh=v6e_1  =>  mesh.chip.topology=v6e:2x4: has 8 chips, mesh.axes make 1; make
 mesh.xla_flags=--xla_foo  =>  mesh.xla_flags: must be a list, e.g. [one,two]
 distributed=yes  =>  distributed=yes: no such option; one of: auto, none
@@ -191,19 +186,22 @@ distributed=auto distributed.coordinator=nowhere distributed.processes=2 distrib
 distributed=auto distributed.coordinator=localhost:99 distributed.processes=2 distributed.process=2  =>  distributed.process=2: must be from 0
 distributed=auto distributed.coordinator=localhost:99 distributed.processes=2  =>  distributed=auto: this is no Cloud TPU,
 sharding=sequnce  =>  sharding=sequnce: no such option; nearest: sequence
-sharding.transformer.unmatched=ignore  =>  sharding.transformer.unmatched=ignore: unknown; one of:
-sharding.transformer.weights.attention_out.spec=[zz]  =>  sharding.transformer.weights.attention_out.spec: the mesh
-sharding.transformer.weights.attention_out.spec=[tp,tp]  =>  sharding.transformer.weights.attention_out.spec=['tp',
-sharding.transformer.weights.attention_out.spec=[1]  =>  sharding.transformer.weights.attention_out.spec=[1]: each
-sharding.transformer.weights.attention_out.pattern=(  =>  sharding.transformer.weights.attention_out.pattern=(: Error
-sharding.transformer.weights.attention_oot.spec=[tp]  =>  sharding.transformer.weights.attention_oot: no such key or
-sharding.vae.activations.middle.spec=[tp]  =>  sharding.vae.activations.middle: no such key or group; nearest:
-sharding.vae.gather=true  =>  sharding.vae.gather=true: works on the transformer's scanned blocks only; set
-sharding.attention.heads=zz  =>  sharding.attention.heads=zz: the mesh has no such axis; one of:
-sharding.attention.ring=q  =>  sharding.attention.ring=q: the mesh has no such axis; one of:
-sharding.vae.carry=[null,null,null,null,[dp,sp,tp]] mesh=cpu_8 resolution.width=80  =>  sharding.vae.carry: resolution.width=80
-mesh=cpu_8 sharding=sequence mesh.axes={dp:1,sp:3,tp:1} mesh.devices=3  =>  sharding.vae.carry: resolution.width=128
-+sharding.transformer.weights.mine={pattern:'blocks.0.*'}  =>  sharding.transformer.weights.mine={'pattern':
+sharding.axes.heads=zz  =>  sharding.axes.heads: the mesh has no axis 'zz'; one of: dp, sp, tp
+sharding.axes.heads=[tp,tp]  =>  sharding.axes.heads=[['tp', 'tp']]: an axis may shard one dimension only
+sharding.axes.heads=1  =>  sharding.axes.heads=[1]: each entry must be an axis name, a list of axis names, or null
+sharding.axes.head=tp  =>  sharding.axes.head: no such key or group; nearest: sharding.axes
+sharding.gather=dp  =>  sharding.gather=dp: heads and mlp of sharding.axes share the blocks' weights already
+sharding.attention.batch=zz  =>  sharding.attention.batch: the mesh has no axis 'zz'; one of: dp, sp, tp
+sharding.attention.ring=q  =>  sharding.attention.ring: the mesh has no axis 'q'; one of: dp, sp, tp
+sharding.picture=[null,null,null,zz,null]  =>  sharding.picture: the mesh has no axis 'zz'; one of: dp, sp, tp
+sharding.picture=[null,null,null,null,[dp,sp,tp]] mesh=cpu_8 resolution.width=80  =>  sharding.picture: resolution.width=80
+mesh=cpu_8 sharding=sequence mesh.axes={dp:1,sp:3,tp:1}  =>  sharding.attention.ulysses=sp (size 3): 8 heads do not divide
+model.weights.transformer.attention_out.axes=[zz]  =>  zz is no name of sharding.axes; one of: heads, mlp, encoder
+model.weights.transformer.attention_out.axes=[mlp,mlp]  =>  each name of sharding.axes at most once
+model.weights.transformer.attention_out.axes=[1]  =>  1 is no name of sharding.axes
+model.weights.transformer.attention_out.pattern=(  =>  model.weights.transformer.attention_out.pattern=(: Error
+model.weights.transformer.attention_oot.axes=[heads]  =>  model.weights.transformer.attention_oot: no such key or
++model.weights.transformer.mine={pattern:'blocks.0.*'}  =>  model.weights.transformer.mine={'pattern':
 attention=spash  =>  attention=spash: no such option; nearest: splash_v7x
 attention=cudnn  =>  attention.self.kernel=cudnn: takes bfloat16, and model.dtype.transformer=float32; set that to
 attention=hopper  =>  attention.self.kernel=hopper: serves head dims 64 and 128, the model has 32; use kernel=xla
@@ -330,9 +328,10 @@ output.keep_frames=maybe  =>  output.keep_frames=maybe: must be true or false
 # These are told by what a device or the model itself says, so later, but before any stage runs.
 LATER_TABLE = r"""
 mesh=v6e_8  =>  mesh=v6e_8: no tpu to be had here
-mesh.devices=9  =>  over 9 devices, and this machine has 1 (cpu); change mesh.axes and mesh.devices
+mesh.axes={dp:9,sp:1,tp:1} sharding.picture=[]  =>  axes dp=9 x sp=1 x tp=1, and this machine has 1 device (cpu); change mesh.axes
 model.path={tmp}/vae_shape  =>  decoder.conv_in.bias: shape (3, 5) in the checkpoint, (64,) in the model
-sharding.transformer.weights.attention_out.pattern=nothing  =>  pattern 'nothing' matches nothing; one of: scale_shift
+model.weights.transformer.attention_out.pattern=nothing  =>  pattern 'nothing' matches nothing; one of: scale_shift
+preview_every=5 stages=[text]  =>  preview_every=5: previews need the decoder
 """
 
 
@@ -389,7 +388,7 @@ def test_a_mistake_is_told_before_torch_loads(runs, typed, said):
     answer, output = runs(typed)
     assert said in output, output
     assert answer.returncode == 1 and "Traceback" not in output and "RAW" not in output
-    assert not answer.torch and answer.cpu < CPU_SECONDS
+    assert not answer.torch
 
 
 @pytest.mark.parametrize("typed, said", rows(LATER_TABLE))

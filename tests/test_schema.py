@@ -41,25 +41,21 @@ BAD = {
     "mesh.platform=tpv": "mesh.platform=tpv: unknown; nearest: tpu",
     "mesh.axes.tp=0": "mesh.axes.tp=0: must be at least 1, or -1",
     "mesh.axes={dp:-1,sp:1,tp:-1}": "only one axis may be -1, not dp and tp",
-    "mesh=cpu_8 mesh.axes.tp=3": "dp=2 x sp=1 x tp=3 needs 6 devices, cpu_8 has 8; make the product 8",
-    "mesh=v6e_8 mesh.axes={dp:1,sp:1,tp:3} mesh.devices=3":
-        "8 heads do not divide over 3 devices; sizes that work: 1, 2, 4, 8",
-    "sharding.transformer.weights.attention_in.spec=[pt]":
-        "sharding.transformer.weights.attention_in.spec: the mesh has no axis 'pt'; nearest: tp",
-    "sharding.transformer.weights.attention_in.spec=[tp,tp]": "an axis may shard one dimension only",
-    "sharding.transformer.weights.attention_in.spec=[3]": "each entry must be an axis name",
-    "sharding.transformer.weights.attention_in.pattern='(oops'": "not a regular expression",
-    "sharding=sequence model.scan_blocks=false":
-        "sharding.transformer.gather=true: works on the transformer's scanned blocks only",
-    "sharding.vae.unmatched=ignore": "sharding.vae.unmatched=ignore: unknown",
-    "sharding.attention.heads=pt": "sharding.attention.heads=pt: the mesh has no such axis; nearest: tp",
+    "mesh=cpu_8 mesh.axes.tp=3": "sharding.axes.heads=tp (size 3): 8 heads do not divide over 3 devices; sizes that",
+    "sharding.axes.heads=pt": "sharding.axes.heads: the mesh has no axis 'pt'; nearest: tp",
+    "sharding.axes.heads=[tp,tp]": "an axis may shard one dimension only",
+    "sharding.axes.heads=3": "each entry must be an axis name",
+    "sharding.gather=dp": "sharding.gather=dp: heads and mlp of sharding.axes share the blocks' weights already",
+    "sharding.attention.ulysses=pt": "sharding.attention.ulysses: the mesh has no axis 'pt'; nearest: tp",
+    "model.weights.transformer.attention_in.axes=[hed]": "hed is no name of sharding.axes; nearest: heads",
+    "model.weights.transformer.attention_in.axes=[heads,heads]": "each name of sharding.axes at most once",
+    "model.weights.transformer.attention_in.pattern='(oops'": "not a regular expression",
     "attention.self.kernel=flash": "attention.self.kernel=flash: unknown; nearest: splash",
     "attention.self.kernel=splash": "attention.self.kernel=splash: serves head dims 64 and 128, the model has 32",
     "model=wan21_t2v_14b resolution=480p attention=splash_v6e attention.self.block_q=1000":
         "attention.self.block_q=1000: must be a multiple of 128",
     "attention=cudnn": "attention.self.kernel=cudnn: takes bfloat16, and model.dtype.transformer=float32",
     "attention.self.block_q=64": "attention.self.block_q=64: kernel=auto brings its own; name the kernel's file",
-    "preview_every=2 stages=[text,denoise]": "preview_every=2: previews need the decoder",
     "mesh=cpu_8 resolution.width=144":
         "resolution.width=144 is 18 in latents, not divisible by 8 devices; use a width that is a multiple of 64",
     "ops.upsample.implementation=os.system":
@@ -97,14 +93,13 @@ def test_every_problem_is_told_at_once():
     assert all(key in str(error.value) for key in ("steps=0", "resolution.frames=80", "guidance=none"))
 
 
-def test_a_sharding_rule_can_be_added_and_taken_away():
-    config = make_config("+sharding.vae.weights.mine={pattern:'decoder.conv_in.bias',spec:[tp]}")
+def test_a_rule_for_weights_can_be_added_and_taken_away():
+    config = make_config("+model.weights.transformer.mine={pattern:'proj_out.weight',axes:[mlp]}")
     validate(config)
-    assert config.sharding.vae.weights.mine.spec == ["tp"]
-    name = next(iter(config.sharding.transformer.weights))
-    config = make_config(f"~sharding.transformer.weights.{name}")
+    assert config.model.weights.transformer.mine.axes == ["mlp"]
+    config = make_config("~model.weights.transformer.control")
     validate(config)
-    assert name not in config.sharding.transformer.weights
+    assert "control" not in config.model.weights.transformer
 
 
 def test_the_default_config_is_valid():

@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
@@ -329,7 +329,8 @@ def host_problems(config: DictConfig) -> Iterator[str]:
     yield from one_of("distributed", several.name, ("none", "auto"))
     devices = math.prod(mesh.axes.values())
     if mesh.hosts is not None and (mesh.hosts < 1 or devices % mesh.hosts):
-        yield f"mesh.hosts={mesh.hosts}: must divide the {devices} devices of mesh.axes"
+        known = "number of devices" if devices < 0 else f"{devices} devices of mesh.axes"
+        yield f"mesh.hosts={mesh.hosts}: must be at least 1 and divide the {known}"
     if several.name == "none" and (mesh.hosts or 1) > 1 and config.task in ("generate", "tune"):
         yield (
             f"mesh={mesh.name}: has {mesh.hosts} hosts, and distributed=none is one process; "
@@ -399,7 +400,7 @@ def table_problems(config: DictConfig) -> Iterator[str]:
     sharding, axes = config.sharding, config.mesh.axes
     for component, rules in config.model.weights.items():
         for name, rule in rules.items():
-            yield from rule_problems(f"model.weights.{component}.{name}", rule)
+            yield from rule_problems(f"model.weights.{component}.{name}", rule, list(sharding.axes))
     for name, entry in sharding.axes.items():
         yield from axis_problems(f"sharding.axes.{name}", [entry], axes)
     if OmegaConf.is_list(sharding.picture):
@@ -523,7 +524,7 @@ def idle_axis(config: DictConfig) -> str | None:
     )
 
 
-def rule_problems(key: str, row) -> Iterator[str]:
+def rule_problems(key: str, row, dimensions: Sequence[str]) -> Iterator[str]:
     try:
         rule = Rule(**row)
         if not (isinstance(rule.pattern, str) and OmegaConf.is_list(rule.axes)):
@@ -535,8 +536,12 @@ def rule_problems(key: str, row) -> Iterator[str]:
         re.compile(rule.pattern)
     except re.error as error:
         yield f"{key}.pattern={rule.pattern}: not a regular expression ({error}); escape literal dots and brackets"
-    if not all(name is None or isinstance(name, str) for name in rule.axes):
-        yield f"{key}.axes={list(rule.axes)}: each entry must be a name of sharding.axes, or null"
+    names = [name for name in rule.axes if name is not None]
+    for name in names:
+        if name not in dimensions:
+            yield f"{key}.axes={list(rule.axes)}: {name} is no name of sharding.axes; {nearest(name, dimensions)}"
+    if len(set(names)) < len(names):
+        yield f"{key}.axes={list(rule.axes)}: each name of sharding.axes at most once"
 
 
 def tune_problems(config: DictConfig) -> Iterator[str]:
