@@ -1,6 +1,6 @@
-"""What is changed in torchax, each with its reason: its lifetime, and the functions conf/ops puts in place of its ops.
+"""Workarounds for torchax, each with its reason: its global state, and the op overrides that conf/ops names.
 
-Everything here acts inside `torchax_on()`. What diffusers' models become under JAX is in wan_torchax/models.
+Everything here takes effect only inside `torchax_on()`. The models themselves are in wan_torchax/models.
 """
 import contextlib
 import re
@@ -12,17 +12,17 @@ import torch
 
 from wan_torchax import private
 
-# torchax turns off torch's transformer fast path for the whole process when it is imported; outside
-# `torchax_on()` torch must behave as if torchax were not there.
+# Importing torchax disables torch's transformer fast path for the whole process; outside `torchax_on()` torch must
+# behave as if torchax were not imported.
 _fast_path = torch.backends.mha.get_fastpath_enabled()
 
 
 def overloads_of_old() -> contextlib.AbstractContextManager:
-    """Inside, an overload for named dimensions that torch no longer has is its name, which stands for no op.
+    """Inside the block, overloads for named dimensions that torch has removed resolve to their name, as placeholders.
 
     torchax 0.0.13 lists such overloads (aten.prod.dim_Dimname, aten.all.dimname, aten.norm.names_dim, ...) in tables
-    that it makes as it is imported, and torch 2.13 has removed them: without this the import fails. In the tables the
-    name is a key that nothing asks for. This can go when torchax no longer lists them; its test then fails.
+    that it builds on import, and torch 2.13 has removed them: without this the import fails. The placeholders are keys
+    that are never looked up. Remove this when torchax no longer lists them; its test then fails.
     """
 
     def name(op, overload):
@@ -33,7 +33,7 @@ def overloads_of_old() -> contextlib.AbstractContextManager:
 
 with overloads_of_old():
     import torchax
-    import torchax.decompositions  # torchax would import it with its first environment, which is too late
+    import torchax.decompositions  # otherwise imported with the first environment, outside this block
     from torchax import interop
 
 torch.backends.mha.set_fastpath_enabled(_fast_path)
@@ -41,15 +41,15 @@ torch.backends.mha.set_fastpath_enabled(_fast_path)
 from wan_torchax.kernels.attention import Attend  # noqa: E402
 from wan_torchax.kernels.settings import Kernel  # noqa: E402
 
-# ---------------------------------------------------------------- torchax's lifetime
+# ---------------------------------------------------------------- torchax's global state
 
 
 @contextlib.contextmanager
 def torchax_on(ops=None):
-    """torchax with our op overrides, and torch without gradients, for the length of a `with` block.
+    """Enable torchax with our op overrides, and disable gradients, inside the block.
 
-    Safe to nest and to leave by an exception: torch's modes, torchax's table of ops and every
-    setting touched are afterwards what they were before. `ops` maps a torch op to its implementation.
+    Nestable and exception-safe: torch's modes, torchax's op table and all settings are restored. `ops` maps a torch op
+    to its implementation.
     """
     environment = torchax.default_env()
     saved = environment.enabled, torchax.tensor.Tensor.type_as
@@ -58,7 +58,7 @@ def torchax_on(ops=None):
         torchax.tensor.Tensor.type_as = type_as
         torch.backends.mha.set_fastpath_enabled(False)
         with private.overridden_ops(environment, ops or {}), environment, torch.no_grad(), warnings.catch_warnings():
-            # JAX has no 64-bit integers unless asked; torch's indices fit in 32.
+            # JAX has no 64-bit integers by default; torch's indices fit in 32 bits.
             warnings.filterwarnings("ignore", message="Explicitly requested dtype int64")
             yield environment
     finally:
@@ -67,19 +67,19 @@ def torchax_on(ops=None):
 
 
 def type_as(tensor, other):
-    """torchax 0.0.13 casts in place and leaves the old dtype in the metadata; bf16 convolutions refuse such input."""
+    """torchax 0.0.13 casts in place but keeps the old dtype in the metadata; bf16 convolutions reject such input."""
     return tensor.to(other.dtype)
 
 
 def call_module(module, parameters, *arguments, **keywords):
-    """Run a torch module on JAX arrays, inside `torchax_on()`; gives JAX arrays back."""
+    """Run a torch module on JAX arrays, inside `torchax_on()`; returns JAX arrays."""
     arguments, keywords = interop.torch_view((arguments, keywords))
     output = torch.func.functional_call(module, interop.torch_view(parameters), arguments, keywords)
     return interop.jax_view(output)
 
 
 class Call(torch.nn.Module):
-    """A function of a module as a module of its own, so that both run on given parameters."""
+    """Wraps a function of a module as a module, for functional_call."""
 
     def __init__(self, function, module):
         super().__init__()
@@ -90,7 +90,7 @@ class Call(torch.nn.Module):
 
 
 def call_function(function, module, parameters, *arguments):
-    """As call_module, for `function(module, *arguments)` in place of the module's own forward."""
+    """Like call_module, for `function(module, *arguments)` instead of the module's forward."""
     named = {f"module.{name}": array for name, array in parameters.items()}
     return call_module(Call(function, module), named, *arguments)
 
@@ -99,7 +99,7 @@ def call_function(function, module, parameters, *arguments):
 
 
 def upsample_nearest_exact2d(image, output_size, scales_h=None, scales_w=None):
-    """Nearest upsampling by whole factors: (batch, channels, height, width), repeated along both sides."""
+    """Nearest-neighbour upsampling by integer factors: (batch, channels, height, width)."""
     height, width = image.shape[-2:]
     if output_size[0] % height or output_size[1] % width:
         sizes = f"{height}x{width} to {tuple(output_size)}"
@@ -114,9 +114,10 @@ def upsample_nearest_exact2d(image, output_size, scales_h=None, scales_w=None):
 def scaled_dot_product_attention(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """Attention for models that call torch's, (batch, heads, tokens, head_dim): blockwise, no score matrix is held.
+    """torch's attention, (batch, heads, tokens, head_dim), computed blockwise without a full score matrix.
 
-    A mask or bias (the text encoder's, 512 tokens) has the size of the score matrix itself: JAX's own attention serves.
+    A mask or bias (the text encoder's, 512 tokens) is as large as the score matrix anyway: then JAX's attention is
+    used.
     """
     if dropout_p or is_causal or enable_gqa:
         raise NotImplementedError("attention: dropout, causal masks and grouped heads are not needed by Wan")
@@ -140,7 +141,7 @@ def scaled_dot_product_attention(
 
 
 def layer_norm(array, normalized_shape, weight=None, bias=None, eps=1e-5):
-    """Layer norm over the last dimension; mean and variance in one pass, which XLA joins to what made the array."""
+    """Layer norm over the last dimension; mean and variance in one pass, which XLA fuses with the producer."""
 
     def normalize(array, *affine):
         wide = array.astype(jnp.float32)
@@ -158,19 +159,19 @@ def layer_norm(array, normalized_shape, weight=None, bias=None, eps=1e-5):
 
 
 def conv3d_as_2d(*arguments, **how):
-    """A 3D convolution as one 2D convolution, the taps in time side by side as channels."""
+    """A 3D convolution as one 2D convolution, with the temporal taps concatenated as channels."""
 
     def convolve(taps, weight, *given):
         outputs, channels, count, *kernel = weight.shape
         flat = weight.swapaxes(1, 2).reshape(outputs, count * channels, *kernel)
-        flat = jnp.pad(flat, [(0, max(0, 8 - outputs))] + [(0, 0)] * 3)  # cuDNN has no fast kernel for RGB's three
+        flat = jnp.pad(flat, [(0, max(0, 8 - outputs))] + [(0, 0)] * 3)  # cuDNN has no fast kernel for 3 outputs (RGB)
         return jax.lax.conv_general_dilated(_images(jnp.concatenate(taps, axis=1)), flat, *given)[:, :outputs]
 
     return _conv3d_of_images(convolve, *arguments, **how)
 
 
 def conv3d_as_sum_of_2d(*arguments, **how):
-    """A 3D convolution as a sum of 2D convolutions, one for each tap in time."""
+    """A 3D convolution as a sum of 2D convolutions, one per temporal tap."""
 
     def convolve(taps, weight, *given):
         return sum(
@@ -187,7 +188,7 @@ def _images(video):
 
 
 def _conv3d_of_images(convolve_images, video, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
-    """`convolve_images(the frames that each tap in time sees, weight, stride, padding)` gives the images of the result.
+    """A 3D convolution by `convolve_images(frames for each temporal tap, weight, stride, padding)`.
 
     video (batch, channels, frames, height, width)
     """

@@ -4,8 +4,8 @@
     python run.py prompt="a blue star moving left" seed=7
     python run.py model=wan21_t2v_14b mesh=v6e_8 resolution=720p prompt="a cat on the grass"
 
-`generate` below is the way of a prompt, `main` the command line around it. The rest is in wan_torchax/, in floors that
-stand on each other (docs/architecture.md).
+`generate` below is the path from a prompt to a video, `main` the command line around it. The rest is in wan_torchax/,
+in layers (docs/architecture.md).
 """
 import gc
 
@@ -13,7 +13,7 @@ from wan_torchax import interruption
 
 if __name__ == "__main__":
     interruption.install()
-    gc.set_threshold(100_000)  # what is imported stays: no need to look through it for garbage again and again
+    gc.set_threshold(100_000)  # imported modules are never garbage: scan them less often
 
 import contextlib
 import os
@@ -35,35 +35,35 @@ from wan_torchax.tasks.attempt import attempt, explain, failures, report
 
 
 def generate(config, folder: Path, overrides=(), listener=silence, clock=None) -> float:
-    """The way of a prompt, from a composed and validated config to a video. Returns the median seconds of a step.
+    """From a composed and validated config to a video. Returns the median seconds per step.
 
-    What a stage has finished stays in the folder, whatever ends the run; `listener` hears of all that happens.
+    Results of finished stages stay in the folder however the run ends; `listener` receives all events.
     """
     from wan_torchax.runtime.jobs import find_job
     from wan_torchax.session import session
     from wan_torchax.tasks.generate import Making, read_results
 
     with Making(config, folder, overrides, listener, clock) as video:
-        job = find_job(video.config)  # checkpoints, adapters, pictures: each found and looked into once
-        at_hand = read_results(job)  # what an earlier run has left
-        resolved = session.resolve(job, at_hand.missing, video.emit)  # weights here, devices started, nothing left open
+        job = find_job(video.config)  # checkpoints, adapters, images: each located and hashed once
+        at_hand = read_results(job)  # results of an earlier run
+        resolved = session.resolve(job, at_hand.missing, video.emit)  # downloads weights, starts devices
         video.begin(resolved, at_hand)
         values = resolved.inputs() | at_hand.values
-        # Stages are built: programs to be traced, plans of arrays. From here on programs compile in a thread …
+        # Builds the stages: programs and array specs. From here on programs compile in a thread …
         with session.open(resolved, at_hand.missing, values, video.emit, at_hand.segments) as work:
             for step in work.steps:
                 work.run(step)  # … while weights stream in and stages run: text, denoise, decode
-        return video.write(work.result)  # the video, whose frames were encoded as they came, pictures, metrics
+        return video.write(work.result)  # video (encoded during decoding), images, metrics
 
 
 # ---------------------------------------------------------------- the command line
 
 
 def main() -> None:
-    """Compose the config, run the task, leave with 0, 1 (an error), 130 (Ctrl-C) or 143 (SIGTERM)."""
-    # ffmpeg and git are started with fork and exec at once, which is safe beside JAX's threads.
+    """Compose the config, run the task, exit with 0, 1 (an error), 130 (Ctrl-C) or 143 (SIGTERM)."""
+    # ffmpeg and git are started with fork and immediate exec, which is safe with JAX's threads.
     warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and `explain` says it better
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, and `explain` formats the error
     if {"--help", "-h"} & set(sys.argv):
         print(commandline.help_text())
         return
@@ -81,13 +81,13 @@ def main() -> None:
 
 
 def run_jobs() -> None:
-    """One job, or those of a sweep; what none of them could tell of its own failure is told here."""
+    """One job, or those of a sweep; reports errors that no job has reported itself."""
     interruption.check()
     try:
         sys.argv[1:] = commandline.rewrite(sys.argv[1:])
         job()
     except Exception as error:
-        interruption.check()  # Ctrl-C reaches the processes of a launcher too
+        interruption.check()  # Ctrl-C also reaches a launcher's processes
         failures.append(str(error))
         print(f"error: {explain(error)}", file=sys.stderr)
         if "traceback=true" in sys.argv:
@@ -99,7 +99,7 @@ def run_jobs() -> None:
 
 @hydra.main(version_base=commandline.HYDRA_VERSION, config_path="conf", config_name="config")
 def job(config) -> float | None:
-    """One Hydra job: one composed config. Returns a number to minimise: seconds a step, or of the whole."""
+    """One Hydra job. Returns a value for optimizers to minimize: seconds per step, or in total."""
     wan_torchax.leave_sys_path()
     folder, overrides = Path(HydraConfig.get().runtime.output_dir), list(HydraConfig.get().overrides.task)
     jobs.check_launcher(HydraConfig.get().launcher, config.mesh)
@@ -107,7 +107,7 @@ def job(config) -> float | None:
 
 
 def leave(status: int) -> None:
-    """End, also where a thread is still at something that is not needed any more: Python would wait for it."""
+    """Exit without waiting for background threads, which Python would join."""
     if interruption.asked or any(isinstance(thread, Background) for thread in threading.enumerate()):
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(status)
@@ -115,7 +115,7 @@ def leave(status: int) -> None:
 
 
 def wait_for_workers() -> None:
-    """Submitit gives up at the first worker that is lost; those on this machine go on, and belong into the report."""
+    """Submitit gives up when the first worker is lost; wait for the others on this machine, for the report."""
     with contextlib.suppress(ChildProcessError):
         while True:
             os.waitpid(-1, os.WNOHANG)
@@ -124,14 +124,14 @@ def wait_for_workers() -> None:
 
 
 def write_reports() -> None:
-    """A page for every sweep or list; a list inside a sweep is in the sweep's."""
+    """A report for every sweep or list; a list inside a sweep is part of the sweep's."""
     for folder in commandline.sweep_folders if distributed.is_first() else ():
         if not commandline.sweep_folders.keys() & set(folder.parents):
             report(folder)
 
 
 def failed_elsewhere() -> bool:
-    """Whether a job that a launcher ran in another process failed."""
+    """Whether a job in another process of a launcher failed."""
     elsewhere = [folder for folder, launched in commandline.sweep_folders.items() if launched]
     return any(next(folder.rglob("failure.json"), None) for folder in elsewhere)
 

@@ -157,7 +157,8 @@ def test_process_0_writes_and_all_are_tagged(two):
     assert left == {"log.txt"}, "the other process leaves its log"
     assert "video.mp4" in pair.text(0) and "video.mp4" not in pair.text(1)
     for number in (0, 1):
-        assert f"[{number}/2] process {number} of 2 ({socket.gethostname()}); all are here" in pair.text(number)
+        joined = f"process {number} of 2 ({socket.gethostname()}); all processes have joined"
+        assert f"[{number}/2] {joined}" in pair.text(number)
         both = "an error of both is told, and the list goes on"
         assert f"[{number}/2] error: 1 problem in the configuration" in pair.text(number), both
 

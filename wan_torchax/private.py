@@ -1,8 +1,8 @@
-"""All that the project uses of other packages without their promise to keep it, in one place.
+"""All uses of other packages' private APIs, in one place.
 
-An entry is a function: what it gives, why no public name gives that, and when it can go. VERSIONS are those that all
-entries were checked with. tests/test_private.py calls each on what is installed, so that an upgrade that breaks one
-fails there, by its name. Packages are imported inside the functions: this file costs nothing to import.
+Each entry is a function with a reason why no public API suffices and when it can be removed. VERSIONS are the versions
+that all entries were checked with. tests/test_private.py calls each entry on the installed packages, so an upgrade that
+breaks one fails there by name. Packages are imported inside the functions, so this file is cheap to import.
 """
 import contextlib
 import functools
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-# The first and the last.
+# The first and last checked versions.
 VERSIONS = {
     "jax": ("0.10.2", "0.11.2"),
     "torch": ("2.10.0", "2.13.0"),
@@ -34,7 +34,7 @@ ENTRIES: dict[str, Entry] = {}  # by the function's name
 
 
 def private(*packages: str, why: str, until: str) -> Callable:
-    """Marks a function that uses what these packages do not promise."""
+    """Registers a function that uses private APIs of these packages."""
 
     def enter(function):
         ENTRIES[function.__name__] = Entry(packages, why, until)
@@ -48,12 +48,12 @@ def private(*packages: str, why: str, until: str) -> Callable:
 
 @private(
     "jax",
-    why="JAX reads jax_enable_compilation_cache once a process, and it would count for all threads",
-    until="an executable that came out of the cache can be serialised on a CPU, or compile() takes a switch",
+    why="JAX reads jax_enable_compilation_cache once per process, and it applies to all threads",
+    until="an executable from the cache can be serialized on CPU, or compile() has an option",
 )
 @contextlib.contextmanager
 def uncached() -> Iterator[None]:
-    """What this thread compiles in here is not looked up in JAX's cache, nor written there."""
+    """Compilations of this thread inside the block bypass JAX's compilation cache."""
     ask_each_thread()
     here.uncached = True
     try:
@@ -75,11 +75,11 @@ def ask_each_thread() -> None:
 
 @private(
     "jax",
-    why="jax.devices() answers by looking for them, after which flags come too late",
-    until="JAX says publicly whether it has started",
+    why="jax.devices() initializes the devices, after which flags have no effect",
+    until="JAX has a public query for it",
 )
 def has_devices() -> bool:
-    """Whether JAX has looked for its devices yet."""
+    """Whether JAX has initialized its devices."""
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()
@@ -87,11 +87,11 @@ def has_devices() -> bool:
 
 @private(
     "jax",
-    why="jax.distributed.initialize() finds them and starts at once, and the processes have to meet before",
-    until="JAX finds a cluster without joining it",
+    why="jax.distributed.initialize() detects the cluster and joins at once; our rendezvous has to come before",
+    until="JAX can detect a cluster without joining it",
 )
 def find_cluster(coordinator: str | None, processes: int | None, process: int | None, seconds: int) -> tuple:
-    """Coordinator, process count and id, those that are None as JAX finds them; still None where it finds none."""
+    """Coordinator, process count and id; those given as None are detected by JAX, and stay None if it cannot."""
     from jax._src.clusters import ClusterEnv
 
     return ClusterEnv.auto_detect_unset_distributed_params(coordinator, processes, process, None, None, seconds)[:3]
@@ -100,7 +100,7 @@ def find_cluster(coordinator: str | None, processes: int | None, process: int | 
 @private(
     "jax",
     why="jax.nn.dot_product_attention, which calls this, rounds the log-sum-exp to bf16: too coarse to merge with",
-    until="it gives float32",
+    until="it returns float32",
 )
 def cudnn_attention(query, key, value, scale: float) -> tuple:
     """cuDNN's attention, (batch, tokens, heads, head_dim), and its log-sum-exp, (batch, heads, queries) float32."""
@@ -111,11 +111,11 @@ def cudnn_attention(query, key, value, scale: float) -> tuple:
 
 @private(
     "jax",
-    why="jax.extend.mlir lacks the LLVM dialect, and what plgpu.inline_mgpu gives and takes has no public name",
+    why="jax.extend.mlir lacks the LLVM dialect, and the types of plgpu.inline_mgpu have no public names",
     until="jax.extend and jax.experimental.pallas.mosaic_gpu have them",
 )
 def mosaic_gpu() -> SimpleNamespace:
-    """What code inside plgpu.inline_mgpu is written with."""
+    """The types and dialects for code inside plgpu.inline_mgpu."""
     from jax._src.lib.mlir.dialects import llvm
     from jax.experimental.mosaic import gpu
 
@@ -127,21 +127,21 @@ def mosaic_gpu() -> SimpleNamespace:
 
 @private(
     "jax",
-    why="FragmentedArray's constructor names its arguments as private; its other makers load or fill",
-    until="plgpu can turn float32 into e4m3 without moving it between threads",
+    why="FragmentedArray's constructor has private arguments; its public constructors load or fill",
+    until="plgpu can convert float32 to e4m3 without moving values between threads",
 )
 def fragmented_array(registers, layout):
-    """An array from each thread's own registers, of floating point."""
+    """A floating-point array from each thread's own registers."""
     return mosaic_gpu().FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
 @private(
     "jax",
-    why="jax.config has each setting as an attribute, and no documented list of them",
+    why="jax.config has settings as attributes, without a documented list of them",
     until="such a list is documented",
 )
 def jax_settings() -> dict[str, Any]:
-    """All of JAX's settings as they are now."""
+    """The current values of all JAX settings."""
     import jax
 
     return jax.config.values
@@ -149,12 +149,12 @@ def jax_settings() -> dict[str, Any]:
 
 @private(
     "jax",
-    why="jax.monitoring is public, the names of JAX's own events are not",
+    why="jax.monitoring is public, but the names of JAX's own events are not",
     until="they are documented",
 )
 def on_compilation(found: Callable[[], None], compiled: Callable[[], None]) -> None:
-    """Have `found` called for each program that JAX's cache has, and `compiled` for each program, both in the thread
-    that asks for it."""
+    """Register callbacks: `found` for each hit in JAX's compilation cache, `compiled` for each compilation; both run in
+    the thread that compiles."""
     import jax
 
     def event(name, **_):
@@ -174,12 +174,12 @@ def on_compilation(found: Callable[[], None], compiled: Callable[[], None]) -> N
 
 @private(
     "torch",
-    why="torchax asks torch for overloads as it is imported, and torch has no way to add one",
-    until="patches.overloads_of_old goes",
+    why="torchax looks up torch overloads when imported, and torch has no way to add one",
+    until="patches.overloads_of_old is removed",
 )
 @contextlib.contextmanager
 def missing_overloads(stand_in: Callable[[str, str], Any]) -> Iterator[None]:
-    """Inside, what `stand_in(op, overload)` returns stands for an overload that torch does not have; None: nothing."""
+    """Inside the block, `stand_in(op, overload)` replaces an overload that torch lacks; None: none."""
     import torch
 
     packet = torch._ops.OpOverloadPacket
@@ -203,12 +203,12 @@ def missing_overloads(stand_in: Callable[[str, str], Any]) -> Iterator[None]:
 
 @private(
     "torchax",
-    why="override_op_definition overrides for good",
-    until="torchax can take an override back",
+    why="override_op_definition is permanent",
+    until="torchax can undo an override",
 )
 @contextlib.contextmanager
 def overridden_ops(environment, ops: dict[Any, Callable]) -> Iterator[None]:
-    """Inside, these implementations take the place of torchax's own."""
+    """Inside the block, these implementations replace torchax's own."""
     shipped = dict(environment._ops)
     try:
         for op, implementation in ops.items():
@@ -223,11 +223,11 @@ def overridden_ops(environment, ops: dict[Any, Callable]) -> Iterator[None]:
 
 @private(
     "diffusers",
-    why="diffusers imports torch_xla wherever it is installed, and has no switch against that",
-    until="there is one, or it imports torch_xla where it is used",
+    why="diffusers imports torch_xla if it is installed, and has no option against that",
+    until="there is one, or it imports torch_xla lazily",
 )
 def hide_torch_xla() -> None:
-    """diffusers takes torch_xla for not installed, in what is imported from now on."""
+    """Make later imports of diffusers modules treat torch_xla as not installed."""
     from diffusers.utils import import_utils
 
     import_utils._torch_xla_available = False
@@ -235,11 +235,11 @@ def hide_torch_xla() -> None:
 
 @private(
     "diffusers", "transformers",
-    why="from_pretrained() heeds these lists and nothing tells them; our weights do not go through it",
-    until="a model tells the dtypes of its parameters",
+    why="from_pretrained() applies these lists and no public API exposes them; our loader bypasses it",
+    until="a model exposes the dtypes of its parameters",
 )
 def float32_parts(module, dtype: str) -> tuple[str, ...]:
-    """The parts of a model that its authors want in float32 where the rest is of this dtype.
+    """The parts of a model that must stay in float32 when the rest has this dtype.
 
     diffusers keeps its list in float32 for any half precision, transformers for float16 only (its strict list for
     both).
@@ -250,12 +250,12 @@ def float32_parts(module, dtype: str) -> tuple[str, ...]:
 
 @private(
     "diffusers",
-    why="schedulers draw by a function that their module has imported; not all take a generator, and none takes noise",
+    why="schedulers draw noise with a function imported by their module; not all take a generator, none takes noise",
     until="step() takes noise",
 )
 @contextlib.contextmanager
 def given_noise(scheduler) -> Iterator[list]:
-    """A list that a scheduler's next step takes its noise from, if it draws any."""
+    """A list from which the scheduler's next step pops its noise, if it draws any."""
     given: list = []
     module: Any = sys.modules[type(scheduler).__module__]
     draw = getattr(module, "randn_tensor", None)
@@ -274,12 +274,12 @@ def given_noise(scheduler) -> Iterator[list]:
 
 @private(
     "hydra-core",
-    why="Hydra's state is the process's; hydra.initialize() refuses where there is one, and restores a copy of it",
+    why="Hydra's state is global; hydra.initialize() fails if it is already set, and restores only a copy",
     until="a config can be composed without that state",
 )
 @contextlib.contextmanager
 def hydra_apart() -> Iterator[None]:
-    """Inside, Hydra is as if nobody had used it; afterwards others find theirs again."""
+    """Inside the block, Hydra's global state is empty; afterwards it is restored."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.version import VersionBase
 
@@ -293,7 +293,7 @@ def hydra_apart() -> Iterator[None]:
 
 @private(
     "hydra-core",
-    why="Hydra documents the grammar of overrides and not its parser, which plugins use",
+    why="Hydra documents the grammar of overrides but not its parser, which plugins use",
     until="the parser is documented",
 )
 def parse_override(text: str):
@@ -305,7 +305,7 @@ def parse_override(text: str):
 
 @private("uvicorn", why="uvicorn has no deadline for a request's headers", until="it has one")
 def h11_protocol() -> type:
-    """What uvicorn makes of a connection: `conn`, `connections`, `loop`, `transport` and asyncio's own methods."""
+    """uvicorn's connection class: `conn`, `connections`, `loop`, `transport` and asyncio's protocol methods."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     return H11Protocol
@@ -313,11 +313,11 @@ def h11_protocol() -> type:
 
 @private(
     "hydra-core",
-    why="values are put into a config in the same call that reads all files, a third of a second each time",
-    until="Hydra composes files once and values often",
+    why="compose() applies value overrides in the same call that reads all files, a third of a second each time",
+    until="Hydra can apply overrides to a composed config",
 )
 def apply_overrides(config, overrides: list[str]) -> None:
-    """What Hydra does with overrides of values once it has composed the files."""
+    """Apply value overrides to a composed config, as Hydra does."""
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra.core.override_parser.overrides_parser import OverridesParser
 

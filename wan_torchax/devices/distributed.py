@@ -1,13 +1,13 @@
-"""One video over several processes, one on each host: who takes part, that all do the same, and that they end together.
+"""Multi-host runs, one process per host: rendezvous, consistency checks, and coordinated failure.
 
     python run.py distributed=auto mesh=v6e_16 …          # the same command on every host
 
 JAX's multi-controller runtime (`jax.distributed`) joins the devices: every process runs the same programs in the same
-order on the shards it holds. What that runtime does not say, who is missing and who fell out, goes through a store that
-process 0 keeps one port below JAX's coordinator (torch's TCPStore): each process signs in there, compares its
-configuration with the others', and beats once a second from a thread. A process that leaves says why, one that falls
-silent is given up after `lost_seconds`, and either ends all the others with its name. Messages are signed with the
-secret in WAN_TORCHAX_SECRET, for networks that are shared with others.
+order on its shards. It does not report which process is missing or failed, so this uses a store of its own, torch's
+TCPStore, which process 0 serves one port below JAX's coordinator. Each process registers there, compares its
+configuration with the others', and sends a heartbeat once a second from a thread. A process that exits gives a reason,
+one that is silent times out after `lost_seconds`, and either ends all the others with an error that names it. Messages
+are signed with the secret in WAN_TORCHAX_SECRET, for shared networks.
 
 Without `distributed=auto` there is one process, and every function here returns at once.
 """
@@ -36,26 +36,26 @@ from wan_torchax.records import provenance
 
 log = logging.getLogger("wan")
 HEARTBEAT_SECONDS = 1.0
-SECRET = "WAN_TORCHAX_SECRET"  # environment variable: what the processes sign their messages with
+SECRET = "WAN_TORCHAX_SECRET"  # environment variable with the HMAC key
 MARK_LETTERS = 64
-PATIENCE = 24 * 3600  # seconds to wait for a process that is alive: it may be fetching weights, or writing
-SHOWN = 10  # differences between two configurations that are listed
+PATIENCE = 24 * 3600  # timeout in seconds for a process that is alive: it may be downloading weights, or writing
+SHOWN = 10  # differences between configurations to list
 
 
 @dataclass
 class Group:
-    """The processes of this run, as one of them sees them."""
+    """The processes of this run, from the view of one of them."""
 
     coordinator: str  # host:port
     process: int
     processes: int
     lost_seconds: int
-    stores: list  # connections to process 0's store: one for the main thread, one for the thread that beats
+    stores: list  # connections to process 0's store: for the main thread and for the heartbeat thread
     names: list[str]  # "process 1 of 4 (its host)"
-    job: int = 0  # jobs begun: part of every key, so that nothing of an earlier job is taken for this one's
-    reason: str | None = None  # why this process leaves, for the others
+    job: int = 0  # jobs begun: part of every key, so that values of an earlier job are not read
+    reason: str | None = None  # why this process exits, for the others
     over: threading.Event = field(default_factory=threading.Event)
-    reporter: subprocess.Popen | None = None  # says why, should this process be aborted
+    reporter: subprocess.Popen | None = None  # reports the cause if JAX aborts this process
     watcher: threading.Thread = field(default_factory=lambda: threading.Thread(target=watch, name="watch", daemon=True))
 
     @property
@@ -79,11 +79,11 @@ def is_first() -> bool:
     return group is None or group.process == 0
 
 
-# ---------------------------------------------------------------- meeting
+# ---------------------------------------------------------------- rendezvous
 
 
 def join(config) -> None:
-    """Meet the other processes and start JAX's runtime with them. Once a process; before JAX looks for devices."""
+    """Rendezvous with the other processes and start JAX's runtime. Once per process, before JAX initializes devices."""
     global group
     settings = config.distributed
     if settings.name == "none" or group is not None:
@@ -104,13 +104,13 @@ def join(config) -> None:
         coordinator, processes, process,
         initialization_timeout=settings.join_seconds, cluster_detection_method="deactivate",
     )
-    log.info("%s; all are here", group.names[process])
+    log.info("%s; all processes have joined", group.names[process])
 
 
 def find(settings) -> tuple[str, int, int]:
-    """Coordinator (host:port), process count and id: from the config, else as JAX finds them.
+    """Coordinator (host:port), process count and id: from the config, else from JAX's cluster detection.
 
-    JAX knows Cloud TPU, GKE, Slurm and Open MPI.
+    JAX detects Cloud TPU, GKE, Slurm and Open MPI.
     """
     place = settings.coordinator, settings.processes, settings.process
     if None in place:
@@ -135,8 +135,8 @@ def find(settings) -> tuple[str, int, int]:
 
 
 def sign_in(coordinator, processes, process, settings) -> list:
-    """Two connections to the store beside the coordinator, which process 0 opens."""
-    # Its C++ side prints a stack trace for every process that is late.
+    """Two connections to the store that process 0 serves."""
+    # Its C++ side prints a stack trace for every late process.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from torch.distributed import DistNetworkError, TCPStore
 
@@ -176,11 +176,11 @@ def tag_logs(tag: str) -> None:
     logging.setLogRecordFactory(tagged)
 
 
-# ---------------------------------------------------------------- doing the same
+# ---------------------------------------------------------------- consistency
 
 
 def meet(what: str, value, seconds: float = PATIENCE) -> list:
-    """Every process's value, by number, as soon as all have called this. `watch` ends a wait for one that died."""
+    """A barrier that gathers every process's value, by number. `watch` ends the wait if a process dies."""
     keys = [f"{group.job}/{what}/{number}" for number in range(group.processes)]
     group.store.set(keys[group.process], sign(keys[group.process], value))
     deadline = time.monotonic() + seconds
@@ -189,18 +189,18 @@ def meet(what: str, value, seconds: float = PATIENCE) -> list:
         if time.monotonic() > deadline:
             late = ", ".join(missing)
             raise ConfigError(f"{late} did not arrive within {seconds:g} s; the same command must run on every host")
-        time.sleep(0.05)  # not the store's own wait, which does not look at the flag
+        time.sleep(0.05)  # the store's own wait would not check for interruption
     return [verify(key, answer) for key, answer in zip(keys, group.store.multi_get(keys))]
 
 
 def sign(key: str, value) -> str:
-    """A value for the store, with a mark that only those can make who know the secret."""
+    """A value for the store, prefixed with its HMAC."""
     text = json.dumps(value)
     return mark(key, text) + text
 
 
 def verify(key: str, signed: bytes) -> Any:
-    """The value behind a mark; an error where somebody else made it."""
+    """The value of a signed message; an error if the HMAC does not match."""
     text = signed.decode(errors="replace")
     if not hmac.compare_digest(text[:MARK_LETTERS], mark(key, text[MARK_LETTERS:])):
         number = int(key.rpartition("/")[2])
@@ -213,25 +213,24 @@ def mark(key: str, text: str) -> str:
 
 
 def begin() -> None:
-    """A new job."""
+    """Begin a new job."""
     if group is not None:
         group.job += 1
 
 
 def compare(config) -> None:
-    """A job's configuration and everybody's packages must be the same; an error on all processes where they are
-    not."""
+    """Raise on all processes if the job's configuration or package versions differ between them."""
     if group is None:
         return
     settings = OmegaConf.to_container(config, resolve=True)
     settings.pop("distributed")
-    for key in ("cache_dir", "store"):  # places on each machine
+    for key in ("cache_dir", "store"):  # local paths may differ
         settings["compile"].pop(key)
     agree("configuration", settings | {"package": provenance.versions(), "git_revision": provenance.git_revision()})
 
 
 def agree(what: str, values: dict) -> None:
-    """Raises on every process if the values are not the same on all."""
+    """Raise on every process if the values are not the same on all."""
     if group is None:
         return
     first, *others = (dict(flatten(answer)) for answer in meet(what, values))
@@ -243,7 +242,7 @@ def agree(what: str, values: dict) -> None:
 
 
 def gather(what: str, value) -> list:
-    """Every process's value; of one that is alone, its own. Once a job for every `what`."""
+    """Every process's value; just its own in a single-process run. Call once per job for each `what`."""
     return [value] if group is None else meet(what, value)
 
 
@@ -252,7 +251,7 @@ def from_first(what: str, value):
     return value if group is None else meet(what, value)[0]
 
 
-# ---------------------------------------------------------------- ending together
+# ---------------------------------------------------------------- failure
 
 
 def watch() -> None:
@@ -267,10 +266,10 @@ def watch() -> None:
             states = [last_heartbeat(store, other) for other in group.others]
         except ConfigError as error:
             end(str(error))
-        except RuntimeError:  # the store went with its process
+        except RuntimeError:  # process 0, which serves the store, is gone
             end(f"{group.names[0]}, which coordinates, is gone")
         for other, state in zip(group.others, states):
-            if state is None:  # still to arrive
+            if state is None:  # not joined yet
                 continue
             if (reason := state[1]) is not None:
                 end(f"{group.names[other]} {reason}")
@@ -286,26 +285,26 @@ def last_heartbeat(store, process: int) -> list | None:
 
 
 def regroup(message: str) -> None:
-    """After an error: when every process has had one, all go on with the next job; else this process leaves, which
-    ends the others."""
+    """After an error: if every process had one, all continue with the next job; else this process exits, which ends
+    the others."""
     if group is None:
         return
-    if group.job == 0:  # not even all are here
+    if group.job == 0:  # not all have joined
         leave(f"failed: {message}")
     try:
-        meet("error", message, group.lost_seconds + 2 * HEARTBEAT_SECONDS)  # by then a lost one has been named
+        meet("error", message, group.lost_seconds + 2 * HEARTBEAT_SECONDS)  # by then `watch` has reported a lost one
     except ConfigError:
         leave(f"failed: {message}")
 
 
 def leave(reason: str, status: int = 1) -> None:
-    """Tell the others why, and end."""
+    """Exit, and report the reason to the others."""
     if group is None:
         return
     group.reason = reason
     if group.watcher.is_alive():
-        group.watcher.join()  # until it has been said
-        time.sleep(0 if group.process else 3 * HEARTBEAT_SECONDS)  # process 0 has the store they hear it from
+        group.watcher.join()  # returns once the reason is sent
+        time.sleep(0 if group.process else 3 * HEARTBEAT_SECONDS)  # process 0 serves the store they read it from
     end(None, status)
 
 
@@ -322,7 +321,7 @@ def end(message: str | None, status: int = 1) -> None:
 ABORT_REPORTER = """
 import socket, sys
 message, host, port = sys.argv[1:]
-if not sys.stdin.read():            # ended by a signal: one that leaves in order says so
+if not sys.stdin.read():            # killed by a signal: a clean exit writes to stdin
     try:
         socket.create_connection((host, int(port)), timeout=2)
     except OSError:
@@ -331,8 +330,8 @@ if not sys.stdin.read():            # ended by a signal: one that leaves in orde
 
 
 def report_abort() -> None:
-    """JAX abort()s a process that has lost its coordinator, from a C++ thread, before `watch` can see it. A process of
-    its own sees that, and names the coordinator: Python code in the aborted one might wait for ever."""
+    """JAX calls abort() from a C++ thread when the coordinator is lost, before `watch` notices. A separate process
+    detects that and reports the cause: Python code in the aborted process might hang."""
     host, _, port = group.coordinator.rpartition(":")
     tag = f"[{group.process}/{group.processes}]"
     message = f"{tag} error: {group.names[0]}, which coordinates, is gone; this process ends too"
@@ -341,14 +340,14 @@ def report_abort() -> None:
 
 
 def stop_reporter() -> None:
-    """This process ends in order."""
+    """Signal a clean exit to the reporter."""
     if group.reporter is not None:
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # whatever it does, this process ends
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # the exit must not fail
             group.reporter.communicate(b"in order", timeout=5)
 
 
 def finish() -> None:
-    """The end of a run that went well: nobody leaves before all are done, process 0 with its files last."""
+    """Shut down after a successful run: waits until all processes are done, including process 0's files."""
     if group is None:
         return
     import jax
@@ -367,8 +366,8 @@ def finish() -> None:
 def arrange(devices, sizes):
     """The devices of several processes as an array of the mesh's shape.
 
-    The last axes, which carry the most, stay inside a process as far as they go; within each JAX orders the chips
-    along their torus.
+    The last axes, which have the most traffic, stay within a process as far as possible; within each, JAX orders the
+    chips along the torus.
     """
     from jax.experimental import mesh_utils
 

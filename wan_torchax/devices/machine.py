@@ -1,4 +1,4 @@
-"""Which kind of machine this is, before anything is installed: it chooses the requirements. Standard library only.
+"""Detects the kind of machine before anything is installed, to choose the requirements. Standard library only.
 
     python -m wan_torchax.devices.machine            # cpu, tpu or gpu; the reason goes to stderr
 """
@@ -31,7 +31,7 @@ def find_tpu(devices: Path = Path("/sys/bus/pci/devices")) -> str | None:
 
 
 def find_gpu() -> str | None:
-    """The NVIDIA GPU of this machine, as its driver calls it."""
+    """This machine's NVIDIA GPU, as its driver names it."""
     if not (command := shutil.which("nvidia-smi")):
         return None
     try:
@@ -42,7 +42,7 @@ def find_gpu() -> str | None:
 
 
 def find() -> tuple[str, str]:
-    """cpu, tpu or gpu, and what makes it one."""
+    """cpu, tpu or gpu, and the reason."""
     if tpu := find_tpu():
         return "tpu", tpu
     if gpu := find_gpu():

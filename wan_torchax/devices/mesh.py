@@ -1,4 +1,4 @@
-"""Devices, here or described by a config, and the meshes that are laid over them."""
+"""Devices, attached or described by a config, and their meshes."""
 import math
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from wan_torchax.devices import distributed
 
 
 def memory_bytes(mesh, chip) -> int | None:
-    """Of one device: what it says, else what the config says of its chip; None where neither is known."""
+    """Memory of one device: as it reports, else from the chip's config; None if unknown."""
     device = mesh.devices.flat[0] if isinstance(mesh, jax.sharding.Mesh) else None
     limit = (device.memory_stats() or {}).get("bytes_limit") if device is not None else None
     return limit or (chip.hbm_gib and int(chip.hbm_gib * 2**30))
@@ -18,7 +18,7 @@ def memory_bytes(mesh, chip) -> int | None:
 
 @dataclass(frozen=True)
 class Here:
-    """The devices of this machine, or of all hosts of a run."""
+    """The attached devices, of all hosts of a run."""
 
     devices: list
 
@@ -47,7 +47,7 @@ class Here:
 
 @dataclass(frozen=True)
 class Described:
-    """The devices a config's mesh and chip describe, which need not be here: enough to trace and lower for them."""
+    """Devices that a config's mesh and chip describe; they need not be attached for tracing and lowering."""
 
     platform: str
     kind: str
@@ -70,7 +70,7 @@ def auto(axes) -> tuple:
 
 
 def find(mesh) -> Here:
-    """The devices that a config's mesh asks for."""
+    """The devices for a config's mesh."""
     try:
         devices = jax.devices(mesh.platform)
     except RuntimeError as error:
@@ -85,7 +85,7 @@ def find(mesh) -> Here:
             "once on each"
         )
     if mesh.platform is None and devices[0].platform == "cpu" and hosts == 1:
-        devices = devices[:1]  # fake CPU devices are for meshes that ask for them
+        devices = devices[:1]  # fake CPU devices are only for meshes that request them
     return Here(devices)
 
 

@@ -1,4 +1,4 @@
-"""Sharding specs of the config as JAX's, and where they do not fit."""
+"""Converts the config's sharding specs to JAX's and validates them."""
 import math
 
 import jax
@@ -9,7 +9,7 @@ def replicated(mesh) -> jax.sharding.NamedSharding:
 
 
 def struct(mesh, shape, dtype) -> jax.ShapeDtypeStruct:
-    """An argument that every device has whole."""
+    """A replicated argument."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(mesh))
 
 
@@ -20,7 +20,7 @@ def partition_spec(spec) -> jax.sharding.PartitionSpec:
 
 
 def spec_problem(spec, shape, mesh) -> str | None:
-    """Why a tensor of this shape cannot be sharded so, and the way out; None if it can."""
+    """Why a tensor of this shape cannot be sharded this way, with a remedy; None if it can."""
     if len(spec) > len(shape):
         return f"has {len(shape)} dimensions, the spec {tuple(spec)} has {len(spec)}; shorten the spec"
     for dimension, entry in enumerate(spec):

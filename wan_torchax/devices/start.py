@@ -1,4 +1,4 @@
-"""Starting JAX: what must stand before it runs, once a process, and what may change from job to job."""
+"""Starts JAX: sets what must be set before it initializes, once per process, and what may change between jobs."""
 import contextlib
 import os
 import sys
@@ -9,13 +9,13 @@ from wan_torchax.config.geometry import device_count
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.devices import distributed
 
-FAKE_DEVICES = 8  # CPU devices there always are, so that a sweep can mix meshes; they cost nothing unused
-flags_in_force: dict[str, list[str]] | None = None  # what this process's first job asked for
+FAKE_DEVICES = 8  # CPU devices, always created so that a sweep can mix meshes; unused ones cost nothing
+flags_in_force: dict[str, list[str]] | None = None  # the flags of this process's first job
 
 
 def start(config, meanwhile: Callable[[], None] = lambda: None):
-    """Start JAX as a config asks, or go on with the one that runs; gives its devices. `meanwhile` is called in
-    between."""
+    """Start JAX with a config's settings, or reuse the running one; returns its devices. `meanwhile` is called before
+    the devices initialize."""
     set_flags(config)
     import jax
 
@@ -37,7 +37,8 @@ def warm_up(mesh) -> None:
 
 
 def set_flags(config) -> None:
-    """Put a config's flags where JAX reads them as it starts. A running JAX keeps those it has: others are an error."""
+    """Set the config's flags in the environment, where JAX reads them when it starts. Once JAX runs, different flags
+    are an error."""
     global flags_in_force
     asked = {
         "XLA_FLAGS": [*config.mesh.xla_flags, *config.compile.xla_flags],
@@ -61,12 +62,12 @@ def in_words(flags: dict[str, list[str]]) -> str:
 
 
 def is_running() -> bool:
-    """Whether JAX has looked for its devices yet."""
+    """Whether JAX has initialized its devices."""
     return "jax" in sys.modules and private.has_devices()
 
 
 def use_fake_devices(config) -> None:
-    """As many CPU devices as the mesh has. Once JAX runs, in a sweep, it has as many as it has."""
+    """Create enough CPU devices for the mesh. Has no effect once JAX runs, as in a sweep."""
     import jax
 
     with contextlib.suppress(RuntimeError):
@@ -75,12 +76,12 @@ def use_fake_devices(config) -> None:
 
 
 def use_cache(folder: str | None) -> None:
-    """JAX's persistent compilation cache, for every program however small; None turns it off."""
+    """Enable JAX's persistent compilation cache for all programs; None disables it."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
     if folder != jax.config.jax_compilation_cache_dir:
-        compilation_cache.reset_cache()  # JAX opens it once, and would go on with the one it has
+        compilation_cache.reset_cache()  # JAX would keep using the folder it opened first
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,1 +1,1 @@
-"""Families of models, a folder each (family.py says what one is), and what they share."""
+"""Model families, one folder each (family.py defines the interface), and shared code."""

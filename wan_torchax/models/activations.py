@@ -1,4 +1,4 @@
-"""Sharding constraints on the pictures that flow between a VAE's modules."""
+"""Sharding constraints on the activations between a VAE's modules."""
 import functools
 import re
 
@@ -11,8 +11,7 @@ from wan_torchax.patches import interop
 
 
 def constrain_pictures(module: torch.nn.Module, pattern: str, spec, mesh) -> None:
-    """Have what flows into and out of every submodule whose name matches lie on the devices as `sharding.picture`
-    says."""
+    """Apply `sharding.picture` to the input and output of every submodule whose name matches."""
     sharding = jax.sharding.NamedSharding(mesh, partition_spec(spec))
     constrain = functools.partial(constrain_tensor, sharding=sharding)
     for name, child in module.named_modules():

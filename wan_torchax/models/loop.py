@@ -1,13 +1,13 @@
-"""Equal blocks under one loop over stacked weights, and how their linear layers and norms are computed.
+"""Runs identical blocks in one loop over stacked weights; selects how their linear layers and norms are computed.
 
     blocks = Blocks.of(arrays, "blocks", 40, forward)           # arrays "blocks.*.attn1.to_q.weight" (40, …)
     hidden, counted = blocks.run(block, hidden, counted)        # block(layer, hidden) -> (hidden, rescued rows)
 
-A block is a pure function of one `Layer`, which has its weights, and of what goes from block to block: one array, or a
-tuple of several. The program does not grow with depth.
+A block is a pure function of one `Layer`, which has its weights, and of the carry: one array or a tuple. The program
+does not grow with depth.
 
-What changes how a block computes is a function from one linear layer to another, put together in `linear_of` in this
-order, the first that takes a layer computing it: a Pallas kernel (conf/products), eight bits (conf/precision), XLA.
+Implementations of linear layers wrap each other. `linear_of` composes them in this order, and the first that supports a
+layer computes it: a Pallas kernel (conf/products), quantized (conf/precision), XLA.
 """
 import functools
 import itertools
@@ -27,10 +27,10 @@ from wan_torchax.models.family import Forward
 
 @dataclass(frozen=True)
 class Layer:
-    """One block's weights, each taken from its stack when it is asked for: layer["norm2.weight"]."""
+    """One block's weights, sliced from their stacks on access: layer["norm2.weight"]."""
 
     blocks: "Blocks"
-    index: Any  # an int, or a number that is known when the program runs
+    index: Any  # an int or a traced scalar
     eight_bits: bool = False
 
     def __getitem__(self, name: str) -> jax.Array:
@@ -42,8 +42,8 @@ class Layer:
         return name in self.blocks.arrays
 
     def stacked(self, name: str) -> tuple[jax.Array, Any]:
-        """A weight's stack, and where in it this layer is: linear layers of eight bits have two, for the blocks that
-        have them and for those that have not."""
+        """A weight's stack and this layer's index in it. A quantized linear layer has two stacks: for the quantized
+        blocks and for the others."""
         stack, index, first = self.blocks.arrays[name], self.index, self.blocks.eight_bits.start
         if stack.shape[0] == self.blocks.count:
             return stack, index
@@ -55,12 +55,12 @@ class Layer:
         return self.eight_bits and f"{name}.quantized" in self
 
     def linear(self, name: str, array, **options):
-        """The linear layer of this name on (batch, tokens, inputs); `Options` says what else."""
+        """The linear layer of this name on (batch, tokens, inputs); see `Options`."""
         with jax.named_scope(name.replace(".", "/")):
             return self.blocks.linear(self, name, array, Options(**options))
 
     def norm(self, name: str, array, scale, shift):
-        """Layer norm, times scale, plus shift: (batch, channels) or by token (batch, tokens, channels) each."""
+        """Layer norm, times scale, plus shift: each (batch, channels) or per token (batch, tokens, channels)."""
         with jax.named_scope(name):
             return self.blocks.norm(array, scale, shift, self.blocks.epsilon)
 
@@ -71,20 +71,20 @@ class Layer:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A list of equal blocks."""
+    """A stack of identical blocks."""
 
     arrays: Mapping[str, jax.Array]  # by name in a block: (layers, …)
     count: int
     linear: Callable
     norm: Callable
     epsilon: float = 1e-6
-    eight_bits: range = range(0)  # blocks in which some linear layers have eight bits
-    gathered: Mapping[str, jax.sharding.NamedSharding] | Any = ()  # how weights lie that are stored in parts, when used
+    eight_bits: range = range(0)  # blocks with quantized linear layers
+    gathered: Mapping[str, jax.sharding.NamedSharding] | Any = ()  # shardings of gathered weights while in use
     scan: bool = True
 
     @classmethod
     def of(cls, arrays: Mapping[str, jax.Array], stack: str, count: int, forward: Forward, **settings) -> "Blocks":
-        """The blocks whose arrays are called "<stack>.*.…"."""
+        """The blocks whose arrays are named "<stack>.*.…"."""
         start = f"{stack}.*."
         own = {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
         precision = forward.precision
@@ -100,7 +100,7 @@ class Blocks:
         return Layer(self, index, index in self.eight_bits if eight_bits is None else eight_bits)
 
     def run(self, block: Callable, carry, counted=None, begin: int = 0) -> tuple[Any, jax.Array | None]:
-        """All blocks from `begin` on. `counted` (layers, devices) takes the rows that attention rescued, if it counts
+        """Run all blocks from `begin` on. `counted` (layers, devices) accumulates rescued rows, if attention counts
         them."""
         ends = sorted({begin, *(max(begin, end) for end in (self.eight_bits.start, self.eight_bits.stop)), self.count})
         for first, last in itertools.pairwise(ends if self.eight_bits else [begin, self.count]):
@@ -123,13 +123,13 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Options:
-    """What a linear layer does beside array · weightᵀ + bias."""
+    """What a linear layer fuses after array · weightᵀ + bias, and its layouts."""
 
-    gelu: bool = False  # behind it
-    residual: jax.Array | None = None  # what the result is added to
-    gate: jax.Array | None = None  # what it is multiplied with before: (batch, channels), or by token
+    gelu: bool = False
+    residual: jax.Array | None = None  # added to the result
+    gate: jax.Array | None = None  # multiplies the result before the residual: (batch, channels), or per token
     kernel: bool = False  # a Pallas kernel may compute it
-    transpose_in: bool = False  # attention's kernel has the array, or the result, with its tokens last in memory
+    transpose_in: bool = False  # the attention kernel's layout of the input, or output: tokens minormost
     transpose_out: bool = False
 
 
@@ -150,7 +150,7 @@ def plain_linear(layer: Layer, name: str, array, options: Options):
 
 
 def finish(out, options: Options):
-    """GELU; gate and residual."""
+    """Apply GELU, gate and residual."""
     if options.gelu:
         out = jax.nn.gelu(out, approximate=True)
     if options.residual is None:
@@ -166,7 +166,7 @@ def by_token(rows):
 
 
 def linear_in_eight_bits(inner: Callable, activations: bool, layer: Layer, name: str, array, options: Options):
-    """With weights of eight bits, and activations too, where the layer has such weights."""
+    """Quantized weights, and optionally activations, if the layer has them."""
     if not layer.has_eight_bits(name):
         return inner(layer, name, array, options)
     weight, scale, bias = (layer[f"{name}.{part}"] for part in ("quantized", "scale", "bias"))
@@ -174,15 +174,15 @@ def linear_in_eight_bits(inner: Callable, activations: bool, layer: Layer, name:
 
 
 def linear_by_kernel(inner: Callable, product: Linear, layer: Layer, name: str, array, options: Options):
-    """By a Pallas kernel, in bf16 or with both factors in eight bits, where it may take the layer."""
+    """A Pallas kernel, in bf16 or with weights and activations quantized, if the options allow it."""
     if not options.kernel:
         return inner(layer, name, array, options)
     after = {"residual": options.residual, "gate": options.gate}
-    apart = options.gate is not None and options.gate.ndim == 3  # the kernel's gate is one for all tokens
+    apart = options.gate is not None and options.gate.ndim == 3  # the kernel has no per-token gate
     part, scale = f"{name}.weight", None
     if layer.has_eight_bits(name):
         part, scale = f"{name}.quantized", layer[f"{name}.scale"]
-    # Read from the stack, of which a slice would be a copy; unless it is gathered.
+    # The kernel reads from the stack, since a slice would be a copy; not if the weight is gathered.
     weight, index = (layer[part], None) if layer.blocks.gathered else layer.stacked(part)
     out = product(
         array, weight, layer[f"{name}.bias"], index, scale, gelu=options.gelu, transpose_in=options.transpose_in,
@@ -195,7 +195,7 @@ def linear_by_kernel(inner: Callable, product: Linear, layer: Layer, name: str, 
 
 
 def norm_of(forward: Forward) -> Callable:
-    """How the blocks' norms are computed: (array, scale, shift, epsilon); without a shift it is an RMS norm."""
+    """How the blocks' norms are computed: (array, scale, shift, epsilon); an RMS norm if shift is None."""
     if forward.products.kernel != "pallas":
         return plain_norm
     placed = Norm(forward.products, token_sharding(forward.mesh, forward.parallel))
@@ -203,7 +203,7 @@ def norm_of(forward: Forward) -> Callable:
 
 
 def plain_norm(array, scale, shift, epsilon):
-    """Mean and variance in one pass, which XLA joins to what made the array."""
+    """Mean and variance in one pass, which XLA fuses with the producer."""
     wide = array.astype(jnp.float32)
     mean = 0 if shift is None else wide.mean(axis=-1, keepdims=True)
     variance = (wide * wide).mean(axis=-1, keepdims=True) - mean * mean
@@ -213,7 +213,7 @@ def plain_norm(array, scale, shift, epsilon):
 
 
 def norm_by_kernel(norm: Norm, array, scale, shift, epsilon):
-    """By a Pallas kernel, whose scale and shift are one for all tokens; others are left to XLA."""
+    """A Pallas kernel; XLA if scale and shift are per token, which the kernel does not support."""
     return (norm if scale.ndim == 2 else plain_norm)(array, scale, shift, epsilon)
 
 
@@ -221,8 +221,8 @@ def norm_by_kernel(norm: Norm, array, scale, shift, epsilon):
 
 
 def token_sharding(mesh, parallel, batch: int | None = None) -> jax.sharding.NamedSharding:
-    """How (batch, tokens, channels) lie on the devices between blocks. A batch of one cannot be spread: its axis takes
-    a share of the tokens, where those are spread."""
+    """The sharding of (batch, tokens, channels) between blocks. A batch of one cannot be sharded, so its axis shards
+    tokens too, if they are sharded."""
     axes = parallel.token_axes
     if batch == 1 and parallel.batch:
         spec = jax.sharding.PartitionSpec(None, (parallel.batch, *axes) if axes else None)
@@ -232,16 +232,16 @@ def token_sharding(mesh, parallel, batch: int | None = None) -> jax.sharding.Nam
 
 
 def pad_tokens(array, multiple: int):
-    """Zeros behind the last token of (batch, tokens, …), so that every device's share fills whole tiles of its memory:
-    18,900 tokens would not, and XLA copies an array wherever its tiles shift."""
+    """Pad (batch, tokens, …) so that every device's shard fills whole tiles: with 18,900 tokens it would not, and XLA
+    copies an array wherever its tiling shifts."""
     return jnp.pad(array, [(0, 0), (0, -array.shape[1] % multiple)] + [(0, 0)] * (array.ndim - 2))
 
 
 def no_rows(layers: int, mesh, guarded: bool) -> jax.Array | None:
-    """Zeros for how many rows attention's guards compute again, (layers, devices); None where it has no guard."""
+    """A zero counter of rescued rows (layers, devices); None if attention has no guard."""
     if not guarded:
         return None
     zeros = jnp.zeros((layers, math.prod(mesh.shape.values())), jnp.int32)
-    # As the devices report them: brought together after the last block, not after each.
+    # Sharded by device: reduced once after the last block, not after each.
     spec = jax.sharding.PartitionSpec(None, mesh.axis_names)
     return jax.lax.with_sharding_constraint(zeros, jax.sharding.NamedSharding(mesh, spec))

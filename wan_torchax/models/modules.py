@@ -1,4 +1,4 @@
-"""What every component's module goes through before it is traced. Imports torch and diffusers."""
+"""Prepares torch modules for tracing. Imports torch and diffusers."""
 import inspect
 import logging
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ log = logging.getLogger("wan")
 
 
 def construct(kind: type, architecture: Mapping) -> torch.nn.Module:
-    """A module on the meta device: shapes and names, no memory. A setting that its class does not take is an error,
-    unless it is off: Wan 2.2's VAE says clip_output: false."""
+    """A module on the meta device: shapes and names, no memory. An unknown setting is an error unless it is off: Wan
+    2.2's VAE has clip_output: false."""
     architecture, taken = dict(architecture), inspect.signature(kind.__init__).parameters
     for name in sorted(architecture.keys() - taken.keys()):
         if architecture[name] not in (None, False):
@@ -27,7 +27,7 @@ def construct(kind: type, architecture: Mapping) -> torch.nn.Module:
 
 
 def name_scopes(module: torch.nn.Module) -> None:
-    """Give every op the name of the module it comes from, for plans and profiles: …/attn1/to_q/…"""
+    """Put the module's name into the metadata of every op, for plans and profiles: …/attn1/to_q/…"""
     open_scopes = []
 
     def enter(child, _):

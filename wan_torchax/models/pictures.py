@@ -1,4 +1,4 @@
-"""Pictures and videos that the user gives, as a model wants them."""
+"""Preprocessing of the user's images and videos."""
 import functools
 import json
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ BICUBIC = int(Image.Resampling.BICUBIC)
 
 
 def read_picture(path: Path, height: int, width: int, fit: str) -> numpy.ndarray:
-    """Float32 (3, height, width) from -1 to 1; `fit` says how it meets the frame."""
+    """Float32 (3, height, width) in -1..1; `fit` is how it is fitted to the frame."""
     return pixels_of(numpy.asarray(fitted(open_picture(path), (width, height), fit))[None])[0, :, 0]
 
 
 def read_video(path: Path, size, fit: str, first: int = 0) -> numpy.ndarray:
-    """Uint8 (frames, height, width, 3): as many frames from the first on as the resolution says, at its rate, in its
-    size. A picture is a video that stands still."""
+    """Uint8 (frames, height, width, 3): frames starting at `first`, resampled to the resolution's count, rate and size.
+    An image is repeated."""
     if is_picture(path):
         frame = numpy.asarray(fitted(open_picture(path), (size.width, size.height), fit))
         return numpy.broadcast_to(frame, (size.frames, *frame.shape))
@@ -29,13 +29,13 @@ def read_video(path: Path, size, fit: str, first: int = 0) -> numpy.ndarray:
 
 
 def pixels_of(frames: numpy.ndarray) -> numpy.ndarray:
-    """Uint8 (frames, height, width, 3) to float32 (1, 3, frames, height, width) from -1 to 1."""
+    """Uint8 (frames, height, width, 3) to float32 (1, 3, frames, height, width) in -1..1."""
     return frames.astype(numpy.float32).transpose(3, 0, 1, 2)[None] / 255 * 2 - 1
 
 
 def on_white(path: Path, height: int, width: int, multiple: int) -> numpy.ndarray:
-    """Float32 (1, 3, 1, height, width): the whole picture in the middle of a white frame. As diffusers does for
-    references: to a multiple of the VAE's scale first, then bilinear, without averaging what is made smaller."""
+    """Float32 (1, 3, 1, height, width): the whole image centred on white. As in diffusers for references: first resized
+    to a multiple of the VAE's scale, then bilinear without antialiasing."""
     picture = open_picture(path)
     size = [side // multiple * multiple for side in picture.size]
     pixels = pixels_of(numpy.asarray(fitted(picture, size, "stretch"))[None])[0, :, 0]
@@ -48,7 +48,7 @@ def on_white(path: Path, height: int, width: int, multiple: int) -> numpy.ndarra
 
 
 def bilinear(pixels: numpy.ndarray, height: int, width: int) -> numpy.ndarray:
-    """(channels, height, width) in another size, each pixel from the four around its centre."""
+    """Resize (channels, height, width) bilinearly, without antialiasing."""
     for axis, size in ((1, height), (2, width)):
         old = pixels.shape[axis]
         places = numpy.clip((numpy.arange(size, dtype=numpy.float32) + 0.5) * numpy.float32(old / size) - 0.5, 0, None)
@@ -59,15 +59,15 @@ def bilinear(pixels: numpy.ndarray, height: int, width: int) -> numpy.ndarray:
     return pixels
 
 
-# ---------------------------------------------------------------- as an image encoder wants them
+# ---------------------------------------------------------------- for image encoders
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """What preprocessor_config.json says, in the words of transformers."""
+    """The contents of transformers' preprocessor_config.json."""
 
     size: tuple[int, int] | int  # (height, width), or the shorter side
-    crop: tuple[int, int] | None  # (height, width) of the middle
+    crop: tuple[int, int] | None  # (height, width) of the centre crop
     resample: int
     scale: float
     mean: tuple[float, ...]
@@ -89,7 +89,7 @@ def read_preprocessing(folder: Path) -> Preprocessing:
 
 
 def clip_picture(path: Path, how: Preprocessing) -> numpy.ndarray:
-    """Float32 (3, height, width): scaled, its middle cut out, normalised."""
+    """Float32 (3, height, width): resized, centre-cropped, normalized."""
     picture = open_picture(path)
     if isinstance(how.size, int):
         width, height = picture.size

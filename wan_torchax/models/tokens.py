@@ -1,4 +1,4 @@
-"""Prompts to token ids, by the tokenizer of a checkpoint."""
+"""Prompts to token ids, with a checkpoint's tokenizer."""
 import functools
 import logging
 from collections.abc import Callable
@@ -17,8 +17,8 @@ log = logging.getLogger("wan")
 
 @functools.lru_cache(maxsize=4)
 def load_tokenizer(folder: Path, store: Store | None = None) -> tuple[tokenizers.Tokenizer, int]:
-    """The tokenizer that transformers makes of a folder, and the id that fills up a prompt. From the store it comes
-    without transformers, which takes seconds to import."""
+    """The tokenizer that transformers loads from a folder, and its padding id. From the store it loads without
+    transformers, which takes seconds to import."""
     made_from = {"tokenizer": fingerprint([folder]), "versions": versions(), "sources": sources()}
     if entry := store and store.read("tokenizer", made_from):
         return tokenizers.Tokenizer.from_buffer(entry.arrays["tokenizer"].tobytes()), entry.about["padding"]
@@ -28,7 +28,7 @@ def load_tokenizer(folder: Path, store: Store | None = None) -> tuple[tokenizers
         options = dict(local_files_only=True, trust_remote_code=False)
         made = transformers.AutoTokenizer.from_pretrained(folder, **options)
         tokenizer, padding = made.backend_tokenizer, made.pad_token_id
-    except Exception as error:  # its libraries raise all kinds
+    except Exception as error:  # tokenizer libraries raise many types
         raise ConfigError(f"{folder}: not a readable tokenizer ({error}); download it again") from error
     tokenizer.no_padding(), tokenizer.no_truncation()
     if store:
@@ -38,8 +38,7 @@ def load_tokenizer(folder: Path, store: Store | None = None) -> tuple[tokenizers
 
 
 def tokenize(folder: Path, prompts: list[str], limit: int, store: Store | None = None, clean: Callable = str):
-    """Token ids and mask as int32 arrays (prompts, limit); a prompt that is too long is cut, and a warning says
-    where."""
+    """Token ids and mask as int32 arrays (prompts, limit). A prompt that is too long is truncated with a warning."""
     tokenizer, padding = load_tokenizer(folder, store)
     ids, mask = numpy.full((len(prompts), limit), padding, "int32"), numpy.zeros((len(prompts), limit), "int32")
     room = limit - tokenizer.num_special_tokens_to_add(False)

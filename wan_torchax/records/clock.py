@@ -1,4 +1,4 @@
-"""Everything metrics.json reports of time, gathered from a Session's events."""
+"""The timings in metrics.json, collected from a Session's events."""
 import itertools
 import logging
 import os
@@ -11,13 +11,13 @@ from wan_torchax.events import Compiled, Ended, Event, Stepped, Took
 log = logging.getLogger("wan")
 GIB = 2**30
 MEMORY = ("argument", "output", "temp", "generated_code")
-# Of a start. They go on beside each other: their sum is no time that passed.
+# Parts of a start. They overlap, so their sum is not elapsed time.
 START = ("imports", "devices", "tracing", "compiling", "reading", "sending")
-clocks = itertools.count()  # of this process so far
+clocks = itertools.count()  # clocks created by this process
 
 
 class Clock:
-    """A listener that keeps seconds by phase, steps and compilations apart."""
+    """A listener that records seconds by phase, step and compilation."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
@@ -43,7 +43,7 @@ class Clock:
         elif isinstance(event, Compiled):
             self.compiled(event)
         elif isinstance(event, Took):
-            with self.lock:  # weights and programs are made ready in threads
+            with self.lock:  # weights and programs load in threads
                 self.start[event.part] += event.seconds
 
     def compiled(self, event: Compiled) -> None:
@@ -59,19 +59,19 @@ class Clock:
         )
 
     def median_step(self) -> float | None:
-        """Of the steps that were computed in full."""
+        """The median over fully computed steps."""
         whole = sorted(seconds for seconds, work in zip(self.steps, self.work) if work == "full")
         return whole[len(whole) // 2] if whole else None
 
     def rescued_rows(self) -> dict | None:
-        """How often the guard of attention fired; None where the kernels have none."""
+        """How often the attention guard fired; None if the kernels have none."""
         if not self.rescued:
             return None
         rows, layers = zip(*self.rescued)
         return {"rows": sum(rows), "layers_at_most": max(layers), "steps": sum(count > 0 for count in rows)}
 
     def report(self) -> dict:
-        """Times with the device in step with the clock and compilation apart."""
+        """Times including device work, with compilation reported separately."""
         total, median = time.perf_counter() - self.began, self.median_step()
         return {
             "seconds": {name: round(value, 4) for name, value in (self.seconds | {"total": total}).items()},
@@ -79,14 +79,14 @@ class Clock:
             "step_seconds": [round(value, 4) for value in self.steps],
             "step_seconds_median": median and round(median, 4),
             "step_work": {kind: self.work.count(kind) for kind in dict.fromkeys(self.work)},
-            "denoised_together": self.together,  # videos: a step is one of all of them
+            "denoised_together": self.together,  # batch size: step times are for the whole batch
             "attention_rescued": self.rescued_rows(),
             "compile": self.programs,
         }
 
 
 def process_seconds() -> float:
-    """Since this process began, Python's start and imports; nothing for later jobs, which find all that done."""
+    """Seconds since the process started, for Python's start and imports; 0 for later jobs."""
     if next(clocks) or not Path("/proc/self/stat").exists():
         return 0.0
     began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and folders that one run at a time writes into."""
+"""Atomic file writes and folder locks."""
 import contextlib
 import fcntl
 import os
@@ -9,10 +9,10 @@ from wan_torchax.config.schema import FolderError
 
 
 @contextlib.contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """A path to write to; the file gets its name when all of it is written."""
-    partial = path.with_name(f".partial-{os.getpid()}-{path.name}")  # two processes may write the same
-    partial.unlink(missing_ok=True)  # a link, in a folder of somebody else's making
+def atomic(path: Path) -> Iterator[Path]:
+    """A temporary path to write to; it is renamed to `path` when the block succeeds."""
+    partial = path.with_name(f".partial-{os.getpid()}-{path.name}")  # two processes may write the same file
+    partial.unlink(missing_ok=True)  # may be a link, if the folder is untrusted
     try:
         yield partial
         os.replace(partial, path)
@@ -21,18 +21,18 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    with whole(path) as partial:
-        partial.write_text(text, encoding="utf-8", errors="backslashreplace")  # a prompt may hold half a character
+    with atomic(path) as partial:
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")  # a prompt may have lone surrogates
 
 
 def own_file(folder: Path, name: str) -> Path | None:
-    """A file that lies in the folder itself, not one that a link leads to."""
+    """A file in the folder itself, not reached through a link."""
     path = folder / name
     return path if path.is_file() and path.resolve() == folder.resolve() / name else None
 
 
 def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk before this returns."""
+    """fsync a file or a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -42,8 +42,8 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """This process alone writes into the folder; the system lets go of it however the process ends."""
-    # Not through a link: a folder may be a stranger's.
+    """Lock the folder for writing; the kernel releases the lock however the process ends."""
+    # Do not follow a link: the folder may be untrusted.
     with open(os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

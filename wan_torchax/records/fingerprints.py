@@ -1,4 +1,4 @@
-"""What files hold, in a few letters: of whole files, and of checkpoints without reading all of them."""
+"""Content digests: of whole files, and of checkpoints without reading all of them."""
 import functools
 import hashlib
 import json
@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 SAMPLE_BYTES = 1024  # from the beginning, the middle and the end of each tensor
-MOST_HEADER_BYTES = 100_000_000  # of a safetensors file, as the library has it
-REMOTE = ".remote.json"  # in a folder that stands for a remote one: where it comes from (runtime/remote.py)
+MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
+REMOTE = ".remote.json"  # records the source of a mirror (runtime/remote.py)
 
 
 def fingerprint(folders: Iterable[Path]) -> str:
-    """Sixteen hex digits that change with what the folders hold: of weights, something of every tensor; of all else,
-    and of what the Hub's cache names by its hash, the whole. A fine-tune of a few layers is noticed, without reading
-    all of it."""
+    """Sixteen hex digits over the folders' contents: samples of every tensor for weights; for other files, and those
+    that the Hub's cache names by hash, the full content. Detects a fine-tune of a few layers without reading all
+    weights."""
     digest = hashlib.sha256()
     for folder in folders:
         if (folder / REMOTE).exists():
@@ -27,14 +27,14 @@ def fingerprint(folders: Iterable[Path]) -> str:
 
 
 def known_hash(file: Path) -> bytes | None:
-    """What the Hub's cache says of a file: it links to blobs/<hash of its content>."""
+    """The hash of a file in the Hub's cache, where it links to blobs/<hash>."""
     target = file.resolve()
     named = target.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", target.name)
     return target.name.encode() if named else None
 
 
 def sampled(file: Path) -> bytes:
-    """A small file by all it holds; a safetensors file by its header and by some bytes of every tensor."""
+    """A digest of a file; of safetensors files, of the header and samples of every tensor."""
     status = file.stat()
     if file.suffix != ".safetensors":
         return hash_file(file, status.st_mtime_ns, status.st_size)
@@ -57,7 +57,7 @@ def sample_tensors(file: Path, *changed: int) -> bytes:
 
 
 def tensors_in(header: bytes) -> Iterator[tuple[int, int]]:
-    """Where the tensors lie behind a header; of one that cannot be read nothing, which loading will say."""
+    """Byte ranges of the tensors after a header; none if it is invalid, which loading reports."""
     try:
         entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
         yield from sorted((int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for entry in entries)
@@ -66,7 +66,7 @@ def tensors_in(header: bytes) -> Iterator[tuple[int, int]]:
 
 
 def digest(files: Iterable[Path]) -> str:
-    """Sixteen hex digits of what the files hold."""
+    """Sixteen hex digits over the files' contents."""
     content = hashlib.sha256()
     for path in files:
         status = path.stat()

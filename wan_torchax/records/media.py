@@ -1,4 +1,4 @@
-"""What people look at: the video, its poster, its contact sheet. Frames are uint8 arrays (frames, height, width, 3)."""
+"""Writes the video, poster and contact sheet. Frames are uint8 arrays (frames, height, width, 3)."""
 import contextlib
 import json
 import math
@@ -14,23 +14,23 @@ import numpy
 from PIL import Image
 
 from wan_torchax import interruption
-from wan_torchax.records.files import whole
+from wan_torchax.records.files import atomic
 
 SHEET_FRAMES = 9
 SHEET_WIDTH = 1920  # pixels, at most
-READ_SECONDS = 60  # that ffmpeg may take over a file's metadata
+READ_SECONDS = 60  # timeout for ffmpeg to read a file's metadata
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a video is written."""
+    """Encoder settings."""
 
     fps: int
     quality: int  # H.264's constant rate factor
 
 
 def write_video(path: Path, frames: numpy.ndarray, encoding: Encoding, title: str, comment: dict) -> None:
-    """H.264 in yuv420p, the settings in its metadata."""
+    """Write H.264 in yuv420p, with the settings in its metadata."""
     encoder = Encoder(path, encoding)
     try:
         encoder.add(frames)
@@ -40,9 +40,10 @@ def write_video(path: Path, frames: numpy.ndarray, encoding: Encoding, title: st
 
 
 class Encoder:
-    """A video that is encoded as its frames come, beside those who make them.
+    """Encodes a video in the background while frames are still being produced.
 
-    `finish` gives it metadata and name; `close` ends it in any case, and what is not finished is not there.
+    `finish` adds the metadata and renames the file into place; `close` always cleans up, and an unfinished video leaves
+    no file.
     """
 
     def __init__(self, path: Path, encoding: Encoding):
@@ -51,7 +52,7 @@ class Encoder:
         self.process, self.writer = None, ThreadPoolExecutor(1)
 
     def add(self, frames: numpy.ndarray) -> None:
-        """More frames (frames, height, width, 3); does not wait for them to be encoded."""
+        """Queue frames (frames, height, width, 3) for encoding; does not block."""
         if self.process is None:
             self.process = self.start(*frames.shape[1:3])
         self.frames += len(frames)
@@ -59,27 +60,29 @@ class Encoder:
 
     def start(self, height: int, width: int) -> subprocess.Popen:
         source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(self.encoding.fps)]
-        # Converted as it says it is: what is not tagged, players show in the colours they guess.
+        # Convert to BT.709 and tag it: players guess the colours of untagged video.
         colours = ["-vf", "scale=out_color_matrix=bt709:out_range=tv", "-color_range", "tv"]
         colours += ["-colorspace", "bt709", "-color_primaries", "bt709", "-color_trc", "bt709"]
-        # Frames come as fast as a four-step model makes them; `medium` would be what a run waits for.
+        # With `medium`, a four-step model would wait for the encoder.
         encoder = ["-c:v", "libx264", "-preset", "veryfast", "-crf", str(self.encoding.quality), "-pix_fmt", "yuv420p"]
         encoder += [*colours, "-f", "mp4"]
         command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *source, "-i", "-", *encoder, str(self.stream)]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def write(self, frames: numpy.ndarray) -> None:
-        with contextlib.suppress(BrokenPipeError):  # its status tells, in `finish`
+        with contextlib.suppress(BrokenPipeError):  # `finish` checks the exit status
             self.process.stdin.write(frames.data)
 
     def finish(self, title: str, comment: dict) -> None:
-        """Wait for the frames, then copy them behind their metadata and index, so that players start at once."""
-        encoded = self.writer.submit(self.process.communicate)  # once the frames that wait are written
+        """Wait for the encoder, then remux with metadata and the index first (faststart), so that players start at
+        once."""
+        encoded = self.writer.submit(self.process.communicate)  # runs after the queued frames are written
         interruption.wait([encoded])
         check(self.path, self.process.returncode, encoded.result()[1])
-        # Through a file: no command line is as long as some prompts.
-        with whole(self.path) as partial, tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt") as metadata:
-            # ffmpeg takes a backslash at the end of a line for an escape, even one that is escaped itself.
+        # Through a file: a prompt may exceed the command line's limit.
+        temporary = tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt")
+        with atomic(self.path) as partial, temporary as metadata:
+            # ffmpeg treats a backslash at the end of a line as an escape, even if it is itself escaped.
             entries = {"title": title.rstrip("\\"), "comment": json.dumps(comment, ensure_ascii=False)}
             metadata.write(";FFMETADATA1\n" + "".join(f"{key}={escape(text)}\n" for key, text in entries.items()))
             metadata.flush()
@@ -91,7 +94,7 @@ class Encoder:
 
     def close(self) -> None:
         if self.process is not None:
-            self.process.kill()  # nothing, if it has ended
+            self.process.kill()  # a no-op if it has exited
             self.process.wait()
         self.writer.shutdown(cancel_futures=True)
         self.stream.unlink(missing_ok=True)
@@ -103,13 +106,13 @@ def check(path: Path, status: int, errors: bytes) -> None:
 
 
 def escape(text: str) -> str:
-    """A value of ffmpeg's metadata files."""
+    """Escape a value for ffmpeg's metadata format."""
     return re.sub(r"([=;#\\\n])", r"\\\1", text)
 
 
 def read_metadata(path: Path) -> dict | None:
-    """The settings a video of ours carries; None for any other file."""
-    # As MP4 and nothing else: a playlist under a video's name would have ffmpeg open what it lists.
+    """The settings in the metadata of a video of this project; None for any other file."""
+    # Force MP4: ffmpeg would open the files listed in a playlist that is named like a video.
     source = ["-f", "mp4", "-protocol_whitelist", "file", "-i", f"file:{path}"]
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", *source, "-f", "ffmetadata", "-"]
     try:
@@ -122,7 +125,7 @@ def read_metadata(path: Path) -> dict | None:
 
 
 def write_pictures(folder: Path, frames: numpy.ndarray) -> None:
-    """poster.png, the frame in the middle, and contact_sheet.png, frames spread over the whole length."""
+    """Write poster.png, the middle frame, and contact_sheet.png, evenly spaced frames."""
     write_picture(folder / "poster.png", frames[len(frames) // 2])
     chosen = frames[numpy.unique(numpy.linspace(0, len(frames) - 1, SHEET_FRAMES).round().astype(int))]
     columns = math.ceil(math.sqrt(len(chosen)))
@@ -137,5 +140,5 @@ def write_pictures(folder: Path, frames: numpy.ndarray) -> None:
 
 
 def write_picture(path: Path, pixels: numpy.ndarray) -> None:
-    with whole(path) as partial:
-        Image.fromarray(pixels).save(partial, compress_level=2)  # larger by little, sooner by much
+    with atomic(path) as partial:
+        Image.fromarray(pixels).save(partial, compress_level=2)  # slightly larger, much faster

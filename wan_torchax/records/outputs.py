@@ -1,4 +1,4 @@
-"""What a run leaves in its folder beside its stages' results: video, pictures, configuration and metrics."""
+"""The files of a run folder besides stage results: video, images, configuration and metrics."""
 import contextlib
 import hashlib
 import json
@@ -14,17 +14,17 @@ from wan_torchax.config import inputs, schema, trust
 from wan_torchax.config.commandline import key_of
 from wan_torchax.config.wording import flatten
 from wan_torchax.records import media, provenance
-from wan_torchax.records.files import whole, write_text
+from wan_torchax.records.files import atomic, write_text
 
 log = logging.getLogger("wan")
 GIB = 2**30
-# What belongs to one call of the program, not to the video it makes.
+# Keys of one invocation, not of the video.
 CALL = (
     "task", "stages", "resume", "replay", "prompts", "seeds", "shard", "sweep", "traceback", "keep_resident",
     "preview_every", "profile", "distributed",
 )
-# Beside those: what neither changes a video nor how fast it is made, and tables of which only what is chosen counts.
-# Adapters count with the weights, by what their files hold.
+# Keys that affect neither a video nor its speed, and tables of which only the selected entry matters. Adapters are
+# hashed by content with the weights.
 UNCOUNTED = (
     *CALL, "plan", "tune", "calibrate", "serve", "output", "compile.cache_dir", "compile.store", "compile.store_gib",
     "attention.devices", "adapter", *inputs.FILES,
@@ -35,17 +35,16 @@ UNCOUNTED = (
 
 
 def settle(config: DictConfig) -> dict:
-    """The configuration as it stands before this machine adds to it: kept as config.yaml, carried by the video."""
+    """The configuration without machine-specific values, for config.yaml and the video's metadata."""
     settled = OmegaConf.to_container(config, resolve=True)
-    settled["compile"]["cache_dir"] = settled["compile"]["store"] = None  # places on this machine
+    settled["compile"]["cache_dir"] = settled["compile"]["store"] = None  # local paths
     return settled
 
 
 def config_hash(settled: dict, fingerprints: dict[str, str]) -> str:
-    """Twelve hex digits that change with any setting, and any weights, that can change the video or its time.
+    """Twelve hex digits that change with any setting or weights that affect the video or its speed.
 
-    A key at its schema's default does not count: one that a later version adds leaves the hashes of before as they
-    were.
+    Keys at their schema default are left out, so that keys added by later versions do not change old hashes.
     """
     defaults = dict(flatten(OmegaConf.to_container(schema.root(), throw_on_missing=False)))
     counted = {
@@ -58,13 +57,13 @@ def config_hash(settled: dict, fingerprints: dict[str, str]) -> str:
 
 
 def is_under(key: str, names) -> bool:
-    """Whether a dotted key is one of the names, or lies under one."""
+    """Whether a dotted key equals one of the names or is nested under one."""
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def write_config(folder: Path, settled: dict, overrides: list[str]) -> None:
-    """config.yaml, all of it; command.json, the overrides it was composed from: what resume and replay start from."""
-    for name in ("metrics.json", "failure.json"):  # of an earlier run in this folder, which is over now
+    """Write config.yaml and command.json, the overrides it was composed from; resume and replay read both."""
+    for name in ("metrics.json", "failure.json"):  # of an earlier run in this folder
         (folder / name).unlink(missing_ok=True)
     write_text(folder / "config.yaml", yaml.dump(settled, Dumper=PlainDumper, sort_keys=False, allow_unicode=True))
     command = {"overrides": list(overrides), "versions": provenance.versions(), "git": provenance.git_revision()}
@@ -72,14 +71,14 @@ def write_config(folder: Path, settled: dict, overrides: list[str]) -> None:
 
 
 class PlainDumper(yaml.SafeDumper):
-    """Without aliases for what is there twice."""
+    """Writes repeated values in full instead of as aliases."""
 
     def ignore_aliases(self, data) -> bool:
         return True
 
 
 def carried(settled: dict, overrides: list[str]) -> dict:
-    """What a video says of its settings: all that a replay would take over, so nothing of this machine."""
+    """The settings for a video's metadata: those that a replay accepts, so nothing machine-specific."""
     config = {key: value for key, value in flatten(settled) if trust.is_offered(key) and not is_under(key, CALL)}
     safe = []
     for text in overrides:
@@ -89,7 +88,7 @@ def carried(settled: dict, overrides: list[str]) -> dict:
 
 
 def finished_before(settled: dict, fingerprints: dict[str, str], folder: Path) -> float | None:
-    """What the same job gave in an earlier try at this sweep, or None if it has to be done."""
+    """The result of the same job in an earlier attempt at this sweep; None if it has to run."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         metrics = json.loads((folder / "metrics.json").read_text())
         same = metrics["config_hash"] == config_hash(settled, fingerprints)
@@ -103,38 +102,38 @@ def finished_before(settled: dict, fingerprints: dict[str, str], folder: Path) -
 
 
 def open_video(folder: Path, settled: dict) -> media.Encoder:
-    """The video of a run, to be written while its frames are made."""
+    """An encoder for the run's video."""
     encoding = media.Encoding(settled["resolution"]["fps"], settled["output"]["quality"])
     return media.Encoder(folder / "video.mp4", encoding)
 
 
 def write_outputs(folder: Path, settled: dict, values: dict, metrics: dict, video: media.Encoder) -> Path:
-    """Video, poster and contact sheet, if there are frames. Returns what to show the user."""
+    """Write video, poster and contact sheet, if there are frames. Returns the path to print."""
     if "frames" not in values:
         return folder
     prompt = settled["prompt"]
     comment = {"prompt": prompt["text"], "negative_prompt": prompt["negative"], "seed": settled["seed"]}
     comment |= metrics | carried(settled, metrics["overrides"])
-    video.add(values["frames"][video.frames :])  # those that an earlier run left, which nobody told of
-    media.write_pictures(folder, values["frames"])  # while the video is being encoded
+    video.add(values["frames"][video.frames :])  # frames read from an earlier run emitted no events
+    media.write_pictures(folder, values["frames"])  # overlaps encoding
     video.finish(prompt["text"], comment)
     return video.path
 
 
 def write_preview(folder: Path, frame: numpy.ndarray) -> None:
-    """A frame as it looks so far, always under the same name."""
+    """Write a preview frame, replacing the last one."""
     media.write_picture(folder / "preview.png", frame)
 
 
 def write_failure(folder: Path, overrides: list[str], message: str) -> None:
-    """Why a job failed, for the sweep's report."""
+    """Write failure.json, for the sweep's report."""
     with contextlib.suppress(OSError):  # the disk may be what failed
         write_text(folder / "failure.json", json.dumps({"error": message, "overrides": overrides}, indent=2) + "\n")
 
 
 def copy_pictures(folder: Path, config) -> None:
-    """The files a video is made from, for those who replay it: inputs/image.jpg, inputs/references.0.png. What an
-    earlier run has left there goes, unless it is what this one is made from."""
+    """Copy the input files, for replays: inputs/image.jpg, inputs/references.0.png. Removes those of an earlier run,
+    unless this run uses them."""
     given = {key: inputs.paths(config, key) for key in inputs.taken(config)}
     sources = {path.resolve() for paths in given.values() for path in paths}
     for old in folder.glob("inputs/*"):
@@ -146,12 +145,12 @@ def copy_pictures(folder: Path, config) -> None:
             target = folder / "inputs" / f"{key}{place}{source.suffix}"
             target.parent.mkdir(exist_ok=True)
             if not (target.exists() and target.samefile(source)):
-                with whole(target) as partial:
+                with atomic(target) as partial:
                     shutil.copyfile(source, partial)
 
 
 def write_order(folder: Path, names: list[str]) -> None:
-    """list.json: the folders of a list's videos in the order of the list, for its report."""
+    """Write list.json: the folders of a prompt list's videos in order, for its report."""
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "list.json", json.dumps(names, indent=0) + "\n")
 
@@ -160,9 +159,9 @@ def write_order(folder: Path, names: list[str]) -> None:
 
 
 def metrics(settled: dict, contents: dict[str, str], mesh, overrides: list[str]) -> dict:
-    """Everything about a run but its times: memory, hardware, versions, settings.
+    """A run's metrics except timings: memory, hardware, versions, settings.
 
-    Peaks are the process's so far: in a sweep, the largest of the jobs up to this one.
+    Peaks are per process: in a sweep, the maximum over the jobs so far.
     """
     device = mesh.devices.flat[0]
     statistics = device.memory_stats() or {}
@@ -187,11 +186,11 @@ def metrics(settled: dict, contents: dict[str, str], mesh, overrides: list[str])
 
 
 def described(settled: dict, overrides: list[str]) -> dict:
-    """What a gallery shows of a video and finds it by."""
+    """A video's data for the gallery and its search."""
     return {"model": settled["model"]["name"], "settings": carried(settled, overrides)["config"]}
 
 
 def write_metrics(folder: Path, metrics: dict) -> None:
-    """metrics.json, written last: a folder that has it holds a finished run."""
+    """Write metrics.json, last: its presence marks a finished run."""
     (folder / "failure.json").unlink(missing_ok=True)
     write_text(folder / "metrics.json", json.dumps(metrics, indent=2) + "\n")

@@ -1,7 +1,7 @@
-"""HTML from wan_torchax/templates: whatever a prompt or a folder's name holds is shown as text."""
+"""Renders HTML from wan_torchax/templates, with autoescaping."""
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-lines = dict(trim_blocks=True, lstrip_blocks=True)  # those of tags leave none in the page
+lines = dict(trim_blocks=True, lstrip_blocks=True)  # lines with only a tag leave no blank line
 environment = Environment(loader=PackageLoader("wan_torchax"), autoescape=True, undefined=StrictUndefined, **lines)
 
 

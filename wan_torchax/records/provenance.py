@@ -1,4 +1,4 @@
-"""What made a video: versions, revision, memory. Light to import."""
+"""Versions, git revision and memory, for metrics and cache keys. Cheap to import."""
 import contextlib
 import functools
 import hashlib
@@ -15,7 +15,7 @@ PACKAGES = ("jax", "jaxlib", "libtpu", "torch", "torchax", "diffusers", "transfo
 
 @functools.cache
 def sources() -> str:
-    """Sixteen hex digits that change with any line of the project's code."""
+    """A digest of the project's sources: sixteen hex digits."""
     digest = hashlib.sha256()
     files = [ROOT / "patches.py", *(ROOT / "kernels").rglob("*.py"), *(ROOT / "wan_torchax").rglob("*.py")]
     for file in sorted(files):
@@ -24,12 +24,12 @@ def sources() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what is installed, without importing it."""
+    """Versions of the installed packages, without importing them."""
     installed = {package: version(package) for package in PACKAGES}
     return {package: number for package, number in installed.items() if number is not None}
 
 
-@functools.cache  # a few ms each, and every key has them all
+@functools.cache  # a few ms each, and every cache key needs all
 def version(package: str) -> str | None:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
@@ -37,7 +37,7 @@ def version(package: str) -> str | None:
 
 
 def git_revision() -> str | None:
-    """The commit this code is at, with "+" if files differ from it; None outside a git checkout."""
+    """The current commit, with "+" if files are modified; None outside a git checkout."""
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         changed = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
@@ -50,14 +50,14 @@ def git(*arguments: str) -> str:
 
 
 def peak_host_bytes() -> int:
-    """The most memory this process has held. Linux's getrusage would count what its parent held when it forked."""
+    """This process's peak memory. On Linux, getrusage would include the parent's memory at the fork."""
     with contextlib.suppress(OSError):
         return int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text()).group(1)) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def available_host_bytes() -> int:
-    """Memory that could be had without anything being swapped out; 0 where the system does not say."""
+    """Memory available without swapping; 0 if unknown."""
     with contextlib.suppress(OSError, AttributeError):
         return int(re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text()).group(1)) * 1024
     return 0

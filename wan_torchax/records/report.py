@@ -1,8 +1,7 @@
-"""One page for a sweep or a list of prompts: what was run, how fast it was, what it looks like, how to run it again.
+"""The report of a sweep or a prompt list: settings, timings, contact sheets and replay commands of all jobs.
 
-Reads the job folders, so that it works for a sweep that was interrupted too, and for jobs of other processes.
-Writes results.csv, results.jsonl and report.html, which holds pictures and videos itself (up to EMBEDDED_BYTES, then
-links).
+Reads the job folders, so it also works for interrupted sweeps and for jobs of other processes. Writes results.csv,
+results.jsonl and report.html, which embeds images and videos (up to EMBEDDED_BYTES, then links).
 """
 import base64
 import csv
@@ -20,19 +19,19 @@ from wan_torchax.records import pages
 from wan_torchax.records.files import write_text
 from wan_torchax.records.outputs import is_under
 
-# Settings that say where things are on this machine, or belong to all jobs alike: not on a page.
+# Local paths and settings shared by all jobs: not in the report.
 MACHINE = (
     "compile.cache_dir", "compile.store", "model.path", "model.paths", "hydra", "plan.compiler", "prompt.file",
     "prompt.negative_file", "sweep",
 )
-EMBEDDED_BYTES = 40e6  # videos beyond this much in all are linked, not embedded: a browser must still open the page
-STAGE_COLOURS = ("#7aa6c2", "#2f6690", "#f2a65a", "#8d6a9f", "#c9ae5d", "#4f9d8b")  # by a stage's place in its pipeline
+EMBEDDED_BYTES = 40e6  # total size of embedded videos; beyond it they are linked, so that browsers can open the page
+STAGE_COLOURS = ("#7aa6c2", "#2f6690", "#f2a65a", "#8d6a9f", "#c9ae5d", "#4f9d8b")  # by a stage's index in the pipeline
 OTHER_COLOURS = {"load": "#b8b8b8", "compile": "#d1495b", "write": "#81b29a"}
 NUMBERS = ("seconds_per_step", "floor_seconds_per_step", "seconds_total", "peak_device_gib", "peak_host_gib")
 
 
 def write(folder: Path) -> Path:
-    """Report on every job folder below `folder`; returns the page."""
+    """Write the report of all job folders below `folder`; returns the page."""
     rows = collect(folder)
     varying = varying_keys(rows)
     write_table(folder / "results.csv", rows, varying)
@@ -46,7 +45,7 @@ def write(folder: Path) -> Path:
 
 
 def collect(folder: Path) -> list[dict]:
-    """One row for each job: finished ones have metrics.json, failed ones failure.json, others did not get that far."""
+    """One row per job: finished ones have metrics.json, failed ones failure.json, unfinished ones neither."""
     files = [path for name in ("metrics.json", "failure.json", "config.yaml") for path in folder.rglob(name)]
     jobs = {path.parent for path in files if ".hydra" not in path.parts} - {folder}
     order = read_json(folder / "list.json", list)
@@ -59,7 +58,7 @@ def collect(folder: Path) -> list[dict]:
 
 
 def natural(path: Path) -> list:
-    """Job 10 after job 9."""
+    """A sort key that puts job 10 after job 9."""
     return [(int(part), "") if re.fullmatch("[0-9]+", part) else (0, part) for part in path.parts]
 
 
@@ -87,7 +86,7 @@ def read_job(folder: Path, job: Path) -> dict:
 
 
 def read_json(path: Path, kind: type = dict):
-    """What a file of a job holds; nothing while another machine is writing it."""
+    """The contents of a JSON file; empty if it is missing or incomplete."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -96,19 +95,19 @@ def read_json(path: Path, kind: type = dict):
 
 
 def from_here(job: Path) -> Path:
-    """A job's folder as the next command names it; elsewhere, without where that is on this machine."""
+    """A job's folder relative to the working directory; elsewhere, only its last two parts."""
     return job.relative_to(Path.cwd()) if Path.cwd() in job.parents else Path(*job.parts[-2:])
 
 
 def without_places(text: str, folder: Path) -> str:
-    """A message without where this machine keeps things: pages are passed on."""
+    """A message without local paths: reports are shared."""
     for place, name in ((folder.parent, "…"), (ROOT, "…"), (Path.home(), "~")):
         text = text.replace(f"{place}/", f"{name}/")
     return text
 
 
 def seconds_by_part(metrics: dict) -> dict:
-    """Where a job's time went: its stages, then the rest. Compilation runs beside loading: it can be more than all."""
+    """A job's time by part: stages, then the rest. Compilation overlaps loading, so the sum can exceed the total."""
     seconds = metrics.get("seconds")
     if not seconds:
         return {}
@@ -120,14 +119,14 @@ def seconds_by_part(metrics: dict) -> dict:
 
 
 def colours(rows) -> dict[str, str]:
-    """A colour for every part of a job's time."""
+    """Colours of the parts of a job's time."""
     parts = dict.fromkeys(name for row in rows for name in row["seconds"])
     stages = [name for name in parts if name not in OTHER_COLOURS]
     return dict(zip(stages, itertools.cycle(STAGE_COLOURS))) | OTHER_COLOURS
 
 
 def varying_keys(rows) -> list[str]:
-    """The overrides that differ between jobs, in the order they were given."""
+    """The overrides that differ between jobs, in order."""
     keys = list(dict.fromkeys(key for row in rows for key in row["overrides"]))
     return [key for key in keys if len({row["overrides"].get(key) for row in rows}) > 1]
 
@@ -138,7 +137,7 @@ def columns(row, varying) -> dict:
 
 
 def shown(rows, varying) -> list[str]:
-    """The columns that say something."""
+    """The non-empty columns."""
     listed = [columns(row, varying) for row in rows]
     return [name for name in (listed[0] if listed else ()) if any(row[name] not in (None, "") for row in listed)]
 
@@ -186,7 +185,7 @@ def label(row, varying) -> str:
 
 
 def bars(labelled) -> list[dict]:
-    """Places of a chart's bars: each a label and the (colour, seconds) of its parts."""
+    """The layout of a bar chart from labels and their (colour, seconds) parts."""
     largest, placed = max((sum(value for _, value in parts) for _, parts in labelled), default=0) or 1, []
     for name, parts in labelled:
         left, boxes = 360.0, []
@@ -199,7 +198,7 @@ def bars(labelled) -> list[dict]:
 
 
 def cards(folder: Path, rows, varying):
-    """Contact sheets and videos side by side, each with its command."""
+    """Contact sheet, video and replay command of each job."""
     budget = EMBEDDED_BYTES
     for row in rows:
         if row["video"] is None:
@@ -214,7 +213,7 @@ def cards(folder: Path, rows, varying):
 
 
 def small_picture(path: Path) -> bytes:
-    """A contact sheet as a JPEG no wider than it is shown; empty between a video and its pictures."""
+    """A contact sheet as a small JPEG; empty if it is not written yet."""
     if not path.is_file():
         return b""
     picture, buffer = Image.open(path).convert("RGB"), io.BytesIO()

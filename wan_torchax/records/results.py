@@ -1,4 +1,4 @@
-"""Results of stages in a run's folder: written whole, with the settings that made them, and read again by `resume`."""
+"""Stage results in a run folder: written atomically with the settings that produced them, read by `resume`."""
 import json
 import zlib
 from pathlib import Path
@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import listed
-from wan_torchax.records.files import whole
+from wan_torchax.records.files import atomic
 
 DIFFERENCES_SHOWN = 20
 
@@ -19,19 +19,19 @@ def path_of(folder: Path, stage: str, segment: int | None = None) -> Path:
 
 
 def save(path: Path, values: dict[str, numpy.ndarray], settings: dict) -> None:
-    """A stage's values with the settings that made them."""
+    """Write a stage's values with the settings that produced them."""
     arrays = {name: numpy.ascontiguousarray(value) for name, value in values.items()}
-    with whole(path) as partial:
+    with atomic(path) as partial:
         save_file(arrays, partial, metadata={"settings": json.dumps(settings), "checksum": checksum(arrays)})
 
 
 def checksum(arrays: dict[str, numpy.ndarray]) -> str:
-    """Of the bytes, by name: a disk or a copy that lost some is noticed."""
+    """CRC32 of each array, to detect corruption."""
     return " ".join(f"{name}:{zlib.crc32(arrays[name].data):08x}" for name in sorted(arrays))
 
 
 def read(path: Path, shapes: dict[str, tuple]) -> tuple[dict[str, numpy.ndarray], dict]:
-    """A stage's values, of the shapes they must have, and the settings that made them."""
+    """A stage's values, checked against `shapes`, and the settings that produced them."""
     try:
         with safe_open(path, framework="numpy") as handle:
             values, about = {name: handle.get_tensor(name) for name in shapes}, handle.metadata()
@@ -48,8 +48,7 @@ def read(path: Path, shapes: dict[str, tuple]) -> tuple[dict[str, numpy.ndarray]
 
 
 def compare(path: Path, made_with: dict, settings: dict) -> None:
-    """Refuse a result that was made with other settings than these, or that does not say with which. Weights that are
-    not on this machine are known by where they are from."""
+    """Reject a result with other or missing settings. Weights that are not local are compared by path."""
     here = {key.partition(".")[2] for key, value in settings.items() if key.startswith("weights.") and value}
     unused = {"path.": lambda component: component in here, "weights.": lambda component: component not in here}
     counted = {

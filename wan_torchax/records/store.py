@@ -1,11 +1,11 @@
-"""What one run leaves on disk for the next to start at once: programs, plans of arrays, tables, embeddings.
+"""The on-disk cache that makes later runs start fast: programs, array specs, tables, embeddings.
 
-    store = Store.of(config)                                    # None where compile.store is null
-    entry = store and store.read("programs-denoise", made_from)     # None: not there, or not to be trusted
+    store = Store.of(config)                                    # None if compile.store is null
+    entry = store and store.read("programs-denoise", made_from)     # None: missing, or not trusted
     store.write("programs-denoise", made_from, {"any": "JSON"}, {"name": array})
 
-An entry is found by what it was made from, and by nothing else. Programs are code: the folder is the user's own, with
-no rights for others, and so is every entry in it. One that is somebody else's, cut short or changed is as good as none.
+An entry's key is a hash of `made_from`, everything it depends on. Programs are code, so the folder and its entries must
+belong to the user and be closed to others. An entry with another owner or a wrong digest is ignored.
 """
 import contextlib
 import hashlib
@@ -24,17 +24,17 @@ from safetensors import SafetensorError
 
 from wan_torchax.config.resolve import key_of
 from wan_torchax.config.wording import flatten
-from wan_torchax.records.files import whole
+from wan_torchax.records.files import atomic
 
 log = logging.getLogger("wan")
 GIB = 2**30
-COMPARED = 8  # latest entries of a kind that a miss is compared with
-SHOWN = 3  # differences that a line names
-LEFT_OVER_SECONDS = 3600  # after which a file that was never finished is taken for one of a process that is gone
+COMPARED = 8  # most recent entries of a kind to compare a miss with
+SHOWN = 3  # differences to list
+LEFT_OVER_SECONDS = 3600  # age at which a partial file is assumed to be from a dead process
 
 
 class Untrusted(Exception):
-    """Why an entry is not taken."""
+    """Why an entry is rejected."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Store:
         return self.folder / f"{kind}-{key_of(made_from)}"
 
     def has(self, kind: str, made_from: dict) -> bool:
-        """Whether there is such an entry, whatever it holds: enough for a guess."""
+        """Whether there is such an entry, without validating it."""
         return self.path(kind, made_from).is_file()
 
     def read(self, kind: str, made_from: dict) -> Entry | None:
@@ -72,31 +72,31 @@ class Store:
             about = json.loads(head)
             if about.pop("made_from") != made_from:
                 raise Untrusted("it was made from something else")
-            os.utime(path)  # the entries that are not used for longest go first
+            os.utime(path)  # for LRU eviction
             return Entry(about, safetensors.numpy.load(arrays))
         except FileNotFoundError:
             return None
         except (Untrusted, OSError, ValueError, KeyError, SafetensorError) as error:
-            log.warning("%s is not taken, and made anew: %s", path, error)
+            log.warning("ignoring %s in the store: %s", path, error)
             return None
 
     def write(self, kind: str, made_from: dict, about: dict, arrays: dict[str, numpy.ndarray]) -> None:
-        """Keep something for later. Where that cannot be, one line says so: the run has what it needs."""
+        """Write an entry. A failure is only logged: the run itself does not need it."""
         head = json.dumps(about | {"made_from": as_json(made_from)}).encode()
-        # Safetensors would save a view in the order of its memory.
+        # Safetensors would save a strided view in memory order.
         arrays = {name: numpy.ascontiguousarray(array) for name, array in arrays.items()}
         rest = head + b"\n" + safetensors.numpy.save(arrays)
         try:
             self.folder.mkdir(parents=True, mode=0o700, exist_ok=True)
             check_folder(self.folder)
-            with whole(self.path(kind, made_from)) as partial, open(partial, "wb", opener=only_mine) as file:
+            with atomic(self.path(kind, made_from)) as partial, open(partial, "wb", opener=only_mine) as file:
                 file.write(hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
             self.trim()
         except (Untrusted, OSError) as error:
             log.warning("%s is not cached: %s", kind, error)
 
     def trim(self) -> None:
-        """Remove the entries that were not used for longest, until the rest is within the limit."""
+        """Evict the least recently used entries beyond the size limit, and stale partial files."""
         files = {}
         for file in self.folder.iterdir():
             with contextlib.suppress(FileNotFoundError):  # another process trims too
@@ -109,7 +109,7 @@ class Store:
                 total -= status.st_size
 
     def difference(self, kind: str, made_from: dict) -> str:
-        """Why there is no such entry: what sets it apart from the most similar of the latest of its kind."""
+        """Why there is no such entry: its differences from the most similar recent entry of the kind."""
         made_from = as_json(made_from)
         files = [file for file in self.folder.glob(f"{kind}-*") if file.name.removeprefix(f"{kind}-").isalnum()]
         latest = sorted(files, key=modified, reverse=True)[:COMPARED]
@@ -124,11 +124,11 @@ class Store:
         return f"the store has none with {', '.join(lines[:SHOWN])}{more}" if lines else "what it has is not taken"
 
 
-# ---------------------------------------------------------------- whose they are
+# ---------------------------------------------------------------- ownership
 
 
 def check_folder(folder: Path) -> None:
-    """Raise where others could have put something into the folder."""
+    """Raise if other users could write to the folder."""
     if not folder.exists():
         return
     status = folder.stat()
@@ -143,7 +143,7 @@ def only_mine(path: str, flags: int) -> int:
 
 
 def read_own(path: Path, size: int = -1) -> bytes:
-    """A plain file's content, if it is this user's and nobody else can write to it."""
+    """The content of a regular file that this user owns and others cannot write to."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -155,11 +155,11 @@ def read_own(path: Path, size: int = -1) -> bytes:
         return file.read(size)
 
 
-# ---------------------------------------------------------------- what they say
+# ---------------------------------------------------------------- comparison
 
 
 def as_json(value) -> Any:
-    """A value as it comes back from JSON: tuples as lists, whatever has no form of its own as text."""
+    """A value after a JSON round trip: tuples as lists, other types as text."""
     return json.loads(json.dumps(value, sort_keys=True, default=str))
 
 

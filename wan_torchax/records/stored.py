@@ -1,6 +1,6 @@
-"""`resume` and `replay`: a stored run's configuration composed again, with what this command line says on top.
+"""`resume` and `replay`: recomposes a stored run's configuration with this command line's overrides on top.
 
-A folder or a video may be anybody's: only what trust.py lets an artefact say is taken over, and the rest is told.
+A folder or video is untrusted: only settings that trust.py allows in an artefact are used, and the rest is reported.
 """
 import json
 import logging
@@ -20,14 +20,14 @@ from wan_torchax.records.outputs import CALL, UNCOUNTED, is_under
 
 log = logging.getLogger("wan")
 HERE = "runs are under outputs/<date>/<time>"
-SHOWN = 10  # keys that are named
-MOST_BYTES = {".yaml": 256_000, ".json": 16_000_000}  # of a file that settings are read from; YAML is slow to read
+SHOWN = 10  # keys to list
+MOST_BYTES = {".yaml": 256_000, ".json": 16_000_000}  # size limits of settings files; YAML is slow to parse
 MOST_OVERRIDES = 200
 
 
 @dataclass
 class Stored:
-    """What a run folder or a video says of how it was made."""
+    """The settings stored in a run folder or a video."""
 
     config: dict
     overrides: list[str]
@@ -37,9 +37,9 @@ class Stored:
 def take_over(config: DictConfig, overrides: list[str]) -> DictConfig:
     """The config of the run that `resume` or `replay` names, with this command line's overrides on top; else `config`.
 
-    Both are composed anew, so that an override here has the consequences it has anywhere: another resolution brings its
-    flow shift, another model its steps. Where conf/ or a default has changed since, the stored value holds, unless this
-    command line touches it.
+    Both are recomposed, so that overrides have their usual consequences: another resolution brings its flow shift,
+    another model its steps. Where conf/ or a default has changed since, the stored value wins unless this command line
+    overrides it.
     """
     key = "replay" if config.replay is not None else "resume"
     if config[key] is None:
@@ -57,19 +57,18 @@ def take_over(config: DictConfig, overrides: list[str]) -> DictConfig:
         before, base = [], compose([])
     said = [key_of(override) for override in overrides]
     now = pin(compose([*before, *overrides]), base, stored.config, said)
-    tell_refused(f"{key}={config[key]}", [*refused, *differing(now, stored.config, said)])
+    warn_refused(f"{key}={config[key]}", [*refused, *differing(now, stored.config, said)])
     return with_pictures(with_adapters(now, config[key], stored, said), Path(config[key]), stored)
 
 
 def with_adapters(now: DictConfig, source: str, stored: Stored, said: list[str]) -> DictConfig:
-    """Strengths and targets of adapters whose files this command line gives; of others it is said that they are
-    missing."""
+    """Restore strengths and targets of adapters whose files this command line gives; warn about missing ones."""
     for key, value in flatten(stored.config):
         row = key.rpartition(".")[0]
         given = key.startswith("adapter.") and OmegaConf.is_dict(OmegaConf.select(now, row))
         if given and is_sound(key, value) and not is_under(key, said) and OmegaConf.select(now, key) is None:
             OmegaConf.update(now, key, value, force_add=True)
-    for name, row in list(now.adapter.items()):  # a strength that was stored of a file that is not said
+    for name, row in list(now.adapter.items()):  # a stored strength whose file is not given
         if OmegaConf.is_dict(row) and not (row.get("path") or row.get("repo") or f"adapter.{name}" in rows_of(said)):
             del now.adapter[name]
     made_with = stored.metrics.get("adapters")
@@ -87,7 +86,7 @@ def rows_of(keys: list[str]) -> set[str]:
 
 
 def with_pictures(now: DictConfig, source: Path, stored: Stored) -> DictConfig:
-    """The files that a run folder holds a copy of; of others it is said that they are missing."""
+    """Use the input files that the run folder has copies of; warn about missing ones."""
     recorded = stored.metrics.get("inputs")
     for key in inputs.taken(now):
         if inputs.paths(now, key):
@@ -101,7 +100,7 @@ def with_pictures(now: DictConfig, source: Path, stored: Stored) -> DictConfig:
 
 
 def repeat(stored: list[str]) -> tuple[list[str], list[str]]:
-    """The stored overrides that may be composed again, and the keys of those that may not."""
+    """The stored overrides that are trusted, and the keys of those that are not."""
     taken, refused = [], []
     for text in stored:
         try:
@@ -112,13 +111,13 @@ def repeat(stored: list[str]) -> tuple[list[str], list[str]]:
 
 
 def differing(now: DictConfig, stored: dict, said: list[str]) -> list[str]:
-    """Keys that only a command line may set, and that the stored run had other values of."""
+    """Keys that only a command line may set and whose stored values differ."""
     today = leaves(now)
     keys = [key for key, value in flatten(stored) if key not in today or today[key] != value]
     return [key for key in keys if not (trust.is_offered(key) or is_under(key, (*said, *UNCOUNTED)))]
 
 
-def tell_refused(source: str, keys: list[str]) -> None:
+def warn_refused(source: str, keys: list[str]) -> None:
     keys = list(dict.fromkeys(key[:80] for key in keys))
     if keys:
         names = ", ".join(keys[:SHOWN]) + (f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else "")
@@ -126,16 +125,16 @@ def tell_refused(source: str, keys: list[str]) -> None:
 
 
 def replaced(key: str, overrides: list[str]) -> bool:
-    """Whether a stored override gives way: it belongs to the call, or this command line sets it, or its whole group."""
+    """Whether to drop a stored override: it belongs to the invocation, or this command line sets it or its group."""
     return is_under(key, (*CALL, "compile.cache_dir", "compile.store", *map(key_of, overrides)))
 
 
 def pin(now: DictConfig, base: DictConfig, stored: dict, said: list[str]) -> DictConfig:
-    """`now` with the values of the stored config that its own overrides (`base`) do not give any more.
+    """`now` with those values of the stored config that its own overrides (`base`) no longer produce.
 
-    What this command line says, and what follows from it, stays: where `now` differs from `base`. A value that is an
-    interpolation (the scheduler's shift follows the resolution's) is looked at once all others are in place, and left
-    alone where it then gives what was stored. Keys that the stored config does not have came with a later version.
+    Overrides of this command line and their consequences, where `now` differs from `base`, are kept. Interpolated
+    values (the scheduler's shift follows the resolution's) are handled last and kept if they yield the stored value.
+    Keys that the stored config lacks were added by a later version.
     """
     values = {key: value for key, value in flatten(stored) if not is_under(key, CALL) and is_sound(key, value)}
     for interpolated in (False, True):
@@ -144,7 +143,7 @@ def pin(now: DictConfig, base: DictConfig, stored: dict, said: list[str]) -> Dic
             if is_interpolated(now, key) is not interpolated or today.get(key) == value:
                 continue
             if key not in today or key not in new:
-                continue  # of another version, another mesh or another model
+                continue  # from another version, mesh or model
             follows = new[key] != today[key]
             set_value(base, key, value)
             if not (follows or is_under(key, said)):
@@ -157,7 +156,7 @@ def set_value(config: DictConfig, key: str, value) -> None:
 
 
 def is_sound(key: str, value) -> bool:
-    """Whether an artefact may say this of the key."""
+    """Whether an artefact may set the key to this value."""
     try:
         return trust.is_offered(key) and trust.offered_value(key, value) == value
     except ConfigError:
@@ -169,7 +168,7 @@ def leaves(config: DictConfig) -> dict:
 
 
 def is_interpolated(config: DictConfig, key: str) -> bool:
-    """Whether a key's value, or one that it lies in, is an interpolation."""
+    """Whether a key or one of its parents is an interpolation."""
     parts = key.split(".")
     for end in range(1, len(parts) + 1):
         parent = OmegaConf.select(config, ".".join(parts[: end - 1])) if end > 1 else config
@@ -198,7 +197,7 @@ def read_stored(path: Path, key: str) -> Stored:
 
 
 def make_stored(config, overrides, metrics: dict) -> Stored:
-    """Of whatever a file says: where the overrides are not known, the names of the options that were chosen."""
+    """From untrusted data; if the overrides are unknown, they are reconstructed from the names of chosen options."""
     config = config if isinstance(config, dict) else {}
     if not isinstance(overrides, list):
         names = {group: config[group].get("name") for group in trust.groups() if isinstance(config.get(group), dict)}
@@ -209,7 +208,7 @@ def make_stored(config, overrides, metrics: dict) -> Stored:
 
 
 def read_mapping(path: Path) -> dict:
-    """A YAML or JSON file of a run folder; empty where there is none."""
+    """A YAML or JSON file of a run folder; empty if there is none."""
     if not path.is_file():
         return {}
     try:
@@ -225,7 +224,7 @@ def read_mapping(path: Path) -> dict:
 
 
 def compare_replay(config: DictConfig, now: dict) -> None:
-    """Say in what a replay cannot be expected to be bit for bit the same."""
+    """Warn about differences that prevent a bit-identical replay."""
     if config.replay is None:
         return
     then = {"adapters": {}} | read_stored(Path(config.replay), "replay").metrics

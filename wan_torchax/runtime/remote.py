@@ -16,7 +16,7 @@ import threading
 from pathlib import Path
 
 from wan_torchax.config.schema import ConfigError
-from wan_torchax.records.files import whole, write_text
+from wan_torchax.records.files import atomic, write_text
 from wan_torchax.records.fingerprints import REMOTE as RECORD
 
 KEPT = (".safetensors", ".json", ".model")
@@ -69,7 +69,7 @@ def cache_folder() -> Path:
 
 def make(files, source: str, target: Path, size: int) -> None:
     """Copy a config file; create a safetensors file sparse, with only its header."""
-    with whole(target) as partial:
+    with atomic(target) as partial:
         if target.suffix != ".safetensors":
             partial.write_bytes(files.cat_file(source))
             return

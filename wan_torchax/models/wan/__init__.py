@@ -1,4 +1,4 @@
-"""Wan 2.1 and 2.2: text, picture, first and last frame, video and control to video."""
+"""Wan 2.1 and 2.2: text, image, first and last frame, video, and control (VACE) to video."""
 import html
 import re
 from collections.abc import Iterator
@@ -32,13 +32,12 @@ def heads(architecture) -> tuple[int, int]:
     return transformer["num_attention_heads"], transformer["attention_head_dim"]
 
 
-# ---------------------------------------------------------------- text and pictures
+# ---------------------------------------------------------------- text and images
 
 
 def clean(prompt: str) -> str:
-    """A prompt as Wan's own pipeline cleans it: broken Unicode mended, HTML's entities read, also where they were
-    written twice, and one space wherever there is any."""
-    if not (prompt.isascii() and prompt.isprintable()) or "&" in prompt:  # ftfy leaves all others as they are
+    """Clean a prompt like Wan's own pipeline: fix broken Unicode, unescape HTML entities twice, collapse whitespace."""
+    if not (prompt.isascii() and prompt.isprintable()) or "&" in prompt:  # ftfy does not change other prompts
         import ftfy
 
         prompt = html.unescape(html.unescape(ftfy.fix_text(prompt)))
@@ -84,17 +83,17 @@ def clip_pixels(config) -> tuple[int, int, int]:
 
 
 def pictures_given(job) -> int:
-    """Pictures whose tokens are attended to."""
+    """The number of images in cross-attention."""
     return len(job.graph.stages[job.graph.giver("image_embeddings")].takes)
 
 
 def reference_count(config) -> int:
-    """Pictures that stand before the video while it is denoised."""
+    """The number of reference images, prepended to the video during denoising."""
     return len(config.references) if "references" in config.pipeline.inputs.values() else 0
 
 
 def like_latents(job, channels: int) -> tuple[int, ...]:
-    """Of a condition that is a video of latents."""
+    """The shape of a condition that is a latent video."""
     batch, _, *sizes = job.denoised_shape
     return batch, channels, *sizes
 
@@ -105,7 +104,7 @@ def first_latent_shape(job) -> tuple[int, ...]:
 
 
 def control_channels(geometry: Geometry) -> int:
-    """Of what stays, of what is made anew, and of the mask."""
+    """Channels of the inactive and the reactive latents, and of the mask."""
     return 2 * geometry.channels + geometry.size_scale**2
 
 
@@ -115,13 +114,13 @@ def text_shape(config) -> tuple[int, int]:
 
 CONDITIONS = {
     "embeddings": Condition(lambda job: text_shape(job.config), half=True, by_prompt=True),
-    # More channels of the latents.
+    # Concatenated to the latents along channels.
     "condition": Condition(lambda job: like_latents(job, job.geometry.channels + job.geometry.frame_scale)),
     # The first latent frame, without noise.
     "first_latent": Condition(first_latent_shape),
-    # A picture's tokens beside the text's.
+    # Image tokens for cross-attention, besides the text's.
     "image_embeddings": Condition(lambda job: (pictures_given(job), *clip_shape(job.config)), half=True),
-    # Of which VACE's control blocks make hints, and how much the hint of each counts.
+    # The input of VACE's control blocks, and the scale of each block's hint.
     "control": Condition(lambda job: like_latents(job, control_channels(job.geometry))),
     "conditioning_scale": Condition(
         lambda job: (len(job.config.model.architecture.transformer.vace_layers),),
@@ -147,7 +146,7 @@ ENCODINGS = {
 
 
 def problems(config) -> Iterator[str]:
-    """What the transformer takes against what the pipeline gives it."""
+    """Mismatches between the transformer's inputs and what the pipeline provides."""
     size, transformer = geometry(config.model.architecture), config.model.architecture["transformer"]
     given = {value for stage in config.pipeline.stages.values() for value in stage.takes}
     model, pipeline = f"model={config.model.name}", f"pipeline={config.pipeline.name}"
@@ -178,7 +177,7 @@ def problems(config) -> Iterator[str]:
 
 
 def products(transformer) -> dict[str, tuple[int, int]]:
-    """Linear layers that a kernel can compute: how many blocks have one, and its FLOPs a token."""
+    """Linear layers that a kernel can compute: number of blocks and FLOPs per token."""
     width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
     square, wide = 2 * width * width, 2 * width * transformer["ffn_dim"]
     own = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0", "attn2.to_q", "attn2.to_out.0")
@@ -191,8 +190,8 @@ def products(transformer) -> dict[str, tuple[int, int]]:
 
 
 def flops(config, tokens: int) -> dict[str, int]:
-    """Of one forward for one prompt, by part. Where the prompts of a batch share the first block's self-attention it is
-    up to 1.5 % less."""
+    """FLOPs of one forward pass per prompt, by part. Up to 1.5 % too high where a batch of prompts shares the first
+    block's self-attention."""
     transformer, text = config.model.architecture.transformer, config.model.text_tokens
     width = transformer.num_attention_heads * transformer.attention_head_dim
     controls = len(transformer.get("vace_layers", ()))
@@ -208,7 +207,7 @@ def flops(config, tokens: int) -> dict[str, int]:
 
 
 def decoder_width(vae) -> float:
-    """Six of the widest activations, eight where shortcuts run beside them."""
+    """Six of the widest activations, eight with residual shortcuts."""
     width = 2 * (vae.get("decoder_base_dim") or vae.get("base_dim", 96))
     return (8 if vae.get("is_residual") else 6) * width / (vae.get("patch_size") or 1) ** 2
 

@@ -1,10 +1,10 @@
-"""How trainers name the modules of Wan's transformer: as Wan's own code, with dots or underscores, or as diffusers."""
+"""Trainers' names for the modules of Wan's transformer: Wan's original or diffusers', with dots or underscores."""
 import re
 from collections.abc import Mapping
 
 from wan_torchax.models.family import AdapterNames
 
-# Wan's own names -> diffusers', of a block and of the rest.
+# Wan's original names -> diffusers', for blocks and for the rest.
 ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
 BLOCK = {
     **{f"self_attn.{name}": f"attn1.{theirs}" for name, theirs in ATTENTION.items()},
@@ -26,11 +26,11 @@ REST = {
 }
 BARE = ("scale_shift_table", "pos_embed")  # parameters that are not a module's weight
 PREFIX = r"(?:base_model\.model\.)?(?:(?:model\.)?diffusion_model\.|transformer\.|lora_unet__?)?"
-NATIVE = re.compile(rf"attn[12]|ffn[._]net|{EMBEDDER}|scale_shift_table|proj_(?:in|out)\b")  # diffusers' names alone
+NATIVE = re.compile(rf"attn[12]|ffn[._]net|{EMBEDDER}|scale_shift_table|proj_(?:in|out)\b")  # only in diffusers' names
 
 
 def with_underscores(names: Mapping[str, str]) -> dict[str, str]:
-    """The same, also found by names in which the dots are underscores."""
+    """The same table, with every key also spelled with underscores for dots."""
     return {spelt: theirs for name, theirs in names.items() for spelt in (name, name.replace(".", "_"))}
 
 
@@ -38,15 +38,14 @@ def same(names: Mapping[str, str]) -> dict[str, str]:
     return {theirs: theirs for theirs in names.values()}
 
 
-TABLES = {  # by whether a file has diffusers' names: of a block, and of the rest
+TABLES = {  # by whether a file uses diffusers' names: (blocks, rest)
     False: (with_underscores(BLOCK), with_underscores(REST)),
     True: (with_underscores(same(BLOCK)), with_underscores(same(REST))),
 }
 
 
 def translate(module: str, native: bool) -> str | None:
-    """A module of a file by diffusers' name: blocks_0_self_attn_q -> blocks.0.attn1.to_q; None if no Wan model has
-    it."""
+    """A module's name in diffusers: blocks_0_self_attn_q -> blocks.0.attn1.to_q; None if no Wan model has it."""
     blocks, rest = TABLES[native]
     match = re.fullmatch(r"((?:vace_)?blocks)[._](\d+)[._](.+)", module)
     if match is None:
@@ -56,7 +55,7 @@ def translate(module: str, native: bool) -> str | None:
 
 
 def modulation(module: str) -> str | None:
-    """A difference of the modulation is said of the block or the head."""
+    """The modulation table of a block or the head, for `diff_m` keys."""
     return translate(f"{module}.modulation", native=False)
 
 

@@ -1,11 +1,11 @@
-"""Wan's transformer as functions of its arrays: blocks, and what diffusers' module does before and behind them.
+"""Wan's transformer as functions of its arrays: the blocks, and diffusers' embeddings and head around them.
 
     forward = denoiser(module, settings)                        # settings: models.family.Forward
     output = forward(arrays, latents, time, conditions)         # inside jax.jit and torchax
 
-A block is self-attention of the video's tokens, cross-attention to the text's (and a picture's), a feed-forward; each
-behind a norm, the first and the last modulated by time. VACE's control blocks are the same blocks on tokens of a
-control video; what comes of each is added to the main ones in between.
+A block is self-attention over the video's tokens, cross-attention to the text's (and an image's), and a feed-forward;
+each after a norm, the first and the last modulated by the timestep. VACE's control blocks are the same blocks on tokens
+of a control video; their hints are added to the main blocks' outputs.
 """
 import functools
 import itertools
@@ -28,20 +28,20 @@ from wan_torchax.patches import call_module
 
 
 class Context(NamedTuple):
-    """What all blocks see alike."""
+    """Inputs shared by all blocks."""
 
     text: jax.Array  # (prompts, tokens, channels)
-    pictures: jax.Array | None  # the same, of a picture
-    modulation: jax.Array  # (batch, 6, channels); where a frame is given (batch, 2, 6, channels): its and the others'
+    pictures: jax.Array | None  # the same for image tokens
+    modulation: jax.Array  # (batch, 6, channels); with a given frame (batch, 2, 6, channels): its and the others'
     rotary: tuple[jax.Array, jax.Array]  # cosines and sines (tokens, head_dim)
 
 
 class Attention(NamedTuple):
-    """How blocks attend."""
+    """The attention of blocks."""
 
     to_video: Attend
     to_text: Attend
-    given_tokens: int  # at the start of all, of a frame that is given, at time 0
+    given_tokens: int  # leading tokens of a given first frame, at timestep 0
 
 
 def build(architecture) -> torch.nn.Module:
@@ -51,16 +51,16 @@ def build(architecture) -> torch.nn.Module:
 
 
 def tables(architecture) -> dict[str, numpy.ndarray]:
-    """RoPE's angles, which are computed when the module is made: the meta device does not do that."""
+    """The RoPE tables: buffers computed by the module's constructor, which the meta device skips."""
     settings = build(architecture).config
     rope = WanRotaryPosEmbed(settings.attention_head_dim, settings.patch_size, settings.rope_max_seq_len)
     return {f"rope.{name}": buffer.float().numpy() for name, buffer in rope.named_buffers()}
 
 
 def denoiser(module, forward: Forward) -> Callable[..., Output]:
-    """(arrays, latents (batch, channels, frames, height, width), time, conditions, residual) -> Output. `residual` is
-    what the blocks added in another step, to be added in their place."""
-    forward = replace(forward, architecture=dict(module.config))  # with what the class itself decides
+    """(arrays, latents (batch, channels, frames, height, width), time, conditions, residual) -> Output. `residual`, the
+    blocks' residual of an earlier step, replaces the blocks."""
+    forward = replace(forward, architecture=dict(module.config))  # with the class's defaults
     attention = attention_of(forward)
 
     def velocity(arrays, latents, time, conditions, residual=None) -> Output:
@@ -102,16 +102,16 @@ def attention_of(forward: Forward) -> Attention:
     return Attention(to_video, Attend(head_dim, forward.cross_attention, *place, cross=True), given)
 
 
-# ---------------------------------------------------------------- before and behind the blocks
+# ---------------------------------------------------------------- embeddings and head
 
 
 def part_of(arrays: dict, name: str) -> dict:
-    """The arrays of one of the module's parts, by their names in it."""
+    """The arrays of a submodule, by their names in it."""
     return {key.removeprefix(f"{name}."): array for key, array in arrays.items() if key.startswith(f"{name}.")}
 
 
 def repeated(array, like):
-    """A condition of one video for every prompt of a batch."""
+    """Repeat a video's condition for every prompt of the batch."""
     return jnp.tile(array, (like.shape[0] // array.shape[0],) + (1,) * (array.ndim - 1))
 
 
@@ -122,7 +122,7 @@ def patches(module, arrays: dict, video):
 
 
 def embed(module, arrays: dict, forward: Forward, given_tokens: int, time, conditions) -> tuple[Any, Context]:
-    """The embedding of the time, as the head takes it, and the context of the blocks."""
+    """The timestep embedding, for the head, and the blocks' context."""
     text, named = conditions["embeddings"], {}
     batch = text.shape[0]
     if given_tokens:
@@ -139,8 +139,8 @@ def embed(module, arrays: dict, forward: Forward, given_tokens: int, time, condi
 
 
 def expanded(table, forward: Forward):
-    """RoPE's angles of every token (tokens, head_dim) from those of every place along an axis (places, head_dim): the
-    lanes of a head are shared out among time, height and width."""
+    """RoPE tables per token (tokens, head_dim) from tables per position along an axis (positions, head_dim): a head's
+    channels are split among time, height and width."""
     head_dim = forward.architecture["attention_head_dim"]
     side = 2 * (head_dim // 6)
     starts = (0, head_dim - 2 * side, head_dim - side, head_dim)
@@ -153,7 +153,7 @@ def expanded(table, forward: Forward):
 
 
 def head(arrays: dict, forward: Forward, given_tokens: int, hidden, time):
-    """Tokens to what each says of its patch (batch, tokens, channels · patch)."""
+    """Tokens to patches (batch, tokens, channels · patch)."""
     rows = arrays["scale_shift_table"]  # (1, 2, channels)
     rows = rows + time[:, None] if time.ndim == 2 else rows[:, None] + time[:, :, None]
     shift, scale = jnp.moveaxis(for_tokens(rows, given_tokens, hidden.shape[1]), -2, 0)
@@ -171,10 +171,10 @@ def unpatched(tokens, shape, patch):
 
 
 def for_tokens(rows, given: int, tokens: int):
-    """Rows of modulation: (batch, rows, channels) as they are. Where a frame is given, (batch, 2, rows, channels) as
-    (batch, tokens, rows, channels): the first for its tokens, the second for the others.
+    """Modulation rows: (batch, rows, channels) unchanged. With a given frame, (batch, 2, rows, channels) expanded to
+    (batch, tokens, rows, channels): the first entry for its tokens, the second for the others.
 
-    Which is whose is said in each block anew, where XLA makes it part of the sums: all rows would be gigabytes.
+    Expanded in each block, where XLA fuses it with the modulation: materialized, it would take gigabytes.
     """
     if not given:
         return rows
@@ -186,11 +186,11 @@ def for_tokens(rows, given: int, tokens: int):
 
 
 def run_blocks(arrays: dict, forward: Forward, attention: Attention, context: Context, hidden):
-    """All blocks on (batch, tokens, channels); and the rows that attention rescued, (layers, devices).
+    """All blocks on (batch, tokens, channels), and the rescued rows (layers, devices).
 
-    Where all of the batch is one video at one time, the first block's self-attention, which no text has reached yet, is
-    computed once for all: the block takes a batch of one and its cross-attention spreads it. That is 1 % of a guided
-    step's arithmetic.
+    If the batch is one video at one timestep, the first block's self-attention does not depend on the text yet and is
+    computed once: the block takes a batch of one and its cross-attention broadcasts it. That saves 1 % of a guided
+    step's FLOPs.
     """
     blocks, counted = blocks_of(arrays, forward, "blocks"), count_of(forward, attention)
     step = functools.partial(pinned_block, forward, attention, context)
@@ -201,9 +201,8 @@ def run_blocks(arrays: dict, forward: Forward, attention: Attention, context: Co
 
 
 def run_controlled(arrays: dict, forward: Forward, attention: Attention, context: Context, hidden, control):
-    """As run_blocks, with tokens of a control video and a scale for every control block: in front of some of the main
-    blocks runs a control block, and its hint is added behind them and is gone, where all hints together would be
-    gigabytes."""
+    """Like run_blocks, with tokens of a control video and a scale per control block. Each control block runs just
+    before its main block and its hint is added right after it: keeping all hints would take gigabytes."""
     blocks, counted = blocks_of(arrays, forward, "blocks"), count_of(forward, attention)
     step = functools.partial(pinned_block, forward, attention, context)
     controls = blocks_of(arrays, forward, "vace_blocks")
@@ -211,7 +210,7 @@ def run_controlled(arrays: dict, forward: Forward, attention: Attention, context
     control = controls.layer(0, eight_bits=False).linear("proj_in", control) + hidden
 
     def one_group(begin, size, number, state, control):
-        """A control block, the main block it is for, and those up to the next."""
+        """A control block, its main block, and the main blocks up to the next control block."""
         layer = controls.layer(number, eight_bits=False)
         control, rescued = block(attention, context, layer, control)
         hint = layer.linear("proj_out", control)
@@ -251,7 +250,7 @@ def count_of(forward: Forward, attention: Attention):
 
 
 def pinned_block(forward: Forward, attention: Attention, context: Context, layer: Layer, hidden):
-    """A block; its tokens' place on the devices said where the compiler would not see it."""
+    """A block, with its tokens' sharding constrained if `forward.pinned`."""
     if forward.pinned:
         hidden = jax.lax.with_sharding_constraint(hidden, token_sharding(forward.mesh, forward.parallel))
     return block(attention, context, layer, hidden)
@@ -286,7 +285,7 @@ def attend_to_video(attention: Attention, context: Context, layer: Layer, normed
 
 
 def attend_to_text(attention: Attention, context: Context, layer: Layer, normed, hidden):
-    """To the text's tokens, and in a softmax of their own to a picture's."""
+    """Cross-attention to the text's tokens, and with a separate softmax to image tokens."""
     query = layer.rms_norm("attn2.norm_q", layer.linear("attn2.to_q", normed, kernel=True))
     batch = context.text.shape[0]  # one video, several prompts: see run_blocks
     query = jnp.broadcast_to(query, (batch, *query.shape[1:]))
@@ -306,7 +305,7 @@ def attend_to_text(attention: Attention, context: Context, layer: Layer, normed,
 
 
 def text_norm(layer: Layer, name: str, array):
-    """The RMS norm of a text's few keys, which XLA takes in no time."""
+    """The RMS norm of the text's keys: too few to need a kernel."""
     with jax.named_scope(name.replace(".", "/")):
         return plain_norm(array, layer[f"{name}.weight"][None], None, layer.blocks.epsilon)
 

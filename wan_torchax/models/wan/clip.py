@@ -1,7 +1,4 @@
-"""CLIP's image encoder, whose tokens the transformers of Wan 2.1's image-to-video attend to beside the text's.
-
-Importing this imports torch and transformers.
-"""
+"""CLIP's image encoder, for cross-attention in Wan 2.1's image-to-video models. Imports torch and transformers."""
 import torch
 import transformers
 
@@ -9,7 +6,7 @@ from wan_torchax.patches import call_function
 
 
 def build(architecture) -> torch.nn.Module:
-    """Without its last layer and norm, which only CLIP's own output needs."""
+    """CLIP's vision model without the last layer and norm: Wan uses the penultimate hidden state."""
     with torch.device("meta"):
         module = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**architecture)).eval()
     module = getattr(module, "vision_model", module)
@@ -26,7 +23,7 @@ def unused(architecture) -> tuple[str, ...]:
 
 
 def encode(module, arrays, pixels):
-    """Pictures (count, 3, height, width), normalised as CLIP wants them, to tokens (count, 1 + patches, width)."""
+    """Normalized images (count, 3, height, width) to tokens (count, 1 + patches, width)."""
     return call_function(tokens, module, arrays, pixels)
 
 

@@ -1,7 +1,7 @@
-"""What Wan's transformers are conditioned on, made of pictures and videos: their latents, and which frames they are.
+"""Wan's conditions from images and videos: their latents, and masks of which frames are given.
 
-`encode(frames, pixels)` gives latents (1, channels, latent frames, height, width) of a video whose pixels (1, 3,
-frames, height, width) from -1 to 1 come piece by piece: `pixels(range of frames)`.
+`encode(frames, pixels)` returns latents (1, channels, latent frames, height, width) of a video whose pixels (1, 3,
+frames, height, width) in -1..1 are produced in chunks by `pixels(range of frames)`.
 """
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +14,10 @@ from wan_torchax.models.pictures import on_white, pixels_of, read_picture, read_
 
 
 def first_and_last(view, values: dict[str, Any], encode: Callable) -> numpy.ndarray:
-    """(1, mask + channels, frames, height, width) of a first picture, and a last if there is one.
+    """(1, mask + channels, frames, height, width) from a first image and optionally a last one.
 
-    The VAE encodes a video of these pictures with grey between them. In front of its latents goes a mask: a channel for
-    every frame that a latent frame stands for, 1 where a picture is given.
+    The VAE encodes a video of these images with grey between them. Its latents are preceded by a mask with one channel
+    per frame of a latent frame, 1 where an image is given.
     """
     size = view.config.resolution
     given = {name: frame for name, frame in (("image", 0), ("last_image", size.frames - 1)) if name in values}
@@ -31,27 +31,27 @@ def first_and_last(view, values: dict[str, Any], encode: Callable) -> numpy.ndar
 
 
 def first_alone(view, values: dict[str, Any], encode: Callable) -> numpy.ndarray:
-    """(1, channels, 1, height, width) of a picture: the first latent frame of the video, as it is."""
+    """(1, channels, 1, height, width): an image as the first latent frame."""
     size = view.config.resolution
     picture = read_picture(Path(values["image"]), size.height, size.width, view.config.fit)
     return encode(1, lambda _: picture[None, :, None])
 
 
 def whole_video(view, values: dict[str, Any], encode: Callable) -> numpy.ndarray:
-    """(1, channels, frames, height, width) of a video, for a sampling that starts from it."""
+    """(1, channels, frames, height, width): the latents that video-to-video starts from."""
     frames = read_video(Path(values["video"]), view.config.resolution, view.config.fit, view.first_frame)
     return encode(len(frames), lambda piece: pixels_of(frames[piece.start : piece.stop]))
 
 
 def video(pictures: dict[int, numpy.ndarray], frames: range, size) -> numpy.ndarray:
-    """Some frames of a video (1, 3, frames, height, width): the pictures in their places, mid grey elsewhere."""
+    """Frames of a video (1, 3, frames, height, width) with the images in place and mid grey elsewhere."""
     grey = numpy.zeros((3, size.height, size.width), numpy.float32)
     return numpy.stack([pictures.get(frame, grey) for frame in frames], axis=1)[None]
 
 
 def mask(pictures: dict[int, numpy.ndarray], scale: int, latent_shape) -> numpy.ndarray:
-    """(1, scale, latent frames, height, width): 1 where a picture is given. The first latent frame stands for one frame
-    only, which all its channels show."""
+    """(1, scale, latent frames, height, width): 1 where an image is given. The first latent frame covers one frame
+    only, repeated in all its channels."""
     batch, _, frames, height, width = latent_shape
     given = numpy.zeros(frames * scale, numpy.float32)
     for frame in pictures:
@@ -65,11 +65,11 @@ def mask(pictures: dict[int, numpy.ndarray], scale: int, latent_shape) -> numpy.
 
 
 def control(view, values: dict[str, Any], encode: Callable) -> numpy.ndarray:
-    """(1, channels, frames, height, width) of a video, a mask and references, any of which may be absent.
+    """(1, channels, frames, height, width) from a video, a mask and references, each optional.
 
-    Its channels: latents of what stays (where the mask is black), latents of what is made anew (white), and the mask
-    itself, the pixels that a latent pixel stands for side by side. Without a video all is grey, without a mask all is
-    made anew. References stand in front, a latent frame each; the last one first, as diffusers has them.
+    Channels: latents of the inactive part (mask black), latents of the reactive part (mask white), and the mask itself,
+    with the pixels of a latent pixel folded into channels. Without a video all is grey; without a mask all is reactive.
+    References are prepended, one latent frame each, in reverse order as in diffusers.
     """
     size, scale = view.config.resolution, view.geometry.size_scale
     frames, white = read_control(view, values)
@@ -96,7 +96,7 @@ def control(view, values: dict[str, Any], encode: Callable) -> numpy.ndarray:
 
 
 def read_control(view, values: dict[str, Any]) -> tuple[numpy.ndarray | None, numpy.ndarray]:
-    """Frames of the video, if there is one, and of the mask: uint8 (frames, height, width, 3)."""
+    """Frames of the video, or None, and of the mask: uint8 (frames, height, width, 3)."""
     size, fit = view.config.resolution, view.config.fit
     frames, mask = (
         None if values[name] is None else read_video(Path(values[name]), size, fit, view.first_frame)
@@ -107,8 +107,8 @@ def read_control(view, values: dict[str, Any]) -> tuple[numpy.ndarray | None, nu
 
 
 def fold(mask: numpy.ndarray, geometry: Geometry) -> numpy.ndarray:
-    """Uint8 (frames, height, width) to float32 (1, pixels of a latent pixel, latent frames, height, width), 0 to 1. A
-    latent frame shows the mask of the frame in the middle of its share of time."""
+    """Uint8 (frames, height, width) to float32 (1, pixels of a latent pixel, latent frames, height, width) in 0..1. A
+    latent frame takes the mask of the middle frame it covers."""
     count, side = (len(mask) - 1) // geometry.frame_scale + 1, geometry.size_scale
     chosen = ((numpy.arange(count) + 0.5) * len(mask) / count).astype(int)
     tiles = mask[chosen].astype(numpy.float32) / 255

@@ -1,4 +1,4 @@
-"""UMT5's encoder, which turns a prompt into embeddings. Importing this imports torch and transformers."""
+"""UMT5's encoder, for prompt embeddings. Imports torch and transformers."""
 import jax.numpy as jnp
 import torch
 import transformers

@@ -1,4 +1,4 @@
-"""Wan's causal video VAE, run piece by piece with its caches carried from one call to the next."""
+"""Wan's causal video VAE, run in chunks with its caches carried from one call to the next."""
 import diffusers
 import jax
 import numpy
@@ -35,7 +35,7 @@ def decoder(module, config, mesh):
 
 
 def decoder_by_lines(config, mesh):
-    """The same with every chip at its own columns (vae_lines.py)."""
+    """The decoder with columns sharded explicitly over the chips (vae_lines.py)."""
     spec = partition_spec(config.sharding.picture)
     axes = next(filter(None, spec), None)
     if config.model.architecture.vae.get("is_residual") or axes is None:
@@ -73,27 +73,26 @@ def encoder(module, config, mesh):
 
 
 def cache_spec(config) -> jax.sharding.PartitionSpec:
-    """Caches lie as pictures do, with their channels last."""
+    """Caches are sharded like frames, with channels last."""
     spec = partition_spec(config.sharding.picture)
     return jax.sharding.PartitionSpec(*spec[:1], *spec[2:], *spec[1:2])
 
 
 def statistics(architecture) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Mean and deviation of the VAE's latents, by channel: the transformer sees them normalised."""
+    """Mean and standard deviation of the VAE's latents per channel, for the transformer's normalized latents."""
     return tuple(numpy.float32(architecture[key]).reshape(1, -1, 1, 1, 1) for key in ("latents_mean", "latents_std"))
 
 
 def decode_chunk(vae, latent, caches):
-    """One latent frame to its pixels, the causal convolutions' last two inputs carried in `caches`.
+    """One latent frame to its pixels, with the causal convolutions' last two inputs carried in `caches`.
 
-    latent (1, channels, 1, height, width); caches None for a video's first latent frame, which gives one frame of
-    pixels, then what the call before returned, which gives as many as the VAE puts into a latent frame. The program
-    is the same for every later frame, so a video of any length compiles once. Returns pixels (1, 3, frames, height,
-    width) in -1..1 and the caches, which have their channels last: so they need not be copied for convolutions that
-    want them there.
+    latent (1, channels, 1, height, width); caches None for a video's first latent frame, which decodes to one frame,
+    then those of the previous call, which decode to as many frames as a latent frame covers. The program is the same
+    for every later frame, so a video of any length compiles once. Returns pixels (1, 3, frames, height, width) in -1..1
+    and the caches, which have channels last, the convolutions' layout, to avoid copies.
 
-    diffusers marks a cache that does not exist yet by None or "Rep" and pads one that is too short with zeros inside
-    the convolution; here every cache is two frames from the start, zeros in front, which gives the same sums.
+    diffusers marks a missing cache by None or "Rep" and zero-pads a short one inside the convolution; here every cache
+    has two frames from the start, with leading zeros, which is equivalent.
     """
     first, features, upsampled = caches is None, unpacked(vae.decoder, caches), []
     hooks = [
@@ -104,7 +103,7 @@ def decode_chunk(vae, latent, caches):
     pixels = vae.decoder(vae.post_quant_conv(latent), feat_cache=features, feat_idx=[0], first_chunk=first)
     for hook in hooks:
         hook.remove()
-    waiting = iter(upsampled)  # inputs of the layers that double the frame rate: they left "Rep" in the first call
+    waiting = iter(upsampled)  # inputs of the temporal upsamplers, whose first call leaves "Rep"
     features = [next(waiting)[:, :, -1:] * 0 if isinstance(feature, str) else feature for feature in features]
     if vae.config.patch_size is not None:
         pixels = unpatchify(pixels, vae.config.patch_size)
@@ -112,10 +111,10 @@ def decode_chunk(vae, latent, caches):
 
 
 def encode_chunk(vae, pixels, caches):
-    """Pixels (1, 3, frames, height, width) in -1..1 to the latent frame they make, as `decode_chunk` the other way.
+    """Pixels (1, 3, frames, height, width) in -1..1 to one latent frame; the inverse of `decode_chunk`.
 
-    A video's first frame makes one, with caches None; then as many frames as the VAE puts into a latent frame. Returns
-    the mode of the latents (1, channels, 1, height, width), and the caches.
+    The first chunk is one frame, with caches None; later ones have as many frames as a latent frame covers. Returns the
+    mode of the latents (1, channels, 1, height, width), and the caches.
     """
     features = unpacked(vae.encoder, caches)
     if vae.config.patch_size is not None:  # Wan 2.2's folds 2 x 2 pixels into channels
@@ -125,7 +124,7 @@ def encode_chunk(vae, pixels, caches):
 
 
 def unpacked(part, caches) -> list:
-    """The caches as diffusers' encoder and decoder take them: one for every causal convolution, None at the start."""
+    """The caches in diffusers' format: one per causal convolution, None at the start."""
     features = [None] * sum(isinstance(module, WanCausalConv3d) for module in part.modules())
     for index, cache in (caches or {}).items():
         features[int(index)] = torch.movedim(cache, -1, 1)
@@ -133,7 +132,7 @@ def unpacked(part, caches) -> list:
 
 
 def packed(features: list) -> dict:
-    """What the convolutions left, two frames each, channels last."""
+    """The convolutions' new caches, two frames each, channels last."""
     return {
         str(index): torch.movedim(two_frames(feature), 1, -1)
         for index, feature in enumerate(features)
@@ -142,5 +141,5 @@ def packed(features: list) -> dict:
 
 
 def two_frames(cache):
-    """A cache of one frame, with a frame of zeros in front."""
+    """Pad a one-frame cache to two with leading zeros."""
     return cache if cache.shape[2] == 2 else torch.cat([torch.zeros_like(cache), cache], dim=2)

@@ -1,10 +1,9 @@
-"""Wan 2.1's VAE decoder in the layout that TPUs want, as functions of its arrays; what diffusers' decoder computes.
+"""Wan 2.1's VAE decoder in a TPU-friendly layout, as functions of its arrays; equivalent to diffusers' decoder.
 
-A video is (frames, columns, lines, channels). Lines of the picture are the batch of every convolution: XLA's TPU
-backend cuts the picture up to make a batch where there is none, and puts it together again. Channels are whole
-multiples of 128, those added are zeros. Where a line has no more than that, two lines lie side by side as one of 256
-channels, which is as wide as what multiplies. Columns are over the chips of `axes`, inside `jax.shard_map`: a chip asks
-its neighbours for a column at each edge. The lines of an upright picture are its columns, and so the other way round.
+A video is (frames, columns, lines, channels). Lines are the batch of every convolution: without a batch, XLA's TPU
+backend would split the image to create one and reassemble it. Channels are zero-padded to multiples of 128. With only
+128 channels, two lines are packed as one of 256, the width of the MXU. Columns are sharded over `axes`, inside
+`jax.shard_map`: chips exchange one halo column at each edge. For upright images, lines and columns swap.
 """
 import jax
 import jax.numpy as jnp
@@ -19,13 +18,13 @@ EPSILON = 1e-12  # of diffusers' norm
 def decode_chunk(arrays, latent, caches, axes, upright=False):
     """One latent frame (1, channels, 1, height, width) to pixels (1, 3, frames, height, width) in -1..1, and caches.
 
-    `caches` has the last two frames that every causal convolution saw, by the name of its weight, None at the start.
-    The first latent frame gives one frame of pixels, later ones four.
+    `caches` has the last two input frames of every causal convolution, by the name of its weight, None at the start.
+    The first latent frame decodes to one frame, later ones to four.
     """
     first, kept, sides = caches is None, {}, (3, 2) if upright else (2, 3)  # of a picture (channels, height, width)
 
     def wide(array, *dimensions):
-        """With zeros up to whole multiples of 128 channels; the few of latents and pixels stay as they are."""
+        """Zero-pad channels to a multiple of 128; the few channels of latents and pixels are not padded."""
         counts = [array.shape[index] if index in dimensions else 0 for index in range(array.ndim)]
         return jnp.pad(array, [(0, -count % LANES if count > LANES // 2 else 0) for count in counts])
 
@@ -46,14 +45,14 @@ def decode_chunk(arrays, latent, caches, axes, upright=False):
         return convolve(name, video)
 
     def outputs(name, video, parts):
-        """A convolution's own channels, without those that were added, in so many parts."""
+        """A convolution's output without the padding channels, split into parts."""
         return jnp.split(video[..., : len(arrays[f"{name}.bias"])], parts, axis=-1)
 
     def norm(name, video):
         gamma = arrays[f"{name}.gamma"].reshape(-1)
         factor = wide(gamma, 0)
         beside = video.shape[-1] // factor.size
-        # The sum of squares as a product with ones: it comes out at every channel and need not be moved there.
+        # The sum of squares as a matmul with ones: the result is already broadcast to every channel.
         ones = jnp.kron(jnp.eye(beside, dtype=video.dtype), jnp.ones((factor.size,) * 2, video.dtype))
         squares = jnp.matmul(jnp.square(video), ones, preferred_element_type=jnp.float32)
         length = jax.lax.rsqrt(jnp.maximum(squares, EPSILON**2)) * gamma.size**0.5
@@ -66,7 +65,7 @@ def decode_chunk(arrays, latent, caches, axes, upright=False):
         return video + shortcut
 
     def attention(name, video):
-        """Over all pixels of the frame; a chip has the queries of its own columns."""
+        """Attention over all pixels of the frame; each chip has the queries of its own columns."""
         frame = convolve(f"{name}.to_qkv", norm(f"{name}.norm", video))
         query, key, value = (part.reshape(1, -1, part.shape[-1]) for part in outputs(f"{name}.to_qkv", frame, 3))
         key, value = (jax.lax.all_gather(part, axes, axis=1, tiled=True) for part in (key, value))
@@ -84,7 +83,7 @@ def decode_chunk(arrays, latent, caches, axes, upright=False):
                 pairs = outputs(f"{name}.time_conv", causal(f"{name}.time_conv", video, edges=False), 2)
                 video = wide(jnp.stack(pairs, axis=1), 4).reshape(-1, *video.shape[1:])
         above, middle, below = jnp.split(weight, 3, axis=2)
-        none = jnp.zeros_like(middle)  # a line seen twice has the sum of two weights: even lines, then odd ones
+        none = jnp.zeros_like(middle)  # nearest upsampling folded into the weights: even lines, then odd ones
         even = jnp.concatenate([above, middle + below, none], axis=2)
         odd = jnp.concatenate([none, above + middle, below], axis=2)
         columns = with_edges(video.repeat(2, axis=1), axes)
@@ -114,7 +113,7 @@ def decode_chunk(arrays, latent, caches, axes, upright=False):
 
 
 def convolution(video, weight, bias):
-    """`video` has the frames before it and the columns beside it that the convolution sees, not the lines."""
+    """Convolve `video`, which is padded along frames and columns but not along lines."""
     inputs, is_paired = weight.shape[3], video.shape[-1] > weight.shape[3]
     if weight.shape[2] == 3:
         above, below = video[:, :, :-1, -inputs:], video[:, :, 1:, :inputs]
@@ -125,17 +124,17 @@ def convolution(video, weight, bias):
         even, odd = jnp.concatenate([weight, none], axis=2), jnp.concatenate([none, weight], axis=2)
         weight, bias = jnp.concatenate([even, odd], axis=-1), jnp.tile(bias, 2)
     weight = weight.reshape(*weight.shape[:2], -1, weight.shape[-1])
-    order = ("HWNC", "HWIO", "HWNC")  # what it calls height and width are frames and columns
+    order = ("HWNC", "HWIO", "HWNC")  # H and W are frames and columns
     return jax.lax.conv_general_dilated(video, weight, (1, 1), "VALID", dimension_numbers=order) + bias
 
 
 def one_by_one(video, channels):
-    """Lines of so many channels, also where two lay side by side."""
+    """Unpack lines to this many channels."""
     return video.reshape(*video.shape[:2], -1, channels)
 
 
 def with_edges(video, axes):
-    """With the neighbours' nearest column on either side, zeros where the picture ends."""
+    """Add the neighbours' halo column on either side, zeros at the image's edges."""
     chips = jax.lax.axis_size(axes)
     left = jax.lax.ppermute(video[:, -1:], axes, [(chip, chip + 1) for chip in range(chips - 1)])
     right = jax.lax.ppermute(video[:, :1], axes, [(chip + 1, chip) for chip in range(chips - 1)])
