@@ -321,7 +321,7 @@ def test_an_executable_that_cannot_be_loaded_is_made_again_and_told(configure, f
         flip(file, -9)
     values, heard = run(configure("prompt=a third one"), ["text"])
     assert made(heard) == {"text.text_encoder": False} and "retracing text" in caplog.text
-    assert "is not taken, and made anew: it was cut short or changed" in caplog.text
+    assert "in the store: it was cut short or changed" in caplog.text
     assert numpy.isfinite(values["embeddings"]).all()
     for file, content in before.items():
         file.write_bytes(content)

@@ -80,8 +80,10 @@ class Encoder:
         interruption.wait([encoded])
         check(self.path, self.process.returncode, encoded.result()[1])
         # Through a file: a prompt may exceed the command line's limit.
-        temporary = tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt")
-        with atomic(self.path) as partial, temporary as metadata:
+        with (
+            atomic(self.path) as partial,
+            tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt") as metadata,
+        ):
             # ffmpeg treats a backslash at the end of a line as an escape, even if it is itself escaped.
             entries = {"title": title.rstrip("\\"), "comment": json.dumps(comment, ensure_ascii=False)}
             metadata.write(";FFMETADATA1\n" + "".join(f"{key}={escape(text)}\n" for key, text in entries.items()))

@@ -1,4 +1,4 @@
-"""What went wrong, in the shape that OpenAI's clients know."""
+"""Errors in the format of OpenAI's API."""
 import errno
 import json
 import logging
@@ -14,14 +14,14 @@ KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_e
 
 
 class Answer(JSONResponse):
-    """In ASCII: a prompt may hold half a character, which UTF-8 cannot write."""
+    """ASCII-only JSON: a prompt may have lone surrogates, which UTF-8 cannot encode."""
 
     def render(self, content) -> bytes:
         return json.dumps(content, allow_nan=False).encode()
 
 
 class Refused(HTTPException):
-    """A request that is not carried out, with the reason in words, and in one word for programs."""
+    """A rejected request, with a message and a machine-readable code."""
 
     def __init__(self, status: int, message: str, code: str | None = None, headers: dict | None = None):
         super().__init__(status, message, headers)
@@ -39,7 +39,7 @@ async def refused(request: Request, error: HTTPException) -> Answer:
 
 
 async def wrong(request: Request, error: ConfigError) -> Answer:
-    """What run.py would print of such settings."""
+    """Invalid settings, with run.py's message."""
     return answer(400, str(error), "invalid_settings")
 
 

@@ -1,4 +1,4 @@
-"""The front: Starlette's application and uvicorn, which runs it. No JAX is started in here."""
+"""The front: the Starlette application, run by uvicorn. It does not start JAX."""
 import asyncio
 import contextlib
 import gc
@@ -24,12 +24,12 @@ from wan_torchax.serve.queue import Queue
 from wan_torchax.serve.requests import Base
 
 HERE = Path(__file__).parent
-STOP_SECONDS = 3  # that open answers have when the server ends
-IDLE_SECONDS = 75  # of a connection: longer than clients and proxies keep one, so that none is closed in their hands
+STOP_SECONDS = 3  # grace period for open responses at shutdown
+IDLE_SECONDS = 75  # keep-alive timeout: longer than that of clients and proxies, so that they close first
 
 
 class Front:
-    """What the handlers of requests share."""
+    """State shared by the request handlers."""
 
     def __init__(self, base: Base, queue: Queue, ready):
         self.base, self.queue, self.ready = base, queue, ready
@@ -75,20 +75,20 @@ def make_app(front: Front, lifespan=None) -> Starlette:
 
 
 def run(base: Base, queue: Queue, ready, listening: socket.socket) -> None:
-    """Until SIGTERM comes twice: the first has it refuse new videos."""
+    """Serve until the second SIGTERM; after the first, new videos are rejected."""
     front = Front(base, queue, ready)
-    # A request that is composed, in a thread, keeps the interpreter for this long, and answers wait; by default 5 ms.
+    # Composing a config in a thread holds the GIL for a whole switch interval (5 ms by default), delaying responses.
     sys.setswitchinterval(1e-4)
-    gc.freeze()  # what was imported stays: to look through it for garbage holds up every answer
+    gc.freeze()  # imported modules are never garbage; scanning them would delay responses
 
     @contextlib.asynccontextmanager
     async def lifespan(app):
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told_to_end)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
         host, port = listening.getsockname()[:2]
         print(f"http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
         yield
 
-    def told_to_end():
+    def on_sigterm():
         server.should_exit = front.stopping = front.draining
         front.draining = True
 

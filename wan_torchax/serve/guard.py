@@ -1,4 +1,4 @@
-"""What every request passes first: who asks, from where, how much and for how long; and the clock beside it."""
+"""Middleware for every request: authentication, origin checks, size and time limits, and latency metrics."""
 import asyncio
 import hashlib
 import hmac
@@ -11,9 +11,9 @@ from starlette.datastructures import Headers
 from wan_torchax.config.keys import is_loopback
 from wan_torchax.serve.errors import Refused, answer
 
-OPEN = ("/", "/login", "/healthz", "/readyz")  # and what lies under /static/: nothing of anybody's
+OPEN = ("/", "/login", "/healthz", "/readyz")  # no key required; like /static/, these expose no user data
 COOKIE = "wan_key"
-CLOSE = {"Connection": "close"}  # what is still to come of such a request is not waited for
+CLOSE = {"Connection": "close"}  # do not read the rest of a rejected request
 HEADERS = {
     b"content-security-policy": b"default-src 'self'; img-src 'self' blob: data:; frame-ancestors 'none'",
     b"x-content-type-options": b"nosniff",
@@ -26,7 +26,7 @@ def digest(key: str) -> bytes:
 
 
 def is_good(given: str, keys: list[bytes]) -> bool:
-    """In a time that says nothing of how nearly it was right, or of which it was."""
+    """Compare with all keys in constant time."""
     return sum(hmac.compare_digest(digest(given), key) for key in keys) > 0
 
 
@@ -58,9 +58,9 @@ class Guard:
             self.front.measures.answered(template_of(scope), scope["method"], status, seconds)
 
     def refusal(self, scope) -> tuple | None:
-        """Why a request is not even looked at."""
+        """Why a request is rejected before routing; None if it is not."""
         headers, path = Headers(scope=scope), scope["path"]
-        if self.open > self.front.serve.connections and path != "/healthz":  # the server lives, however many ask
+        if self.open > self.front.serve.connections and path != "/healthz":  # liveness does not depend on load
             return 503, "too many requests are open; ask again in a moment", "too_many", {"Retry-After": "5"} | CLOSE
         if not 0 <= whole_number(headers.get("content-length", "0")) <= self.most_bytes:
             return 413, self.too_large, "too_large", CLOSE
@@ -83,27 +83,26 @@ class Guard:
         return int(self.front.serve.upload_mb * 1e6)
 
     def is_from_here(self, headers: Headers) -> bool:
-        """Not a page of another site, in the browser of somebody who can reach this server.
+        """Whether the request is not cross-site (CSRF).
 
-        Without keys that browser must also have come by this machine's own name: a name of another site that leads
-        here would make its pages ours.
+        Without keys, the Host must also be a loopback name, against DNS rebinding.
         """
         host, origin = headers.get("host", ""), headers.get("origin")
         try:
             if not self.front.keys and not is_loopback(urlsplit(f"//{host}").hostname or ""):
                 return False
             return origin is None or origin in self.front.serve.origins or urlsplit(origin).netloc == host
-        except ValueError:  # half an address, such as http://[
+        except ValueError:  # a malformed address, such as http://[
             return False
 
     def limited(self, receive):
-        """`receive` that lets so many bytes through, in so many seconds."""
+        """`receive` with limits on bytes and time."""
         left, deadline = self.most_bytes, time.monotonic() + self.front.serve.upload_seconds
         whole = False
 
         async def receive_some():
             nonlocal left, whole
-            if whole:  # what comes now is that the client went away
+            if whole:  # only a disconnect can follow
                 return await receive()
             try:
                 message = await asyncio.wait_for(receive(), deadline - time.monotonic())
@@ -120,12 +119,12 @@ class Guard:
 
 
 def whole_number(text: str) -> int:
-    """Of a request: at most 18 digits, as Python takes long over thousands; -1 where it is none."""
+    """Parse a non-negative integer of at most 18 digits, since parsing thousands is slow; -1 if invalid."""
     return int(text) if len(text) <= 18 and text.isascii() and text.isdecimal() else -1
 
 
 def given_key(headers: Headers) -> str:
-    """Of a client's header, or of the page's cookie."""
+    """The key from the Authorization header or the page's cookie."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return key.strip()
@@ -137,8 +136,8 @@ def given_key(headers: Headers) -> str:
 
 
 def template_of(scope) -> str:
-    """`/v1/videos/{id}`: as many labels as there are routes, whatever is asked for."""
+    """The route's template, `/v1/videos/{id}`, to bound the number of metric labels."""
     for route in scope["app"].routes:
-        if scope.get("endpoint") is getattr(route, "endpoint", route.app):  # of the route that was found
+        if scope.get("endpoint") is getattr(route, "endpoint", route.app):  # set by the router
             return route.path
     return "other"

@@ -1,4 +1,4 @@
-"""What Prometheus is told: of requests as they are answered, of videos from the queue on disk."""
+"""Prometheus metrics: of requests as they are answered, of videos from the queue on disk."""
 import contextlib
 import logging
 
@@ -14,12 +14,12 @@ STEP_SECONDS = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60)
 
 
 class Measures:
-    """Counts from the start of this process."""
+    """Metrics since this process started."""
 
     def __init__(self, queue: Queue):
         self.queue, registry = queue, CollectorRegistry()
         self.registry = registry
-        self.open: dict[str, Job] = {}  # videos that were not over when they were last seen
+        self.open: dict[str, Job] = {}  # videos that were unfinished at the last scrape
         names = ["route", "method", "status"]
         self.answers = Counter("wan_http_requests", "Requests answered", names, registry=registry)
         self.seconds = Histogram(
@@ -37,7 +37,7 @@ class Measures:
         self.seconds.labels(route).observe(seconds)
 
     def look(self) -> None:
-        """Count the videos that have ended since the last look."""
+        """Count the videos that have ended since the last scrape."""
         waiting = self.queue.waiting()
         for job in [job for job in self.open.values() if job.id not in {other.id for other in waiting}]:
             self.count_end(self.open.pop(job.id))
@@ -51,7 +51,7 @@ class Measures:
             return
         self.ends.labels(self.queue.state(job).status).inc()
         metrics = read_json(job.folder / "metrics.json")
-        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # of another version
+        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # written by another version
             for part, seconds in seconds_by_part(metrics).items():
                 self.parts.labels(part).observe(seconds)
             for seconds in metrics.get("step_seconds", ()):

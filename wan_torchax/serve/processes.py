@@ -1,8 +1,7 @@
-"""Two processes and one that looks after them: the front answers, the worker computes, and the disk is between them.
+"""The supervisor of two processes: the front answers requests, the worker computes; they share only the disk.
 
-A worker that dies (the system may kill it for its memory) takes one video with it at most, and no request: it is
-started again. This process does nothing else, so that it can always fork: the thread that hears signals holds no lock.
-If it is killed, the others notice and end.
+A worker that crashes (e.g. OOM-killed) loses at most one video and no request, and is restarted. The supervisor does
+nothing else, so that it can always fork safely: its signal thread holds no lock. If it is killed, its children exit.
 """
 import ctypes
 import errno
@@ -25,19 +24,19 @@ from wan_torchax.serve.requests import Base
 from wan_torchax.tasks.attempt import explain
 
 log = logging.getLogger("wan")
-BIND_SECONDS = 5  # that the processes of a server which was killed may still hold the port
-KILL_SECONDS = 60  # after the deadline, that a step may take
-NICE = 10  # of the worker: where a CPU makes the videos, whoever asks is answered first
-CANNOT_START = 3  # a worker's status when another try would be no better
+BIND_SECONDS = 5  # how long processes of a killed server may still hold the port
+KILL_SECONDS = 60  # grace period for a step after the drain deadline
+NICE = 10  # the worker's niceness: on a CPU, the front must stay responsive
+CANNOT_START = 3  # a worker's exit status if a restart would not help
 context = multiprocessing.get_context("fork")
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """The socket to listen on: held by this process, so that nobody is turned away while the front starts again."""
+    """The listening socket; owned by the supervisor, so that no connection is refused while the front restarts."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     deadline = time.monotonic() + BIND_SECONDS
     while True:
-        # TCP by its name: asyncio sends small answers at once then, and not 40 ms later (TCP_NODELAY).
+        # With IPPROTO_TCP explicit, asyncio sets TCP_NODELAY; otherwise small responses take 40 ms longer.
         listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -55,9 +54,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def supervise(base: Base, queue: Queue) -> None:
-    """Serve until this process is told to end."""
+    """Serve until interrupted."""
     listening = bind(base.config.serve.host, base.config.serve.port)
-    ready = multiprocessing.RawValue(ctypes.c_bool, False)  # without a lock: who is killed holds none
+    ready = multiprocessing.RawValue(ctypes.c_bool, False)  # no lock: a killed process might hold it
     running = {}
 
     def start(name: str) -> None:
@@ -83,7 +82,7 @@ def supervise(base: Base, queue: Queue) -> None:
 
 
 def look_after(name: str, process, base: Base, queue: Queue) -> None:
-    """What the end of a process means."""
+    """Handle the exit of a child process."""
     if process.exitcode == CANNOT_START:
         raise ConfigError("the worker cannot start; what is wrong is said above")
     code = process.exitcode
@@ -91,11 +90,11 @@ def look_after(name: str, process, base: Base, queue: Queue) -> None:
     log.error("the %s ended (%s) and is started again", name, reason)
     if name == "worker":
         work.give_up(queue, work.name_of(process.pid), base.config.serve.attempts, reason)
-    time.sleep(0.2)  # one that cannot live must not fill the log
+    time.sleep(0.2)  # a crash loop must not flood the log
 
 
 def stop(running: dict, seconds: float) -> None:
-    """No new requests; the worker finishes or parks what it has; then the front ends."""
+    """Shut down: the front rejects new requests, the worker finishes or parks its jobs, then the front exits."""
     for name in ("front", "worker"):
         if name in running:
             running[name].terminate()
@@ -114,7 +113,7 @@ def stop(running: dict, seconds: float) -> None:
 
 
 def end_with_parent() -> None:
-    """A process whose parent was killed has nobody who would start it again or end it."""
+    """Exit if the supervisor is killed: nothing else would stop this process."""
     parent = multiprocessing.parent_process()
 
     def watch():
@@ -125,23 +124,23 @@ def end_with_parent() -> None:
 
 
 def front(base: Base, queue: Queue, ready, listening: socket.socket) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the parent says what to do
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; the supervisor handles it
     end_with_parent()
     run_front(base, queue, ready, listening)
 
 
 def worker(base: Base, queue: Queue, ready, listening: socket.socket) -> None:
     listening.close()
-    told = []  # when to stop
+    signalled = []  # times of SIGTERM
 
     def remember(*_):
-        told.append(time.monotonic())
+        signalled.append(time.monotonic())
 
     def must_stop() -> bool:
-        return bool(told)
+        return bool(signalled)
 
     def must_end() -> bool:
-        return bool(told) and time.monotonic() > told[0] + base.config.serve.drain_seconds
+        return bool(signalled) and time.monotonic() > signalled[0] + base.config.serve.drain_seconds
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, remember)
@@ -159,12 +158,12 @@ def worker(base: Base, queue: Queue, ready, listening: socket.socket) -> None:
     leave(0)
 
 
-def park_if(told: bool) -> None:
-    if told:
+def park_if(stopping: bool) -> None:
+    if stopping:
         raise work.Parked
 
 
 def leave(status: int) -> None:
-    """At once: a compiler in a thread would be waited for."""
+    """Exit without joining threads: one may be compiling."""
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(status)

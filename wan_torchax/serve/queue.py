@@ -1,13 +1,13 @@
-"""The queue on disk: a run folder for every video that was asked for, and a folder's files are its state.
+"""The queue on disk: one run folder per requested video, whose files are the job's state.
 
-    request.json     what was asked; acknowledged once it is on the disk
-    inputs/          pictures that came with it
-    events.jsonl     what has happened so far, a line each
-    cancel           nobody wants it any more
+    request.json     the request; acknowledged once it is fsynced
+    inputs/          uploaded images
+    events.jsonl     progress events, one per line
+    cancel           the job is cancelled
     metrics.json     finished (records/outputs.py writes it last)
     failure.json     failed
 
-Nothing else is remembered: a server that was killed finds everything here, and so do several that share the folder.
+There is no other state: a restarted server recovers everything from here, and several servers can share the folder.
 """
 import contextlib
 import hashlib
@@ -29,27 +29,27 @@ from wan_torchax.records.report import read_json
 
 log = logging.getLogger("wan")
 IDS = re.compile(r"video_[0-9a-f]{12,48}")
-TAIL_BYTES = 4096  # more than the last line of events.jsonl has
-# What request.json says of a job, and of what type.
+TAIL_BYTES = 4096  # more than the longest line of events.jsonl
+# The schema of request.json.
 REQUEST = {
     "created": (int, float), "digest": str, "keyed": bool, "fields": dict, "values": dict, "model": str, "size": str,
     "seconds": str, "frames": int, "steps": int, "seed": int, "remixed_from": (str, type(None)),
 }
 NUMBERS = ("progress", "step", "steps", "preview")  # of an event
-STALE_SECONDS = 3600  # after which a folder that was never completed is nobody's
+STALE_SECONDS = 3600  # age at which an incomplete folder is assumed abandoned
 
 
 class Full(Exception):
-    """As many wait as may."""
+    """The queue has reached its limit."""
 
 
 class Conflict(Exception):
-    """An idempotency key that was used for another request."""
+    """An idempotency key was reused for a different request."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A video that was asked for."""
+    """A requested video."""
 
     id: str
     folder: Path
@@ -62,7 +62,7 @@ class Job:
 
 @dataclass(frozen=True)
 class State:
-    """How far it is. `progress` never goes back, also where the work begins again after a kill."""
+    """A job's progress. `progress` never decreases, even if the work restarts after a crash."""
 
     status: str = "queued"  # queued, in_progress, completed, failed
     phase: str = "queued"
@@ -84,14 +84,14 @@ class Queue:
         self.folder = folder.resolve()
         self.known: dict[str, Job] = {}
         self.over: dict[str, State] = {}
-        self.strange: set[str] = set()  # folders that are no jobs
+        self.invalid: set[str] = set()  # folders without a valid request.json
         self.lock = threading.Lock()
 
-    # ------------------------------------------------------------ asking
+    # ------------------------------------------------------------ submitting
 
     @contextlib.contextmanager
     def draft(self) -> Iterator[Path]:
-        """A folder to prepare a job in; gone afterwards, unless it was submitted."""
+        """A temporary folder to prepare a job in; removed afterwards unless submitted."""
         folder = self.folder / f".new-{uuid.uuid4().hex}"
         (folder / "inputs").mkdir(parents=True)
         try:
@@ -100,8 +100,8 @@ class Queue:
             shutil.rmtree(folder, ignore_errors=True)
 
     def submit(self, draft: Path, request: dict, limit: int, key: str | None = None) -> Job:
-        """Put a job into the queue. With a key, a second call gives the job of the first; the folder's name sees to
-        that, for all servers that share the queue. When this returns the job is on the disk."""
+        """Enqueue a job. With a key, a second call returns the first call's job: the key determines the folder's name,
+        for all servers that share the queue. When this returns, the job is fsynced."""
         digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode() + pictures_digest(draft)).hexdigest()
         identifier = f"video_{hashlib.sha256(key.encode()).hexdigest()[:40] if key else new_number()}"
         with self.lock:
@@ -116,7 +116,7 @@ class Queue:
                 sync(path)
             try:
                 os.rename(draft, self.folder / identifier)
-            except OSError:  # another server was given the same key at the same time
+            except OSError:  # another server received the same key concurrently
                 if key and (before := self.before(identifier, digest)):
                     return before
                 raise
@@ -124,7 +124,7 @@ class Queue:
         return self.get(identifier)
 
     def before(self, identifier: str, digest: str) -> Job | None:
-        """What was made of a key earlier."""
+        """The job of an earlier request with the same key."""
         if (self.folder / ".deleted" / identifier).exists():
             raise Conflict("this Idempotency-Key made a video that was deleted since; use another key for a new one")
         job = self.get(identifier)
@@ -132,10 +132,10 @@ class Queue:
             raise Conflict("this Idempotency-Key was used for another request; use another key for another video")
         return job
 
-    # ------------------------------------------------------------ looking
+    # ------------------------------------------------------------ reading
 
     def get(self, identifier: str) -> Job | None:
-        """A job that is there and that somebody still wants."""
+        """A job that exists and is not cancelled."""
         if not IDS.fullmatch(identifier):
             return None
         folder = self.folder / identifier
@@ -143,24 +143,24 @@ class Queue:
             self.known.pop(identifier, None), self.over.pop(identifier, None)
             return None
         job = self.known.get(identifier)
-        if job is None and identifier not in self.strange:
+        if job is None and identifier not in self.invalid:
             request = read_json(folder / "request.json")
             if own_file(self.folder, f"{identifier}/request.json") and is_request(request):
                 job = self.known[identifier] = Job(identifier, folder, request)
             else:
-                self.strange.add(identifier)
-                log.warning("%s: left alone: its request.json is none of a server's", folder)
+                self.invalid.add(identifier)
+                log.warning("%s: ignored: invalid request.json", folder)
         return job
 
     def jobs(self) -> list[Job]:
-        """All, from the first to the last."""
+        """All jobs, oldest first."""
         names = [entry.name for entry in os.scandir(self.folder) if entry.name.startswith("video_")]
-        # Of thousands that are over the disk is not asked again.
+        # Finished jobs, possibly thousands, are not read from disk again.
         found = ((self.known.get(name) if name in self.over else None) or self.get(name) for name in names)
         return sorted((job for job in found if job is not None), key=lambda job: job.order)
 
     def waiting(self) -> list[Job]:
-        """Those that are not over, the next first."""
+        """Unfinished jobs, oldest first."""
         return [job for job in self.jobs() if not self.state(job).is_over]
 
     def state(self, job: Job) -> State:
@@ -169,16 +169,16 @@ class Queue:
             self.over[job.id] = state
         return state
 
-    # ------------------------------------------------------------ ending
+    # ------------------------------------------------------------ removing
 
     def delete(self, job: Job) -> None:
-        """Take a job away, for good: at once if it is not being worked on, else its worker stops at its next step."""
+        """Delete a job: immediately if no worker has it, else its worker stops at the next step."""
         if job.request["keyed"]:
             tombs = self.folder / ".deleted"
             tombs.mkdir(exist_ok=True)
             (tombs / job.id).touch()
             sync(tombs)
-        # Once more behind the cancel file: who has the folder then looks for the file when it lets go.
+        # Retry after writing the cancel file: a worker checks for it when it releases the folder.
         for _ in range(2):
             try:
                 with claimed(job.folder):
@@ -186,11 +186,11 @@ class Queue:
             except FolderError:
                 (job.folder / "cancel").touch()
                 sync(job.folder)
-            except FileNotFoundError:  # another request was faster
+            except FileNotFoundError:  # deleted concurrently
                 return None
 
     def remove(self, job: Job) -> None:
-        """By a new name first: half a folder is no job."""
+        """Rename first, so that a partially removed folder is never seen as a job."""
         gone = self.folder / f".gone-{job.id}-{uuid.uuid4().hex[:8]}"
         with contextlib.suppress(OSError):
             os.rename(job.folder, gone)
@@ -198,7 +198,7 @@ class Queue:
         self.known.pop(job.id, None), self.over.pop(job.id, None)
 
     def tidy(self) -> None:
-        """What servers that were killed have left half made or half removed, and jobs that nobody wants any more."""
+        """Remove what crashed servers left behind, and cancelled jobs."""
         for entry in list(os.scandir(self.folder)):
             path, old = Path(entry.path), time.time() - STALE_SECONDS
             with contextlib.suppress(OSError):
@@ -210,13 +210,13 @@ class Queue:
 
 
 def is_request(content: dict) -> bool:
-    """Whether request.json is whole: of a folder that a server did not write nothing is known."""
+    """Whether request.json matches the schema."""
     has = all(isinstance(content.get(name), kind) for name, kind in REQUEST.items())
     return has and isinstance(content["values"].get("prompt.text"), str)
 
 
 def new_number() -> str:
-    """Of a job without a key: by time, and no two alike."""
+    """A unique id for a job without a key, ordered by time."""
     return f"{time.time_ns():016x}{uuid.uuid4().hex[:8]}"
 
 
@@ -229,7 +229,7 @@ def pictures_digest(draft: Path) -> bytes:
 
 
 def append(folder: Path, event: dict) -> None:
-    """A line more in events.jsonl. Half a line, of a server that was killed, is ended first."""
+    """Append a line to events.jsonl, after terminating a partial line of a killed process."""
     with (folder / "events.jsonl").open("ab+") as file:
         if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
             file.write(b"\n")
@@ -237,7 +237,7 @@ def append(folder: Path, event: dict) -> None:
 
 
 def read_state(folder: Path) -> State:
-    """From the files alone."""
+    """A job's state from its files."""
     metrics, failure = read_json(folder / "metrics.json"), read_json(folder / "failure.json")
     if failure:
         error = str(failure.get("error"))
@@ -261,7 +261,7 @@ def last_event(folder: Path) -> State:
 
 
 def event_of(line: bytes) -> dict | None:
-    """A line of events.jsonl, if it is one."""
+    """A line of events.jsonl; None if it is invalid."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
@@ -284,7 +284,7 @@ def age(folder: Path) -> float | None:
 
 
 def events_from(folder: Path, offset: int) -> tuple[list[dict], int]:
-    """The whole lines of events.jsonl from a place on, and the place behind them."""
+    """The complete lines of events.jsonl from an offset on, and the offset after them."""
     try:
         with (folder / "events.jsonl").open("rb") as file:
             file.seek(offset)

@@ -1,7 +1,7 @@
-"""The worker: one video after the other from the queue, or a few together, over this process's Session.
+"""The worker: makes the queue's videos one by one, or in batches, with this process's Session.
 
-It looks at the disk and writes to it, and knows nothing of who asks. What ends a video early raises in its listener, so
-between two steps: a `cancel` file, or word that this process must end.
+It communicates only through files and does not know its clients. A `cancel` file or a shutdown makes its listener
+raise, so a video stops between two steps.
 """
 import contextlib
 import itertools
@@ -30,31 +30,31 @@ from wan_torchax.tasks.attempt import explain
 from wan_torchax.tasks.together import Video, denoise_together, several_of, takes_several
 
 log = logging.getLogger("wan")
-IDLE_SECONDS = 0.1  # between two looks at an empty queue
-LOOK_SECONDS = 0.05  # between two looks for a cancel file while weights load
-RESERVED_BYTES = 4096  # for the words of a failure, while the disk has room for them
-# A phase of a Session that is no stage -> what a client is told.
+IDLE_SECONDS = 0.1  # polling interval of an empty queue
+LOOK_SECONDS = 0.05  # polling interval for the cancel file while weights load
+RESERVED_BYTES = 4096  # preallocated for the error message, in case the disk fills up
+# Session phases that are not stages -> their label for clients.
 PHASES = {"start": "loading", "build": "loading", "load_": "loading", "compile_": "compiling", "write": "writing"}
-FIRST, LAST = 2, 98  # per cent that are done when the first stage begins, and when the last has ended
-APART = ("prompt.text", "prompt.negative", "seed")  # what tells videos apart that are denoised together
+FIRST, LAST = 2, 98  # progress in per cent when the first stage begins and when the last ends
+APART = ("prompt.text", "prompt.negative", "seed")  # may differ between videos of a batch
 
 
 class Cancelled(Exception):
-    """Nobody wants the video any more."""
+    """The job is cancelled."""
 
 
 class Parked(Exception):
-    """This process has to end before the video is made."""
+    """The process shuts down before the video is finished."""
 
 
 class Reporter:
-    """A listener that writes what happens into a job's folder, and stops what is not wanted any more."""
+    """A listener that writes events to a job's folder, and raises if the job is cancelled or the worker must stop."""
 
     def __init__(self, job: Job, must_end: Callable[[], bool], stages: Iterable[str]):
         self.bounds = bounds_of(stages)
         self.job, self.must_end, self.looked = job, must_end, 0.0
         self.clock = Clock()
-        self.together = [job]  # with others: what is wanted by one of them goes on
+        self.together = [job]  # the batch: it continues while any of its jobs is not cancelled
         self.now = {"event": "loading", "progress": last_event(job.folder).progress}
         self.total, self.done = None, 0
 
@@ -88,7 +88,7 @@ class Reporter:
         self.emit(PHASES[next(names)])
 
     def emit(self, word: str, share: float = 0.0, **numbers) -> None:
-        """A line; numbers that this one does not bring stay as they were, and progress only grows."""
+        """Append an event; numbers not given keep their last value, and progress never decreases."""
         first, last = self.bounds.get(self.phase, (LAST, LAST) if self.phase == "write" else (1, 1))
         percent = int(first + share * (last - first))
         now = self.now | numbers | {"event": word, "progress": max(self.now["progress"], percent)}
@@ -98,7 +98,7 @@ class Reporter:
 
 
 def bounds_of(stages: Iterable[str]) -> dict[str, tuple[float, float]]:
-    """How much of the work is done when each stage begins and ends, in per cent."""
+    """Progress in per cent at the begin and end of each stage."""
     shares = {name: find(name).share for name in stages}
     ends = [FIRST + (LAST - FIRST) * done / sum(shares.values()) for done in itertools.accumulate(shares.values())]
     return dict(zip(shares, zip([FIRST, *ends], ends)))
@@ -108,7 +108,7 @@ def bounds_of(stages: Iterable[str]) -> dict[str, tuple[float, float]]:
 
 
 def make(job: Job, base: Base, reporter: Reporter) -> None:
-    """Make a video, or go on with one where an earlier worker was stopped. Raises what it ends with."""
+    """Make a video, or resume one that an earlier worker left unfinished."""
     config, overrides = configure(job, base)
     validate(config)
     try:
@@ -116,7 +116,7 @@ def make(job: Job, base: Base, reporter: Reporter) -> None:
     except ConfigError as error:
         if config.resume is None:
             raise
-        # Of another configuration, or damaged: made again.
+        # The stored results have another configuration or are corrupt.
         log.warning("%s: begins again: %s", job.id, error)
         for path in stage_results(job.folder):
             path.unlink()
@@ -125,7 +125,7 @@ def make(job: Job, base: Base, reporter: Reporter) -> None:
 
 
 def configure(job: Job, base: Base):
-    """The configuration of a job's video; with what has been finished of it, that is not made again."""
+    """The configuration of a job's video; it resumes from finished stages."""
     overrides = base.overrides_for(job.request["values"], files_in(job.folder))
     config = compose(overrides)
     if stage_results(job.folder):
@@ -138,7 +138,7 @@ def stage_results(folder: Path) -> list[Path]:
 
 
 def attempt(job: Job, queue: Queue, base: Base, reporter: Reporter) -> None:
-    """Try a job; whatever becomes of it is in its folder afterwards, and this worker goes on with the next."""
+    """Run a job and record the outcome in its folder; errors do not stop the worker."""
     try:
         make(job, base, reporter)
         (job.folder / ".failure").unlink()
@@ -154,17 +154,17 @@ def attempt(job: Job, queue: Queue, base: Base, reporter: Reporter) -> None:
     except Exception as error:
         log.error("%s: error: %s", job.id, explain(error), exc_info=base.config.traceback)
         fail(job.folder, explain(error))
-        if not isinstance(error, (ConfigError, OSError)):  # what is held of the devices' memory may be why
+        if not isinstance(error, (ConfigError, OSError)):  # may be out of device memory: free everything
             session.clear()
 
 
 def reserve(folder: Path) -> None:
-    """Room for the words of a failure, which a disk may not have any more when it comes to them."""
+    """Preallocate space for the error message: the failure may be a full disk."""
     (folder / ".failure").write_bytes(b" " * RESERVED_BYTES)
 
 
 def fail(folder: Path, message: str) -> None:
-    """failure.json, written over what was reserved for it."""
+    """Write failure.json into the space that `reserve` allocated."""
     content = json.dumps({"error": message[: RESERVED_BYTES // 8]}).encode()
     with (folder / ".failure").open("r+b") as file:
         file.write(content.ljust(RESERVED_BYTES))
@@ -172,11 +172,11 @@ def fail(folder: Path, message: str) -> None:
     os.replace(folder / ".failure", folder / "failure.json")
 
 
-# ---------------------------------------------------------------- several at once
+# ---------------------------------------------------------------- batches
 
 
 def groups(queue: Queue, most: int) -> Iterator[list[Job]]:
-    """The jobs that wait, the next first; with each, up to `most` in all, later ones that it can be denoised with."""
+    """Waiting jobs in order, grouped into batches of up to `most` that can be denoised together."""
     waiting = [(job, shape_of(job) if most > 1 else job.id) for job in queue.waiting()]
     while waiting:
         group = [job for job, shape in waiting if shape == waiting[0][1]][:most]
@@ -185,16 +185,16 @@ def groups(queue: Queue, most: int) -> Iterator[list[Job]]:
 
 
 def shape_of(job: Job) -> dict | str:
-    """What jobs that are denoised together have in common: all but texts and seed. One that may have taken a worker
-    down has nothing in common with others."""
+    """The key of jobs that can share a batch: all values except prompts and seed. A job that may have crashed a worker
+    runs alone."""
     if any(event.get("crashed") for event in events_from(job.folder, 0)[0]):
         return job.id
     return {key: value for key, value in job.request["values"].items() if key not in APART}
 
 
 def denoise_group(jobs: list[Job], base: Base, reporters: list[Reporter]) -> None:
-    """Have the latents of several jobs in their folders, as if each had been stopped behind them. What does not come
-    of it is made one by one, so nothing that happens here ends a job."""
+    """Denoise several jobs as a batch and write the latents to their folders, as if each had been interrupted after
+    denoising. On any error the jobs run one by one, so nothing here fails a job."""
     for reporter in reporters:
         reporter.together = jobs
     try:
@@ -211,11 +211,11 @@ def denoise_group(jobs: list[Job], base: Base, reporters: list[Reporter]) -> Non
         reporter.together = [job]
 
 
-# ---------------------------------------------------------------- one after the other
+# ---------------------------------------------------------------- main loop
 
 
 def prepare(base: Base, emit: Listener) -> None:
-    """Have weights and programs there before the first request."""
+    """Load weights and compile programs before the first request."""
     config = compose([*base.overrides, "task=serve", "sweep.active=true"])
     names = list(config.pipeline.stages)
     resolved = session.resolve(config, names, emit)
@@ -226,7 +226,7 @@ def prepare(base: Base, emit: Listener) -> None:
 
 
 def work(queue: Queue, base: Base, must_end: Callable[[], bool], must_stop: Callable[[], bool]) -> None:
-    """Take jobs until `must_stop`; a job in hand goes on until `must_end`."""
+    """Run jobs until `must_stop`; the current job continues until `must_end`."""
     queue.tidy()
     release(queue)
     while not must_stop():
@@ -236,7 +236,7 @@ def work(queue: Queue, base: Base, must_end: Callable[[], bool], must_stop: Call
 
 
 def release(queue: Queue) -> None:
-    """Jobs that a killed worker had in hand are waiting again, and say so."""
+    """Requeue jobs that a killed worker left in progress."""
     for job in queue.waiting():
         if queue.state(job).status == "in_progress":
             with contextlib.suppress(FolderError, FileNotFoundError), claimed(job.folder):
@@ -244,7 +244,7 @@ def release(queue: Queue) -> None:
 
 
 def take(jobs: list[Job], queue: Queue, base: Base, must_end: Callable[[], bool]) -> bool:
-    """Work on those of the jobs that no other worker has, and that are not for another; whether there were any."""
+    """Run those of the jobs that this worker can claim and whose model it serves; returns whether there were any."""
     with contextlib.ExitStack() as claims:
         held = [job for job in jobs if job.request["model"] in base.models and hold(job, queue, claims)]
         reporters = [Reporter(job, must_end, base.config.pipeline.stages) for job in held]
@@ -252,14 +252,14 @@ def take(jobs: list[Job], queue: Queue, base: Base, must_end: Callable[[], bool]
             denoise_group(held, base, reporters)
         worked = [try_one(job, queue, base, reporter) for job, reporter in zip(held, reporters)]
     for job in jobs:
-        if (job.folder / "cancel").exists():  # it came too late to stop anything
+        if (job.folder / "cancel").exists():  # cancelled too late to be interrupted
             with ignored(job):
                 queue.delete(job)
     return any(worked)
 
 
 def hold(job: Job, queue: Queue, claims: contextlib.ExitStack) -> bool:
-    """Claim a job, if it is to be had and not over, with room for the words of its end."""
+    """Claim a job if it is available and unfinished, and reserve space for its error message."""
     with ignored(job):
         claims.enter_context(claimed(job.folder))
         if queue.get(job.id) is not None and not queue.state(job).is_over:
@@ -279,22 +279,22 @@ def try_one(job: Job, queue: Queue, base: Base, reporter: Reporter) -> bool:
 
 @contextlib.contextmanager
 def ignored(job: Job) -> Iterator[None]:
-    """What keeps this worker from a job now, and not from the next."""
+    """Skip a job that cannot run now, without stopping the worker."""
     try:
         yield
-    except (FolderError, FileNotFoundError):  # another has it, or has removed it
+    except (FolderError, FileNotFoundError):  # claimed or removed by another process
         pass
-    except OSError as error:  # a disk without room for a single line
+    except OSError as error:  # e.g. a full disk
         log.error("%s: waits: %s", job.id, explain(error))
 
 
 def name_of(pid: int) -> str:
-    """Of a worker, among all that share the queue."""
+    """A worker's name, unique among all that share the queue."""
     return f"{socket.gethostname()}:{pid}"
 
 
 def give_up(queue: Queue, worker: str, attempts: int, reason: str) -> None:
-    """After the death of a worker: the job it had in hand is tried again, or failed if it was too often the cause."""
+    """After a worker crash: requeue its job, or fail it after too many crashes."""
     for job in queue.waiting():
         events, _ = events_from(job.folder, 0)
         workers = [event["worker"] for event in events if "worker" in event]
