@@ -10,7 +10,7 @@ from PIL import Image
 
 from tests import tiny
 from tests.conftest import SMALL, make_config
-from tests.serving import Server, wait_for
+from tests.serving import DEADLINE, Server, wait_for
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.serve import estimate, page, requests
 from wan_torchax.serve.gallery import read_run
@@ -53,7 +53,8 @@ def picture(colour: str = "red") -> bytes:
 
 
 def test_a_video_in_one_call(server):
-    answer = server.client.post("/v1/videos/sync", data={"prompt": "a red circle", "num_inference_steps": "1"})
+    fields = {"prompt": "a red circle", "num_inference_steps": "1"}
+    answer = server.client.post("/v1/videos/sync", data=fields, timeout=DEADLINE)
     assert answer.status_code == 200 and answer.headers["content-type"] == "video/mp4"
     identifier = answer.headers["x-video-id"]
     assert answer.content == (server.queue.folder / identifier / "video.mp4").read_bytes()
@@ -76,14 +77,15 @@ def test_who_does_not_wait_does_not_want_it(idle):
 
 
 def test_openais_client_makes_pictures(server):
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE)
     made = client.images.generate(prompt="a red circle", n=2, size="64x80", extra_body={"steps": 1, "seed": 5})
     pictures = [Image.open(io.BytesIO(base64.b64decode(one.b64_json))) for one in made.data]
     assert [one.size for one in pictures] == [(64, 80)] * 2 and pictures[0].tobytes() != pictures[1].tobytes()
     assert made.size == "64x80" and made.output_format == "png"
     seeds = {job.request["seed"] for job in server.queue.jobs() if job.request["frames"] == 1}
     assert seeds == {5, 6}
-    linked = client.images.generate(prompt="a", response_format="url", quality="standard", extra_body={"steps": 1})
+    said = dict(size="64x80", response_format="url", quality="standard")
+    linked = client.images.generate(prompt="a", extra_body={"steps": 1}, **said)
     assert server.get(linked.data[0].url).headers["content-type"] == "image/png"
 
 
