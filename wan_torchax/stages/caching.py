@@ -120,7 +120,7 @@ def rest_weights(config, count: int) -> numpy.ndarray:
 
 class Adaptive:
     """EasyCache's rule, evaluated per step from four measurements: the latents' last change; and for the last computed
-    step the velocity's norm, its change, and the latents' change since the computed step before."""
+    step the velocity's magnitude, its change, and the latents' change since the computed step before."""
 
     def __init__(self, config, table):
         self.threshold, self.kept = config.cache.threshold, kept_steps(config, table)

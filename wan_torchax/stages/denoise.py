@@ -126,7 +126,7 @@ class Denoise(Stage):
             cross_attention=Kernel(**config.attention.cross), products=Products(**config.products),
             precision=config.precision, gather=config.sharding.gather, scan=config.model.scan_blocks,
             same_video=derived["videos"] == 1 and not spread, multiple=self.multiple(parallel),
-            pinned=prompts == 1 and derived["rests"],  # must match the layout of the two-prompt program's state
+            pinned=prompts == 1 and derived["rests"],  # its state comes from the two-prompt program
         )
 
     def multiple(self, parallel: Parallel) -> int:

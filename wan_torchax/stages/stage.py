@@ -38,7 +38,7 @@ from wan_torchax.runtime.build_cache import BuildCache
 from wan_torchax.runtime.components import Component, settings_of
 from wan_torchax.runtime.programs import Program, Programs
 
-COMMON_SETTINGS = ("ops", "allow_external_ops", "compile.matmul_precision")
+COMMON_SETTINGS = ("model.family", "ops", "allow_external_ops", "compile.matmul_precision")
 # Keys that change a result only by rounding: where and in which order and block sizes it is computed.
 LAST_BITS = re.compile("|".join((
     r"sharding\..*", r"model\.weights\..*", r"model\.scan_blocks", r"mesh\..*", r"products\..*", r"guidance",
