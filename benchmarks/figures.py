@@ -26,7 +26,7 @@ def read(name: str) -> dict:
 GPU, FAMILY, START = read("gpu_h200"), read("gpu_h200_family"), read("gpu_h200_start")
 DENOISE, EIGHT = read("gpu_h200_denoise"), read("precision_h200")
 ATTENTION, PEERS, CPU = read("attention_gpu_h200"), read("peers_h200"), read("start_cpu")
-PLANS, TPU = read("plans"), read("peers_tpu")
+PLANS, TPU = read("plans")["presets"], read("peers_tpu")
 
 
 def row(result: dict, what: str, case: str, column: str) -> dict:

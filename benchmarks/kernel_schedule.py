@@ -305,9 +305,11 @@ def keep(options, result):
     command = shlex.join(["python", "benchmarks/kernel_schedule.py", *named])
     asked = subprocess.run([*shlex.split(options.compiler), "-c", VERSIONS], capture_output=True, text=True, check=True)
     versions = dict(zip(("libtpu", "jax", "jaxlib"), asked.stdout.split()))
-    kept = json.loads(options.append.read_text()) if options.append.exists() else []
-    kept = [one for one in kept if one["command"] != command] + [{"command": command, "versions": versions} | result]
-    options.append.write_text(json.dumps(kept, indent=1) + "\n")
+    kept = json.loads(options.append.read_text())["runs"] if options.append.exists() else []
+    kept = [one for one in kept if one["command"] != command] + [{"command": command} | result]
+    about = {"command": "that of each run, with --compiler <a Python with libtpu> --append <this file>", "n": 1}
+    about |= {"device": "no TPU: libtpu compiles for one without having it", "versions": versions}
+    options.append.write_text(json.dumps(about | {"runs": kept}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,10 @@ from wan_torchax.stages.stage import find, main_stage  # noqa: E402
 from wan_torchax.tasks import plan  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results/plans.json"
+ABOUT = {  # each preset has its own command and versions
+    "command": "python benchmarks/plans.py --compiler <a Python with libtpu> <preset>",
+    "device": "no TPU: libtpu compiles for one without having it", "versions": "of each preset", "n": 1,
+}
 
 
 def resolve(name: str, compiler: str):
@@ -63,7 +67,7 @@ def main() -> None:
     parser.add_argument("--compiler", help="a Python with JAX and libtpu; without it nothing is compiled")
     parser.add_argument("--smoke", action="store_true", help="one preset's estimate again, and nothing written")
     options = parser.parse_args()
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    kept = json.loads(RESULTS.read_text())["presets"] if RESULTS.exists() else {}
     for name in list(kept)[:1] if options.smoke else options.presets or list(kept):
         resolved = resolve(name, options.compiler or "none")
         if options.compiler:
@@ -75,7 +79,8 @@ def main() -> None:
         kept[name]["estimate"] = estimated(resolved, kept[name]["compiled"])
         print(json.dumps({"preset": name} | kept[name]["estimate"]["seconds_per_step"]), flush=True)
         if not options.smoke:
-            RESULTS.write_text(json.dumps(kept, separators=(",", ":")).replace('},"', '},\n"') + "\n")
+            text = json.dumps(ABOUT | {"presets": kept}, separators=(",", ":"))
+            RESULTS.write_text(text.replace('},"', '},\n"') + "\n")
 
 
 if __name__ == "__main__":
