@@ -1,12 +1,11 @@
-"""Attention as the config asks for it: which kernel, on which devices.
+"""Attention as configured: selects the kernel and the sharding.
 
     attend = Attend(head_dim, kernel, parallel, mesh)
     out = attend(query, key, value)                     # all (batch, tokens, heads * head_dim)
-    out, rescued = attend.counted(query, key, value)    # and how many rows the kernel's guard had computed again
+    out, rescued = attend.counted(query, key, value)    # and how many rows the kernel's guard recomputed
 
-It runs inside `jax.jit`. A kernel sees only the tokens and heads of its own device and returns, beside
-its output, the log-sum-exp of every score row, which is all that is needed to merge two partial results, and
-how many rows it computed twice.
+It runs inside `jax.jit`. A kernel sees only the tokens and heads of its own device. Besides its output it returns the
+log-sum-exp of every score row, which suffices to merge two partial results, and the number of rows it recomputed.
 """
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,17 +23,17 @@ from wan_torchax.kernels.settings import Kernel, Parallel
 
 MASKED = splash.LOWEST  # finite: a row masked so far must not become inf - inf
 ALONE, WHOLE = Parallel(), schemes.Place()  # one device, which has all tokens
-NONE = np.int32(0)  # rows that a kernel without a guard computes again
+NONE = np.int32(0)  # rescued rows of a kernel without a guard
 
 
 class Beside(NamedTuple):
-    """Tokens beside those that are spread over the devices: few, whole on every device, without RoPE (a prompt's beside
-    a video's). They attend to all tokens, and all tokens attend to those of them that count."""
+    """Extra tokens besides the sharded ones: few, replicated on every device, without RoPE (a prompt's tokens in joint
+    attention). They attend to all tokens, and all tokens attend to the valid ones among them."""
 
     query: jax.Array  # (batch, tokens, heads * head_dim), like the next two
     key: jax.Array
     value: jax.Array
-    count: jax.Array  # (batch,) int32: how many of the keys count; the others must be finite
+    count: jax.Array  # (batch,) int32: how many of the keys are valid; the others must be finite
 
 
 @dataclass(frozen=True)
@@ -45,20 +44,20 @@ class Attend:
     kernel: Kernel
     parallel: Parallel = ALONE
     mesh: jax.sharding.Mesh | None = None  # None: one device
-    cross: bool = False  # the keys are few and every device holds them all, so that no token has to travel
-    keys: int | None = None  # how many of the keys count, the rest being padding; None: all
-    norm_epsilon: float | None = None  # of the RMS norms that queries and keys still have to get
-    grid: tuple[int, int, int] | None = None  # frames, height and width of the tokens, where they are a video's
+    cross: bool = False  # cross-attention: the keys are few and replicated, so no communication is needed
+    keys: int | None = None  # how many of the keys are valid, the rest being padding; None: all
+    norm_epsilon: float | None = None  # of the QK norms
+    grid: tuple[int, int, int] | None = None  # frames, height and width of a video's tokens
 
     def __call__(self, query, key, value, rotary=(), norms=()):
-        """`rotary`, the cosines and sines of RoPE as (tokens, head_dim) float32, rotates queries and keys first; before
-        that, `norms`, weights of the queries' and the keys' RMS norm, normalises them: over all heads at once where
-        they are (width,), each head by itself where they are (head_dim,)."""
+        """`norms`, weights of the RMS norms of queries and keys, are applied first: over all heads if they are
+        (width,), per head if they are (head_dim,). Then RoPE with `rotary`, cosines and sines as (tokens, head_dim)
+        float32."""
         return self.counted(query, key, value, rotary, norms)[0]
 
     def counted(self, query, key, value, rotary=(), norms=(), beside: Beside | None = None):
-        """Attention, and of each device how many rows its kernel computed again, (devices,) int32; None of a kernel
-        that has no need to. With `beside`, the output is a pair: of the tokens, and of those beside them."""
+        """Attention, and the number of rescued rows per device, (devices,) int32; None if the kernel has no guard. With
+        `beside`, the output is a pair: for the tokens and for the extra tokens."""
         keys = self.keys or key.shape[1]
         if norms and not self.joins_norms(norms):
             query, key = (self.normalized(array, weight) for array, weight in zip((query, key), norms))
@@ -72,13 +71,13 @@ class Attend:
         return out, rescued if self.kernel.kernel in GUARDED else None
 
     def joins_norms(self, norms) -> bool:
-        """Whether norms are taken with RoPE: where a kernel does both in one pass, and a device has all heads that a
-        norm is over."""
+        """Whether norms are fused with RoPE: if a kernel does both in one pass, and a device has all heads that a norm
+        spans."""
         spread = self.mesh is not None and self.parallel.heads and norms[0].size != self.head_dim
         return self.kernel.kernel == "splash" and not spread
 
     def prepare(self, query, key, rotary, norms, keys, place=WHOLE):
-        """Norms, RoPE and smoothing on one device's tokens; the heads cut into as many parts as the place says."""
+        """Norms, RoPE and smoothing on one device's tokens; the heads split into `place.parts`."""
         with jax.named_scope("rope"):
             pairs = zip((query, key), norms or (None, None))
             query, key = (self.rotated(array, rotary, place.parts, weight) for array, weight in pairs)
@@ -99,7 +98,7 @@ class Attend:
         return rotate(array, *rotary, self.head_dim, self.kernel, parts, norm)
 
     def both(self, query, key, value, keys, beside):
-        """(out, rescued) of one device, and with `beside` ((out, out of those beside), rescued)."""
+        """(out, rescued) on one device; with `beside`, ((out, out for the extra tokens), rescued)."""
         if beside is None:
             out, _, rescued = self.local(query, key, value, keys)
             return out, rescued
@@ -109,16 +108,17 @@ class Attend:
         return (out, other), rescued + more
 
     def start(self, query, beside: Beside):
-        """(out, log_sum) of the keys beside the tokens, for the tokens' own keys to go on from."""
+        """(out, log_sum) over the extra keys, as a start for the tokens' own keys."""
         out, log_sum, _ = xla(query, beside.key, beside.value, beside.count, self.head_dim, self.kernel)
         return out.astype(jnp.float32), log_sum
 
     def local(self, query, key, value, keys):
-        """(out, log_sum, rescued) of one device's queries and the first `keys` keys it is given."""
+        """(out, log_sum, rescued) of one device's queries and its first `keys` keys."""
         return KERNELS[self.name(keys)](query, key, value, keys, self.head_dim, self.kernel)
 
     def go_on(self, before, query, key, value, keys, dtype):
-        """As local, of these keys and those of `before`: (out, log_sum), float32, or nothing. The output in `dtype`."""
+        """Like local, continuing from `before`, the (out, log_sum) in float32 of other keys, or (). Output in
+        `dtype`."""
         if self.name(keys) == "splash":
             return tpu_splash(query, key, value, keys, self.head_dim, self.kernel, before, dtype)
         out, log_sum, rescued = self.local(query, key, value, keys)
@@ -131,8 +131,8 @@ class Attend:
 
 
 def xla(query, key, value, keys, head_dim, kernel):
-    """Blockwise attention with an online softmax in plain JAX: no platform holds the whole score matrix. `keys` may be
-    one number, or one for each row of the batch."""
+    """Blockwise attention with an online softmax in plain JAX, without a full score matrix. `keys` may be one number,
+    or one per row of the batch."""
     batch, queries, width = query.shape
     heads, most = width // head_dim, keys if isinstance(keys, int) else key.shape[1]
     query_blocks = blocks(query, min(kernel.block_q, queries), heads)
@@ -170,13 +170,13 @@ def blocks(array, size, heads):
 
 
 def visible(rows, columns, keys, window):
-    """Which key each query may see: the real ones, and with a window only those at most that far away."""
+    """The attention mask: valid keys, and with a window only those at most that far away."""
     seen = columns[None, :] < (keys if isinstance(keys, int) else keys[:, None, None, None])
     return seen if window is None else seen & (abs(rows[:, None] - columns[None, :]) <= window)
 
 
 def online_step(carry, scores, value_block):
-    """Add one block of keys to (out, maximum, total), all still to be divided by total."""
+    """Add one block of keys to (out, maximum, total); out is not yet divided by total."""
     out, maximum, total = carry
     new_maximum = jnp.maximum(maximum, scores.max(axis=-1))
     correction = jnp.exp(maximum - new_maximum)
@@ -190,8 +190,8 @@ def online_step(carry, scores, value_block):
 def cudnn(query, key, value, keys, head_dim, kernel):
     """cuDNN's fused attention (NVIDIA, bf16 or fp16).
 
-    It is 7 to 9 % slower where the keys are no multiple of 128 (75,600 are not): there, the last few are attended to
-    apart (benchmarks/attention_gpu.py).
+    It is 7 to 9 % slower if the keys are not a multiple of 128 (75,600 are not): then the remainder is computed
+    separately and merged (benchmarks/attention_gpu.py).
     """
     whole = keys // 128 * 128
     if whole in (0, keys):
@@ -209,7 +209,7 @@ def cudnn_call(query, key, value, head_dim):
 
 
 def tpu_splash(query, key, value, keys, head_dim, kernel, before=(), dtype=None):
-    """The Pallas kernel, which takes values and takes and gives outputs with tokens along the lanes."""
+    """The Pallas kernel for TPU, whose values and outputs have tokens along the lanes."""
     if before:
         before = before[0].swapaxes(1, 2), before[1]
     out, log_sum, rescued = splash.attention(query, key, value.swapaxes(1, 2), keys, head_dim, kernel, before, dtype)
@@ -217,12 +217,12 @@ def tpu_splash(query, key, value, keys, head_dim, kernel, before=(), dtype=None)
 
 
 def gpu_hopper(query, key, value, keys, head_dim, kernel):
-    """The Pallas kernel for NVIDIA Hopper, with products of eight bits where asked and worth it."""
-    from wan_torchax.kernels import hopper, hopper_eight  # their compiler's modules take a second to import
+    """The Pallas kernel for NVIDIA Hopper, with 8-bit products if configured and worthwhile."""
+    from wan_torchax.kernels import hopper, hopper_eight  # Mosaic GPU takes a second to import
 
     eight = kernel.eight_bits and keys >= hopper_eight.FEWEST_KEYS
     return hopper.attention(query, key, value, keys, head_dim, kernel, hopper_eight.fast if eight else None)
 
 
 KERNELS = {"xla": xla, "cudnn": cudnn, "splash": tpu_splash, "hopper": gpu_hopper}
-GUARDED = ("splash", "hopper")  # those that look whether a row was lost
+GUARDED = ("splash", "hopper")  # kernels that detect and recompute lost rows

@@ -4,15 +4,15 @@
 
     query, out  (batch, queries, heads * head_dim)     key, value  (batch, tokens, heads * head_dim)
     log_sum     (batch, heads, queries) float32: log of the sum of exp(score), for merging with other keys
-    rescued     how many rows had to be computed again
-    keys        how many of the tokens count; the rest is padding, which must be finite
+    rescued     how many rows were recomputed
+    keys        how many of the tokens are valid; the rest is padding, which must be finite
 
-The fast kernel takes the maximum of a row's first block of keys as its weights' reference, not a running one: that
-saves the maxima and corrections of all later blocks. A row whose later scores are so far above it that its weights
-come near overflow is lost. The guarded kernel, which ends at once elsewhere, computes such rows again, from where their
-sums grew: it looks at every block's sums before the block counts, and raises the reference where that is needed.
+The fast kernel's softmax reference is the maximum of a row's first block of keys, not a running maximum: that saves the
+maxima and corrections of all later blocks. A row whose later scores are so far above it that its weights come near
+overflow is lost. The guarded kernel recomputes such rows, from where their sums grew, and exits at once for other
+tiles: it checks every block's sums before adding the block, and raises the reference if needed.
 
-Copies leave out what overhangs an array: zeros are read there and nothing is written.
+Copies clip at an array's end: they read zeros beyond it and write nothing there.
 """
 from functools import partial, reduce
 from typing import NamedTuple
@@ -40,13 +40,13 @@ NOTHING = 2**30  # no block of keys is that far
 
 
 def attention(query, key, value, keys, head_dim, kernel, first_pass=None):
-    """`first_pass` takes the place of `fast`."""
+    """`first_pass` replaces `fast`."""
     queries = query.shape[1]
     # Copies move tiles of 8 tokens, so only their number may overhang. Wan's token counts need no padding.
     query, key, value = inputs = [jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0))) for x in (query, key, value)]
     out, log_sum, steep = (first_pass or fast)(*inputs, keys, head_dim, kernel.block_kv)
     lost = jnp.isnan(log_sum[..., :queries])
-    if keys > kernel.block_kv:  # else the reference is the maximum itself
+    if keys > kernel.block_kv:  # otherwise the reference is the true maximum
         begins = first_blocks(lost, steep, pl.cdiv(keys, kernel.block_kv))
         out, log_sum = compute_again(begins, inputs, (out, log_sum), keys, head_dim, kernel.block_kv)
     return out[:, :queries], log_sum[..., :queries], jnp.sum(lost, dtype=jnp.int32)
@@ -67,7 +67,7 @@ def tiles_for_products(dtype, swizzle=128):
 
 
 def masked(scores, keys):
-    """Scores, of which only the first keys count: the others at minus infinity."""
+    """Scores with invalid keys masked to minus infinity."""
     column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
     return jnp.where(column < keys, scores, -jnp.inf)
 
@@ -91,7 +91,7 @@ class Ring(NamedTuple):
 
 
 def memory(block_kv, head_dim, dtype):
-    """What a block of threads has in shared memory, and its barriers."""
+    """The shared memory and barriers of a thread block."""
     ring = tiles_for_products(dtype, next(size for size in (128, 64, 32) if block_kv % (size // 2) == 0))
     return dict(
         query_tile=ring((GROUPS, ROWS, head_dim)),
@@ -130,9 +130,9 @@ def fast(query, key, value, keys, head_dim, block_kv):
 
 
 def compute_again(begins, inputs, results, keys, head_dim, block_kv):
-    """The results, in which the lost rows of tiles that begin anywhere are computed again.
+    """The results with lost rows recomputed, for tiles that have any.
 
-    The device decides, not lax.cond: for that XLA asks the host, in every transformer block.
+    Decided on the device: with lax.cond, XLA would synchronize with the host in every transformer block.
     """
     batch, queries, width = inputs[0].shape
     heads, tiles = width // head_dim, pl.cdiv(queries, GROUPS * ROWS)
@@ -148,7 +148,7 @@ def compute_again(begins, inputs, results, keys, head_dim, block_kv):
         pl.run_scoped(work, **memory(block_kv, head_dim, inputs[0].dtype), collective_axes="group")
 
     out, log_sum = (jax.new_ref(result) for result in results)
-    pl.kernel(  # plgpu.kernel of jax 0.10.2 takes no arrays to change in place
+    pl.kernel(  # plgpu.kernel of jax 0.10.2 cannot update arrays in place
         body,
         mesh=plgpu.Mesh(grid=(BLOCKS,), grid_names=("block",), num_threads=GROUPS + 1, thread_name="group"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -204,7 +204,7 @@ def walk(tiles, attend, keys, query, key, value, out, log_sum, steep, *, query_t
         result = sums / along(total, sums.shape)
         sound = (total < TRUSTED_SUM) & (jnp.sum(jnp.abs(result), axis=1) < jnp.inf)
         own_log_sum = jnp.where(sound, maximum / LOG2_E + jnp.log(total), jnp.nan)
-        if steep is None:  # rows that were not lost stay as they are
+        if steep is None:  # rows that were not lost are not changed
             plgpu.commit_smem()  # all warps are done with the queries
             take(out.at[batch, rows, lanes], own_query)
             take(log_sum.at[batch, head, rows], own_row)
@@ -255,7 +255,7 @@ class Walk(NamedTuple):
         plgpu.wgmma(sums, weights, self.value_blocks.buffer.at[slot])
 
     def real(self, scores, last):
-        """Only the last block can hold more than the keys."""
+        """Only the last block can have invalid keys."""
         tail = self.keys % self.block_kv
         return masked(scores, tail) if last and tail else scores
 
@@ -389,7 +389,7 @@ def any_above(sums, limit):
 def vote_any(limit, _, sums):
     """1 in all threads of a warpgroup if one has such a sum: a reducing barrier (bar.red.or).
 
-    The shuffle is for the compiler, which takes a branch for a divergent one else, and products behind it one by one.
+    The shuffle is for the compiler, which would otherwise treat the branch as divergent and serialize later products.
     """
     number, single = ir.IntegerType.get_signless(32), ir.F32Type.get()
     limit = arith.constant(single, ir.FloatAttr.get(single, limit))

@@ -1,19 +1,19 @@
-"""The Hopper kernel's fast pass with products of eight bits, at twice the tensor cores' speed: approximate.
+"""The Hopper kernel's fast pass with 8-bit products, at twice the tensor cores' rate: approximate.
 
     out, log_sum, steep = fast(query, key, value, keys, head_dim, block_kv)     # as hopper.fast
 
-Scores are products of int8, with a scale for each query and one for each block of keys: four times as exact as e4m3.
-Weights and values are e4m3, values with a scale and a mean for each channel. Quantising is left to XLA.
+Scores are int8 products, with one scale per query and one per block of keys: four times as exact as e4m3. Weights and
+values are e4m3, values with a scale and a mean per channel. XLA does the quantization.
 
-Order: a thread has other columns of the scores than a product of e4m3 wants of it. To the softmax keys have no order:
-weights stay where they are, and values lie as if their keys had that order.
+Order: a thread holds other columns of the scores than an e4m3 product expects. The softmax does not depend on the order
+of keys: weights stay in place, and values are permuted to match.
 
 Range: weights above 448 would be cut off. The reference is such that a block's sum up to 32 by a sample of the keys; it
 is raised, and what is summed up so far lowered, before a block counts whose weights sum up to more than 448. Weights
 below 2**-10 become zero: a row whose average is no more than 2**-9 is lost, and computed again in bf16 (hopper.py).
 
-Sums: products of e4m3 add with 14 bits or so, and cut off what is small beside the sum: of 75,600 values around 1, half
-are gone. So values have their mean subtracted, and sums are taken out every few blocks and added up in float32.
+Sums: e4m3 products accumulate with about 14 bits and truncate what is small relative to the sum: of 75,600 values
+around 1, half are lost. So the mean is subtracted from values, and sums are flushed to float32 every few blocks.
 """
 import math
 from collections.abc import Callable
@@ -35,7 +35,7 @@ from wan_torchax.kernels.hopper import GROUPS, LOG2_E, ROWS, STAGES, Ring, along
 FEWEST_KEYS = 2048  # of fewer, the sample would be a large part
 BLOCK = 192  # keys at a time
 SAMPLES = 2  # blocks of keys that the reference is taken from: a whole round of the ring
-STRETCH = 32  # blocks between two times that sums are taken out
+STRETCH = 32  # blocks between two flushes of the sums
 E4M3, LARGEST = jnp.float8_e4m3fn, 448.0
 # Of a block's weights: in the sample, and where the reference was raised. One weight alone is that sum, and exact.
 SAMPLE_SUM, RAISED_SUM = 2.0**5, 2.0**8
@@ -90,7 +90,7 @@ def quantise_values(value):
     mean, high, low = jnp.mean(value, axis=1), jnp.max(value, axis=1), jnp.min(value, axis=1)
     scale = scale_to(LARGEST, jnp.maximum(high - mean, mean - low))
     quantized = ((value - mean[:, None]) / scale[:, None]).astype(E4M3)
-    # Words of four keys first: XLA is slow at turning single bytes.
+    # Words of four keys first: XLA is slow at transposing single bytes.
     parts = lax.bitcast_convert_type(quantized, jnp.uint8).astype(jnp.uint32)
     parts = jnp.pad(parts, ((0, 0), (0, -tokens % 128), (0, 0)))
     parts = parts.reshape(parts.shape[0], -1, 2, 4, 2, parts.shape[2])
@@ -106,7 +106,7 @@ def scale_to(largest, of):
 
 
 def memory(head_dim, dtype):
-    """What a block of threads has in shared memory, and its barriers."""
+    """The shared memory and barriers of a thread block."""
 
     def tiles(shape, dtype, depth):
         size = jnp.dtype(dtype).itemsize
@@ -296,7 +296,7 @@ class Walk(NamedTuple):
         def stretch(progress):
             """Blocks until one is too large, or so many that sums have to be taken out."""
             index, state, reference, is_large = progress
-            # Warpgroups do not all take out their sums at a time.
+            # Warpgroups flush their sums at different times.
             end = jnp.minimum(index + jnp.where(index == 1, STRETCH - offset, STRETCH), steps - 1)
 
             def following(progress):

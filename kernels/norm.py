@@ -1,7 +1,7 @@
-"""Norms of tokens for TPU in Pallas: layer norm or RMS norm, times a scale, plus a shift, in one pass over memory.
+"""Layer norm and RMS norm for TPU in Pallas, with scale and shift, in one pass over memory.
 
-XLA takes mean and variance in one pass and applies them in the next, each at less than half the memory's speed by the
-compiler's estimate: 1.9 M cycles for 18,944 tokens of 5,120 channels on v6e, where reading and writing them takes 0.4.
+XLA computes mean and variance in one pass and applies them in the next, each at less than half the memory bandwidth by
+the compiler's estimate: 1.9 M cycles for 18,944 tokens of 5,120 channels on v6e, where reading and writing takes 0.4.
 """
 from dataclasses import dataclass
 from functools import partial
@@ -16,14 +16,13 @@ from jax.sharding import PartitionSpec
 from wan_torchax.kernels.settings import Products
 
 LANES = 128
-ROWS, STRIP = 512, 64  # tokens of a block, a few MiB even for 5,120 channels, and those normalised at a time
+ROWS, STRIP = 512, 64  # tokens per block, a few MiB even for 5,120 channels, and per iteration
 
 
 @dataclass(frozen=True)
 class Norm:
-    """(array - its mean) / its deviation · scale + shift over the last dimension of (batch, tokens, channels), batch
-    and tokens on the devices as `sharding` says. scale and shift are (batch or 1, channels). Without a shift it is an
-    RMS norm: no mean is taken."""
+    """(array - mean) / deviation · scale + shift over the last dimension of (batch, tokens, channels), with batch and
+    tokens sharded by `sharding`. scale and shift are (batch or 1, channels). Without a shift it is an RMS norm."""
 
     settings: Products
     sharding: jax.sharding.NamedSharding | None = None  # None: one device
@@ -44,7 +43,7 @@ class Norm:
 
 
 def normalise(array, *by_channel, epsilon, settings):
-    """One device's share; scale and shift (batch, 1, channels)."""
+    """One device's shard; scale and shift (batch, 1, channels)."""
     batch, tokens, channels = array.shape
     rows = min(ROWS, pl.cdiv(tokens, STRIP) * STRIP)
     block = pl.BlockSpec((None, rows, channels), lambda b, i: (b, i, 0))

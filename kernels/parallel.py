@@ -1,12 +1,12 @@
 """Attention over a mesh: heads sharded, Ulysses, ring, and Ulysses × ring, all through one `jax.shard_map`.
 
-A scheme is which mesh axes `settings.Parallel` names. Before and after attention:
+The mesh axes in `settings.Parallel` select the scheme. Before and after attention:
 
-    tokens  over (ring, ulysses), ring the slower; padded at the end where they do not divide, exactly masked
+    tokens  over (ring, ulysses), ring outermost; padded at the end if they do not divide, with an exact mask
     heads   over heads
 
-Inside, Ulysses trades tokens for heads (all-to-all) and back; the ring then passes keys and values from
-neighbour to neighbour while each device attends to those it has, so no device ever holds all of them.
+Inside, Ulysses exchanges tokens for heads (all-to-all) and back; the ring passes keys and values from neighbour to
+neighbour while each device attends to those it has, so no device ever holds all of them.
 Arrays are (batch, tokens, heads * head_dim); a head is a contiguous run of the last dimension.
 """
 from dataclasses import dataclass
@@ -23,16 +23,16 @@ from wan_torchax.kernels import lanes
 
 @dataclass(frozen=True)
 class Place:
-    """Where one device's tokens lie among all of them."""
+    """The position of one device's tokens among all."""
 
-    first: int | jax.Array = 0  # the number of its first token
-    axes: tuple[str, ...] = ()  # mesh axes that share the tokens
-    parts: int = 1  # of its heads: one for each device that Ulysses trades with
+    first: int | jax.Array = 0  # index of its first token
+    axes: tuple[str, ...] = ()  # mesh axes that shard the tokens
+    parts: int = 1  # parts of its heads: one per device of the Ulysses axis
 
 
 def spread(attend, tokens, rotary, norms, keys, beside=None):
-    """Run `attend` (attention.Attend) on every device's share of its mesh: `tokens` are its queries, keys and values;
-    in cross-attention keys and values stay whole. Gives the output, and how many rows each device computed again."""
+    """Run `attend` (attention.Attend) on every device's shard of `tokens`: queries, keys and values. In cross-attention
+    keys and values are replicated. Returns the output, and the rescued rows of each device."""
     parallel, mesh, cross = attend.parallel, attend.mesh, attend.cross
     token_axes = parallel.token_axes
     shards = prod(mesh.shape[axis] for axis in token_axes)
@@ -72,11 +72,11 @@ def pad_tokens(array, shards):
 
 
 def exchange(attend, query, key, value, keys, beside=None):
-    """One device's part of Ulysses, ring or both; `keys` is how many of all keys are real.
+    """One device's part of Ulysses, ring or both; `keys` is how many of all keys are valid.
 
-    query, key (parts, batch, tokens, width of a part): what every device of the Ulysses axis gets. Values and outputs
-    travel transposed, which is how the TPU's kernel takes and gives them. Tokens beside these travel nowhere: a device
-    takes its part of their heads, and what comes of it is gathered.
+    query, key (parts, batch, tokens, width of a part), one part per device of the Ulysses axis. Values and outputs are
+    sent transposed, the TPU kernel's layout. Extra tokens are not sent: each device computes its part of their heads,
+    and the results are gathered.
     """
     axis, kernel = attend.parallel.ulysses, attend.kernel
     if beside and axis:
@@ -101,8 +101,8 @@ def exchange(attend, query, key, value, keys, beside=None):
     return (out, lax.all_gather(other, axis, axis=2, tiled=True) if axis else other), rescued
 
 
-# The parts that an all-to-all sends stand in front while they travel: one that is told to cut the last dimension where
-# it lies has XLA copy the array five times from one layout to the next.
+# The parts of an all-to-all are the leading dimension: splitting along the last dimension in place would make XLA copy
+# the array five times between layouts.
 
 
 def cut(array, parts):
@@ -116,21 +116,21 @@ def cut_heads(array, parts):
 
 
 def travel(pieces, axis):
-    """Part i to the i-th device of the axis; what the i-th sent becomes part i."""
+    """All-to-all: part i goes to the i-th device of the axis, and the i-th device's part becomes part i."""
     return lax.all_to_all(pieces, axis, split_axis=0, concat_axis=0, tiled=True)
 
 
 def join(pieces):
-    """(parts, batch, …, …) -> (batch, …, …), side by side along dimension 1."""
+    """(parts, batch, …, …) -> (batch, …, …), concatenated along dimension 1."""
     return jnp.moveaxis(pieces, 0, 1).reshape(pieces.shape[1], -1, pieces.shape[3])
 
 
 def ring(attend, query, key, value, keys, beside=None):
-    """Attention of this device's queries to the keys of every device on the ring's axis, and the rows rescued. Queries
-    beside them are on every device: each attends to its own keys, and the results are merged."""
+    """Attention of this device's queries to the keys of all devices on the ring axis, and the rescued rows. Queries of
+    extra tokens are replicated: each device attends to its own keys, and the results are merged."""
     axis = attend.parallel.ring
     size, shard = lax.axis_size(axis), key.shape[1]
-    real = [min(max(keys - index * shard, 0), shard) for index in range(size)]  # only the last shards hold padding
+    real = [min(max(keys - index * shard, 0), shard) for index in range(size)]  # only the last shards have padding
     lengths = sorted(set(real))
     neighbours = [(index, (index + 1) % size) for index in range(size)]
 
@@ -138,9 +138,9 @@ def ring(attend, query, key, value, keys, beside=None):
     if beside:
         out, log_sum = attend.start(query, beside)
         so_far = out.swapaxes(1, 2), log_sum
-    for step in range(size):  # not a scan, which would copy all that it carries
+    for step in range(size):  # unrolled: a scan would copy its carry
         here, last = held, step == size - 1
-        if not last:  # those of the next step travel while this one's are attended to, no sooner
+        if not last:  # overlap the next step's transfer with this step's attention, but do not start it earlier
             here, so_far = lax.optimization_barrier((here, so_far))
             held = [lax.ppermute(array, axis, neighbours) for array in here]
         which = jnp.array([lengths.index(length) for length in real])[(lax.axis_index(axis) - step) % size]
@@ -162,14 +162,14 @@ def ring(attend, query, key, value, keys, beside=None):
 
 
 def attend_real(attend, length, dtype, query, before, key, value_t):
-    """(out_t, log_sum) of `before`, which may be nothing, and of the first `length` keys; and the rows rescued."""
+    """(out_t, log_sum) over `before`, possibly (), and the first `length` keys; and the rescued rows."""
     if length:
         before = before and (before[0].swapaxes(1, 2), before[1])
         out, log_sum, rescued = attend.go_on(before, query, key, value_t.swapaxes(1, 2), length, dtype)
         return (out.swapaxes(1, 2), log_sum), rescued
     if before:
         return (before[0].astype(dtype), before[1]), jnp.int32(0)
-    batch, queries, width = query.shape  # a device whose own keys are all padding: they weigh nothing
+    batch, queries, width = query.shape  # all keys are padding: the result has weight zero
     log_sum = jnp.full((batch, width // attend.head_dim, queries), jnp.finfo(jnp.float32).min)
     return (jnp.zeros((batch, width, queries), dtype), log_sum), jnp.int32(0)
 

@@ -1,17 +1,16 @@
-"""Linear layers for TPU in Pallas: array · weightᵀ + bias in one pass, with GELU behind it, or added to the residual;
-in bf16, or bf16 to bf16 with both factors in eight bits.
+"""Linear layers for TPU in Pallas: array · weightᵀ + bias in one pass, fused with GELU or with gate and residual; in
+bf16, or quantized to eight bits with bf16 inputs and outputs.
 
-XLA joins the norm before a product and the GELU behind it to the product itself and computes them again for each of its
-tiles: a feed-forward takes 1.7 times what its products would at peak (benchmarks/results/plan_v6e8.txt). And inside a
-loop over layers it reads a layer's weights through the slice that takes them from their stack, without fetching them
-ahead. Here a block of tokens stays in VMEM while blocks of weights are fetched beside it, straight from the stack;
-GELU, or gate and residual, fit between the products.
+XLA fuses the norm before a product and the GELU after it into the product and recomputes them for each tile: a
+feed-forward takes 1.7 times what its products would at peak (benchmarks/results/plan_v6e8.txt). And inside a loop over
+layers it reads a layer's weights through the slice of their stack, without prefetching. Here a block of tokens stays in
+VMEM while blocks of weights are fetched directly from the stack; GELU, or gate and residual, overlap the products.
 
-Attention's kernel has values and outputs with tokens along the lanes. The product that makes values gives them so; the
-one that takes outputs transposes its block of tokens in VMEM, once.
+The attention kernel has values and outputs with tokens along the lanes. The product that computes values writes them in
+that layout; the one that consumes outputs transposes its block of tokens in VMEM, once.
 
-In eight bits (kernels/quantized.py) the kernel rounds its block of tokens itself, once: in passes of their own, maxima
-and rounding take as long as the products gain.
+Quantized (kernels/quantized.py), the kernel rounds its block of tokens itself, once: in separate passes, maxima and
+rounding would take as long as the products gain.
 """
 from dataclasses import dataclass
 from functools import partial
@@ -28,19 +27,19 @@ from wan_torchax.kernels.settings import Products
 
 COLUMNS = 256  # outputs of one product: the width of the MXU
 LANES = 128
-PACKED = {2: 16, 1: 32}  # rows in a tile of memory, by bytes of a number
-STRIP = 32  # tokens that are rounded at a time: a tile of eight bits
+PACKED = {2: 16, 1: 32}  # rows of a tile, by item size
+STRIP = 32  # tokens quantized at a time: the rows of an 8-bit tile
 WHOLE = PartitionSpec()
 
 
 @dataclass(frozen=True)
 class Linear:
-    """array (batch, tokens, inputs) · weight (outputs, inputs)ᵀ + bias (outputs,), batch and tokens on the devices as
-    `sharding` says, weights whole on each. With `layer`, weight is a stack and that layer's counts.
+    """array (batch, tokens, inputs) · weight (outputs, inputs)ᵀ + bias (outputs,), with batch and tokens sharded by
+    `sharding` and weights replicated. With `layer`, weight is a stack and that layer is used.
 
-    scale       one for each output: weight is of eight bits, and tokens are rounded to it too
-    residual    what the result, times gate (batch, outputs) if there is one, is added to
-    transpose_in, transpose_out      array, the result lies with its tokens last in memory
+    scale       one per output: weight is quantized, and tokens are quantized to the same dtype
+    residual    added to the result, after multiplying it by gate (batch, outputs) if given
+    transpose_in, transpose_out      array or result has tokens minormost in memory
     """
 
     settings: Products
@@ -53,7 +52,7 @@ class Linear:
         if layer is None:
             weight, layer = weight[None], 0
         spread = None if self.sharding is None else self.sharding.spec
-        given = {  # and how it lies on the devices
+        given = {  # with partition specs
             "array": (array, spread), "weight": (weight, WHOLE), "layer": (jnp.asarray(layer, jnp.int32), WHOLE),
             "bias": (bias, WHOLE), "scale": (scale, WHOLE), "residual": (residual, spread),
             "gate": (gate, spread and PartitionSpec(spread[0])),
@@ -71,7 +70,7 @@ class Linear:
 
 
 def product(arrays, settings, gelu=False, transpose_in=False, transpose_out=False):
-    """One device's share, by Linear's names; weight (layers, outputs, inputs)."""
+    """One device's shard, by Linear's names; weight (layers, outputs, inputs)."""
     (batch, tokens, inputs), (_, outputs, _) = arrays["array"].shape, arrays["weight"].shape
     dtype, (rows, columns) = arrays["array"].dtype, block_sizes(arrays, settings, transpose_in or transpose_out)
     blocks = {
@@ -119,7 +118,7 @@ def product(arrays, settings, gelu=False, transpose_in=False, transpose_out=Fals
 
 
 def block_sizes(arrays, settings: Products, along_lanes=False) -> tuple[int, int]:
-    """Rows and columns of a block: both halves of the rows are whole tiles, weights are of one or two bytes."""
+    """Rows and columns of a block: both halves of the rows are whole tiles; weights have one or two bytes."""
     (_, tokens, inputs), (_, outputs, _) = arrays["array"].shape, arrays["weight"].shape
     size = arrays["weight"].dtype.itemsize
     columns = settings.weights_mib * 2**20 // (size * inputs)
@@ -128,8 +127,8 @@ def block_sizes(arrays, settings: Products, along_lanes=False) -> tuple[int, int
 
 
 def evenly(count: int, most: int, multiple: int) -> int:
-    """The size of a block, a multiple and at most `most` (one multiple at least), so that blocks of equal size hold all
-    of `count`."""
+    """The size of equal blocks that cover `count`: a multiple of `multiple`, at most `most` (but at least one
+    multiple)."""
     parts = pl.cdiv(count, multiple)
     return pl.cdiv(parts, pl.cdiv(parts, max(most // multiple, 1))) * multiple
 
@@ -138,23 +137,23 @@ def product_kernel(layer, *refs, names, gelu, transposed):
     """array (rows, inputs)   weight (columns, inputs)   out (rows, columns)   residual (rows, columns)
     bias, scale, gate (1, columns)
 
-    With transposed, out (columns, rows). With upright (rows, inputs), array (inputs, rows) is transposed into it when
-    the first weights come by; with quantized (rows, inputs) and own (rows, 1), tokens are rounded into it, own being
-    their scales."""
+    With transposed, out (columns, rows). With upright (rows, inputs), array (inputs, rows) is transposed into it at the
+    first block of weights; with quantized (rows, inputs) and own (rows, 1), tokens are quantized into it, with scales
+    in own."""
     given = dict(zip(names, refs))
     array, weight, out, upright, quantized = map(given.get, ("array", "weight", "out", "upright", "quantized"))
     if upright is not None:
-        pl.when(pl.program_id(2) == 0)(lambda: turn_around(array, upright))
+        pl.when(pl.program_id(2) == 0)(lambda: transpose_tokens(array, upright))
     if quantized is not None:
         source = array if upright is None else upright
-        pl.when(pl.program_id(2) == 0)(lambda: round_tokens(source, quantized, given["own"]))
+        pl.when(pl.program_id(2) == 0)(lambda: quantize_tokens(source, quantized, given["own"]))
     tokens = next(ref for ref in (quantized, upright, array) if ref is not None)
     half = tokens.shape[0] // 2
 
     def along(row):
         return row.T if transposed else row
 
-    # Half the rows at a time: more would be too much code, fewer would leave GELU no product to hide behind.
+    # Half the rows at a time: more would be too much code, fewer would leave GELU no product to overlap with.
     @pl.loop(0, 2)
     def one_half(number):
         rows = pl.ds(pl.multiple_of(number * half, LANES if transposed else PACKED[weight.dtype.itemsize]), half)
@@ -175,7 +174,7 @@ def product_kernel(layer, *refs, names, gelu, transposed):
             out[place] = result.astype(out.dtype)
 
 
-def turn_around(array, upright):
+def transpose_tokens(array, upright):
     """(inputs, rows) into (rows, inputs), by tiles of 128 rows."""
     @pl.loop(0, upright.shape[0] // LANES)
     def one_tile(index):
@@ -183,7 +182,7 @@ def turn_around(array, upright):
         upright[rows, :] = array[:, rows].T
 
 
-def round_tokens(array, quantized, own):
+def quantize_tokens(array, quantized, own):
     @pl.loop(0, array.shape[0] // STRIP)
     def one_strip(index):
         rows = pl.ds(pl.multiple_of(index * STRIP, STRIP), STRIP)
@@ -196,11 +195,11 @@ def round_tokens(array, quantized, own):
 
 
 def dot(left, right):
-    """left · rightᵀ, wide, as float32."""
+    """left · rightᵀ, accumulated in int32 or float32, as float32."""
     wide = jnp.int32 if left.dtype == jnp.int8 else jnp.float32
     return lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=wide).astype(jnp.float32)
 
 
 def outline(inputs, *refs):
-    """A kernel's operands without its work: what the program around it compiles to is the same."""
+    """A stub with the kernel's operands: the program around it compiles to the same code."""
     refs[inputs][...] = jnp.zeros_like(refs[inputs])

@@ -1,10 +1,10 @@
-"""Linear layers in eight bits: weights with a scale for each output, activations with one for each token.
+"""8-bit linear layers: weights with one scale per output, activations with one per token.
 
     values, scale = quantize(weight, "int8")                    # (outputs, inputs), (outputs,)
     out = linear(array, values, scale, bias, activations=True)  # array · weightᵀ + bias
 
-Scales are multiplied into the result: that is exact for rows and columns, and cuBLASLt's fp8 wants it so, a product of
-e4m3 numbers alone; whatever else is in it XLA computes in bfloat16, without saying so.
+Scales are applied to the result: that is exact for rows and columns, and required for cuBLASLt's fp8, which takes only
+a plain product of e4m3 operands; anything else XLA silently computes in bfloat16.
 """
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}
 
 
 def quantize(array, dtype: str):
-    """Numbers of eight bits, and for each row what they have to be multiplied with."""
+    """8-bit values, and one scale per row."""
     array = array.astype(jnp.float32)
     largest = jnp.max(jnp.abs(array), axis=-1)
     scale = jnp.where(largest == 0, 1, largest / LARGEST[dtype])
@@ -23,9 +23,9 @@ def quantize(array, dtype: str):
 
 
 def linear(array, weight, scale, bias, activations: bool):
-    """array (…, inputs), weight (outputs, inputs) and scale (outputs,) as `quantize` gives them. Without activations
-    these stay as they are, and the weights become what they are."""
-    flat = array.reshape(-1, array.shape[-1])  # cuBLASLt's fp8 knows no further dimensions
+    """array (…, inputs), weight (outputs, inputs) and scale (outputs,) from `quantize`. Without `activations`, the
+    array is not quantized and weights are cast to its dtype."""
+    flat = array.reshape(-1, array.shape[-1])  # cuBLASLt's fp8 supports no batch dimensions
     if activations:
         integer = weight.dtype == jnp.int8
         flat, own = quantize(flat, str(weight.dtype))

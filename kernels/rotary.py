@@ -1,10 +1,9 @@
-"""RoPE on (batch, tokens, heads * head_dim): neighbouring lanes 2i and 2i + 1 turn by their token's i-th angle.
+"""RoPE on (batch, tokens, heads * head_dim): neighbouring lanes 2i and 2i + 1 rotate by their token's i-th angle.
 
-On TPU a pass of its own, because XLA finds no layout in which pairs are cheap: reshaped to (…, 2) or rolled, it
-copies queries and keys several times over. For 75,600 tokens of 10 heads on v6e that is 9.4 M cycles by the
-compiler's estimate, and 0.3 M bundles here. Tables are diffusers': (tokens, head_dim) float32, each pair's cosine or
-sine standing twice. A block holds whole rows, so that the RMS norm before RoPE can be taken here too: in XLA it is two
-passes more.
+On TPU this is a separate pass, because XLA finds no layout in which pairs are cheap: reshaped to (…, 2) or rolled, it
+copies queries and keys several times. For 75,600 tokens of 10 heads on v6e that is 9.4 M cycles by the compiler's
+estimate, and 0.3 M bundles here. Tables are diffusers': (tokens, head_dim) float32, with each pair's cosine or sine
+repeated. A block has whole rows, so the RMS norm before RoPE can be fused: in XLA it takes two more passes.
 """
 from functools import partial
 
@@ -21,16 +20,16 @@ ROWS = 256  # tokens of a block: a few MiB even for 40 heads
 
 
 def rotate(array, cosine, sine, head_dim, kernel, parts=1, norm=None):
-    """Rotate every head of one device's tokens, in float32, rounded once; gives (parts, batch, tokens, width / parts).
-    With `norm`, weights and epsilon, rows get their RMS norm first: over all heads where the weights are (width,), each
-    head by itself where they are (head_dim,)."""
+    """Rotate every head of one device's tokens, in float32, rounded once; returns (parts, batch, tokens, width /
+    parts). With `norm`, (weights, epsilon), an RMS norm is applied first: over all heads if the weights are (width,),
+    per head if they are (head_dim,)."""
     if kernel.kernel != "splash" or array.shape[2] % (LANES * parts):
         return cut_heads(rotate_plain(array, cosine, sine, norm), parts)
     return rotate_lanes(array, cosine, sine, head_dim, kernel, parts, norm)
 
 
 def rotate_plain(array, cosine, sine, norm=None):
-    """Each lane times its cosine, plus its neighbour times its signed sine: elementwise, one pass for XLA."""
+    """Each lane times its cosine, plus its neighbour times its signed sine: elementwise, one pass in XLA."""
     batch, tokens, width = array.shape
     wide = array.astype(jnp.float32)
     if norm is not None:
@@ -41,13 +40,13 @@ def rotate_plain(array, cosine, sine, norm=None):
 
 
 def normalized(wide, weight, epsilon):
-    """RMS norm over as many lanes as there are weights."""
+    """RMS norm over groups of `weight.size` lanes."""
     rows = wide.reshape(*wide.shape[:2], -1, weight.size)
     return rows * lax.rsqrt((rows * rows).mean(axis=-1, keepdims=True) + epsilon) * weight.astype(jnp.float32)
 
 
 def rotate_lanes(array, cosine, sine, head_dim, kernel, parts, norm=None):
-    """The Pallas kernel: the same, each lane written where its part is."""
+    """The Pallas kernel: the same, written directly to the parts."""
     batch, tokens, width = array.shape
     sine = jnp.where(jnp.arange(head_dim) % 2 == 0, -sine, sine)
     cosine, sine = (jnp.concatenate([table] * (LANES // head_dim), axis=1) for table in (cosine, sine))
@@ -94,7 +93,7 @@ def rotary_kernel(array, cosine, sine, *rest, epsilon=None, by_head=0):
 
 
 def scale_by_head(lanes, lane, head_dim, epsilon):
-    """What each lane is multiplied with in an RMS norm over its head, one or two of which lie in 128 lanes."""
+    """The RMS norm's factor for each lane, per head; 128 lanes have one or two heads."""
     squares = lanes * lanes
     if head_dim == LANES:
         return lax.rsqrt(jnp.sum(squares, axis=1, keepdims=True) / head_dim + epsilon)

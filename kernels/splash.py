@@ -5,13 +5,13 @@
     query    (batch, queries, heads * head_dim)     value_t  (batch, heads * head_dim, keys)
     key      (batch, keys, heads * head_dim)        out_t    (batch, heads * head_dim, queries)
     log_sum  (batch, heads, queries) float32: log of the sum of exp(score), for merging with other keys
-    before   out_t in float32 and log_sum of other keys, to go on from; nothing: these are the only ones
+    before   out_t in float32 and log_sum of other keys, to continue from; (): there are none
     dtype    of out_t, by default the query's
-    rescued  int32: how many rows of heads left the fast path's range and were computed the careful way
-    keys     how many of the keys count; the rest is padding
+    rescued  int32: how many rows of heads left the fast path's range and were recomputed
+    keys     how many of the keys are valid; the rest is padding
 
-Scores are kept transposed, (keys, queries): softmax reductions then run over sublanes, a query's statistics
-lie along the lanes, and both matrix products reach the MXU without a transpose inside the loop.
+Scores are transposed, (keys, queries): softmax reductions then run over sublanes, a query's statistics are along the
+lanes, and both matrix products reach the MXU without a transpose inside the loop.
 """
 from functools import partial
 from typing import NamedTuple
@@ -24,16 +24,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LOG2_E = 1.4426950408889634
-# Masks a score; finite, because a row that is all masked so far must not give inf - inf.
+# The value of masked scores; finite, because a row that is all masked so far must not yield inf - inf.
 LOWEST = float(np.finfo(np.float32).min)
 # The fast path's largest row sum: well below overflow, and 1 / sum well above the denormals a TPU flushes.
 TRUSTED_SUM = 2.0**100
-# Chunks of one unrolled stretch of code with the running maximum: 7 make a third of the 21 of v6e's tile.
+# Chunks unrolled at a time with the running maximum: 7 are a third of the 21 of v6e's tile.
 CAREFUL_CHUNKS = 7
 
 
 def reference(query, key, value, head_dim, window=None):
-    """What the kernel computes, in plain JAX at the inputs' precision, without blocks; all (batch, tokens, width)."""
+    """A plain-JAX reference at the inputs' precision, without blocks; all (batch, tokens, width)."""
     split = [x.reshape(*x.shape[:2], -1, head_dim) for x in (query, key, value)]
     scores = jnp.einsum("bqhd,bkhd->bhqk", *split[:2]) * head_dim**-0.5
     if window is not None:
@@ -43,7 +43,7 @@ def reference(query, key, value, head_dim, window=None):
 
 
 def attention(query, key, value_t, keys, head_dim, kernel, before=(), dtype=None):
-    """The fast kernel, and behind it the exact one for inputs on which the fast one's result is not finite."""
+    """The fast kernel, with the exact one as fallback if the result is not finite."""
     batch, queries, width = query.shape
     heads = width // head_dim
     if head_dim % 128:  # a block's last dimension must be whole lanes or the whole array: fold the heads into the batch
@@ -64,28 +64,28 @@ def attention(query, key, value_t, keys, head_dim, kernel, before=(), dtype=None
         out_t, rows = call(fast_kernel, arrays, keys, head_dim, kernel, dtype)
         lost = ~jnp.isfinite(rows[:, :, 0])
         rescued = jnp.sum(lost | (rows[:, :, 1] > 0), dtype=jnp.int32)
-        # A loop that runs at most once, not lax.cond: its result takes over the buffers it starts from, without a copy.
+        # A loop that runs at most once instead of lax.cond: it reuses its input buffers without a copy.
         start = jnp.any(lost), out_t, rows
         _, out_t, rows = lax.while_loop(lambda state: state[0], lambda state: (False, *exact()), start)
     return out_t.reshape(batch, width, queries), rows[:, :, 0].reshape(batch, heads, queries), rescued
 
 
 def call(body, arrays, keys, head_dim, kernel, dtype=None):
-    """A kernel for all queries: block by block and, where the last block would be mostly empty, in a smaller one."""
+    """Run a kernel over all queries, with a smaller last block if a full one would be mostly empty."""
     queries = arrays[0].shape[1]
     block_q = fitting(kernel.block_q, kernel.sub_q, queries)
     blocks, rest = divmod(queries, block_q)
-    small = fitting(block_q, kernel.sub_q, rest)
+    last_block = fitting(block_q, kernel.sub_q, rest)
     run = partial(call_blocks, body, arrays, keys, head_dim, kernel, dtype or arrays[0].dtype)
-    if small in (0, block_q) or blocks * block_q % small:
+    if last_block in (0, block_q) or blocks * block_q % last_block:
         return run(block_q, range(pl.cdiv(queries, block_q)))
-    first = blocks * block_q // small
-    return run(small, range(first, first + 1), run(block_q, range(blocks)))
+    first = blocks * block_q // last_block
+    return run(last_block, range(first, first + 1), run(block_q, range(blocks)))
 
 
 def call_blocks(body, arrays, keys, head_dim, kernel, dtype, block_q, blocks, into=()):
-    """One Pallas call, its grid over batch, heads, query blocks and, innermost, key blocks; edge blocks overhang. The
-    results of other blocks are `into`, which these are written to."""
+    """One Pallas call; its grid is batch, heads, query blocks and, innermost, key blocks; edge blocks overhang. `into`
+    are the results of other blocks, which this call updates in place."""
     query, given = arrays[0], len(arrays)
     batch, queries, width = query.shape
     heads = width // head_dim
@@ -95,7 +95,7 @@ def call_blocks(body, arrays, keys, head_dim, kernel, dtype, block_q, blocks, in
     block_out_t = pl.BlockSpec((None, head_dim, block_q), lambda b, h, i, j: (b, h, i + first))
     block_log_sum = pl.BlockSpec((None, None, 1, block_q), lambda b, h, i, j: (b, h, 0, i + first))
     out_specs = [block_out_t, pl.BlockSpec((None, None, 2, block_q), lambda b, h, i, j: (b, h, 0, i + first))]
-    # What is only written to need not be brought; interpreted, it has to have the blocks of the result it becomes.
+    # Aliased outputs need not be fetched; in interpret mode they must have the blocks of the result.
     into_specs = out_specs if kernel.interpret else [pl.BlockSpec(memory_space=pl.ANY)] * 2
     return pl.pallas_call(
         lambda *refs: body(*refs[:3], refs[3:given], *refs[given + len(into) :]),
@@ -130,13 +130,13 @@ def call_blocks(body, arrays, keys, head_dim, kernel, dtype, block_q, blocks, in
 
 
 def outline(query, key, value_t, before, out_t, rows, *scratch):
-    """A kernel's operands without its work: what the program around it compiles to is the same."""
+    """A stub with the kernel's operands: the program around it compiles to the same code."""
     out_t[...] = jnp.zeros_like(out_t)
     rows[...] = jnp.zeros_like(rows)
 
 
 def fitting(block, part, tokens):
-    """The block, or as many of its parts as hold all tokens where these are fewer."""
+    """The block size, reduced to a multiple of `part` that covers all tokens if they are fewer."""
     return min(block, pl.cdiv(tokens, part) * part)
 
 
@@ -144,16 +144,16 @@ def fast_kernel(
     query, key, value_t, before, out_t, rows, query_t, sums, reference, total, wary,
     *, first_block, queries, keys, kernel,
 ):
-    """One block of keys, tile by tile, the softmax taken against a reference that is corrected only between tiles.
+    """One block of keys, tile by tile, with a softmax reference that is corrected only between tiles.
 
-    first_block: the number of the grid's first block of queries
+    first_block: the index of the grid's first block of queries
     query (block_q, head_dim)   key (block_kv, head_dim)   value_t (head_dim, block_kv)   out_t (head_dim, block_q)
-    before: nothing, or out_t in float32 and log_sum (1, block_q) of earlier keys
-    rows (2, block_q): each row's log_sum, and 1 where it has been out of range
-    BuildCache from tile to tile: query_t (head_dim or twice that, block_q), and in float32 sums (head_dim, block_q),
+    before: (), or out_t in float32 and log_sum (1, block_q) of earlier keys
+    rows (2, block_q): each row's log_sum, and 1 if it was ever out of range
+    Carried from tile to tile: query_t (head_dim or twice that, block_q), and in float32 sums (head_dim, block_q),
     reference and total (1, block_q). So far, the output is sums / total and the log2 of the softmax's denominator
-    reference + log2(total). A tile that takes a row out of range, its total beyond TRUSTED_SUM, is taken again with a
-    running maximum, which costs 1.4 tiles; wary (1,) is 1 from then on, and the rest are taken so at once.
+    reference + log2(total). If a tile takes a row out of range, its total beyond TRUSTED_SUM, the tile is recomputed
+    with a running maximum, which costs 1.4 tiles; wary (1,) is then 1, and later tiles use it directly.
     """
     block_kv, block_q, number = key.shape[0], query.shape[0], pl.program_id(3)
     last, block_tiles = pl.cdiv(keys, block_kv) - 1, block_kv // kernel.tile_kv
@@ -177,22 +177,22 @@ def fast_kernel(
             reference[:, columns] = jnp.max(hide_tail(scores, keys), axis=0, keepdims=True)
 
     def attempt(first, size):
-        """Add keys; whether that took a row out of range."""
+        """Add keys; returns whether a row left the range."""
         add(first, size, careful=False)
-        within = lax.broadcasted_iota(jnp.int32, total.shape, 1) < real_rows  # what overhangs may be anything
+        within = lax.broadcasted_iota(jnp.int32, total.shape, 1) < real_rows  # overhanging rows have arbitrary values
         return jnp.any(within & (total[...] >= TRUSTED_SUM))
 
     def again(first, size, attempted):
-        """Add keys with a running maximum: to the rows that the attempt lost or, if none was made, to all."""
+        """Add keys with a running maximum: to the rows that the attempt lost or, without an attempt, to all."""
         wary[0] = 1
         lost, base = total[...] >= TRUSTED_SUM, reference[...]
         known = base + jnp.where(attempted, 0, jnp.log2(total[...]))  # an attempt leaves it in the reference
 
         @pl.when(attempted)
-        def clear():  # what a lost row had before is less than 2**-100 of what it has now: nothing
+        def clear():  # a lost row's earlier keys have less than 2**-100 of its weight: drop them
             sums[...] = jnp.where(lost, 0, sums[...])
             total[...] = jnp.where(lost, 0, total[...])
-            reference[...] = jnp.where(lost, LOWEST, -LOWEST)  # the others add weights of zero and stay as they are
+            reference[...] = jnp.where(lost, LOWEST, -LOWEST)  # the others add zero weights and do not change
 
         group = CAREFUL_CHUNKS * kernel.chunk_kv
         groups, rest = divmod(size, group)
@@ -205,7 +205,8 @@ def fast_kernel(
         rows[1:] = jnp.where(rise < np.log2(TRUSTED_SUM), rows[1:], 1)
 
     def stretch(index, tiles):
-        """Tiles from `index` on, up to one that takes a row out of range, and that one again. Gives the next index."""
+        """Tiles from `index` on, up to one where a row leaves the range, which is recomputed. Returns the next
+        index."""
         trusting = wary[0] == 0
 
         def tile(state):
@@ -223,7 +224,7 @@ def fast_kernel(
         rows[:1] = jnp.where(sound, (reference[...] + jnp.log2(total[...])) / LOG2_E, jnp.nan)
 
     def end(first, size):
-        """The last keys and the result in one stretch of code, which is shorter than two."""
+        """The last keys and the result together, which makes shorter code."""
 
         def both():
             missed = attempt(first, size)
@@ -241,14 +242,14 @@ def fast_kernel(
     if all_tiles:
         tiles = jnp.minimum(block_tiles, all_tiles - number * block_tiles)
         lax.while_loop(lambda index: index < tiles, lambda index: stretch(index, tiles), 0)
-    if tail:  # code of its own for the keys that fill no tile, so that the others need no mask
+    if tail:  # separate code for the partial tile, so that the others need no mask
         pl.when(number == last)(lambda: end(all_tiles * kernel.tile_kv - last * block_kv, tail))
     else:
         pl.when(number == last)(finish)
 
 
 def go_on(before, sums, reference, total):
-    """Start from the output and log_sum of earlier keys, as from those of a tile."""
+    """Initialize from the output and log_sum of earlier keys, as after a tile."""
     out_t, log_sum = before
     sums[...] = out_t[...]
     reference[...] = log_sum[...] * LOG2_E
@@ -256,7 +257,7 @@ def go_on(before, sums, reference, total):
 
 
 class State(NamedTuple):
-    """What the fast kernel keeps from tile to tile; see there."""
+    """The fast kernel's state between tiles; see there."""
 
     query_t: jax.Array
     sums: jax.Array
@@ -267,19 +268,19 @@ class State(NamedTuple):
 def add_keys(key, value_t, state, kernel, first, real, careful):
     """Add `real` keys, from the block's `first` on, to the state, in steps of chunk_kv keys by sub_q queries.
 
-    Source order is the schedule: a step's score product stands before the previous step's softmax and its value product
-    after the next step's, so that the MXU works while the exponentials of its neighbours are taken.
-    Careful, a step's reference is the highest score so far; else all steps have the log-sum-exp of what was before.
+    Source order is the schedule: a step's score product comes before the previous step's softmax and its value product
+    after the next step's, so that the MXU overlaps its neighbours' exponentials. If `careful`, a step's reference is
+    the highest score so far; else all steps use the log-sum-exp of the keys before.
     """
     query_t, sums, reference, total = state
     first, parts = pl.multiple_of(first, kernel.chunk_kv), parts_of(query_t.shape[1], kernel.sub_q)
     bases, row_sums = [reference[:, columns] for columns in parts], [total[:, columns] for columns in parts]
-    factors = [None] * len(parts)  # what sums are multiplied with before the step's are added
-    if not careful:  # what is known so far becomes one: its log-sum-exp is the new reference
+    factors = [None] * len(parts)  # rescale sums before the step's are added
+    if not careful:  # normalize: the log-sum-exp so far becomes the reference, the total 1
         for part, columns in enumerate(parts):
             known = row_sums[part]
             divisor = jnp.where(known == 0, 1, known)  # zero before the first tile
-            # A sum that is still out of range is NaN, or of a row that overhangs: it stays lost.
+            # A sum that is still out of range is NaN, or of an overhanging row: it stays lost.
             bases[part] = jnp.where(known < TRUSTED_SUM, bases[part] + jnp.log2(divisor), jnp.inf)
             factors[part] = 1 / divisor
             row_sums[part] = jnp.where(known == 0, 0.0, 1.0)
@@ -291,7 +292,7 @@ def add_keys(key, value_t, state, kernel, first, real, careful):
 
     def accumulate(begin, part, weights, factor):
         values = value_t[:, pl.ds(first + begin, kernel.chunk_kv)]
-        if begin + kernel.chunk_kv > real:  # what overhangs may be NaN, which a weight of zero would not silence
+        if begin + kernel.chunk_kv > real:  # overhanging values may be NaN, which a zero weight would not cancel
             values = jnp.where(lax.broadcasted_iota(jnp.int32, (1, kernel.chunk_kv), 1) < real - begin, values, 0)
         held = sums[:, parts[part]]
         held = held * factor if careful or begin == 0 else held
@@ -336,14 +337,14 @@ def keep_query(query, query_t, kernel):
 
 
 def scores_of(key, query_t, kernel):
-    """Scores times log2 e, for exp2, the exponential that the hardware has: (keys, queries) float32."""
+    """Scores times log2 e, for the hardware's exp2: (keys, queries) float32."""
     if kernel.fold_scale:
         return dot(jnp.concatenate([key, key], axis=1), query_t)
     return dot(key, query_t) * (key.shape[1]**-0.5 * LOG2_E)
 
 
 def hide_tail(scores, real):
-    """Scores (keys, queries), lowest where a key is not among the first `real` ones."""
+    """Scores (keys, queries), masked for keys beyond the first `real` ones."""
     if scores.shape[0] <= real:
         return scores
     return jnp.where(lax.broadcasted_iota(jnp.int32, scores.shape, 0) < real, scores, LOWEST)
@@ -357,10 +358,10 @@ def exact_kernel(
     query, key, value_t, before, out_t, rows, query_t, means, maximum, total, wary,
     *, first_block, queries, keys, kernel,
 ):
-    """One block of keys with a running maximum, always normalised: right for any finite scores and values, and slower.
+    """One block of keys with a running maximum, normalized throughout: correct for any finite input, but slower.
 
-    Shapes as in fast_kernel, whose `wary` is not used. `means` is the output so far, not a sum, so that no value is
-    too large for it.
+    Shapes as in fast_kernel; `wary` is not used. `means` is the normalized output so far, not a sum, so it cannot
+    overflow.
     """
     block_kv, block_q = key.shape[0], query.shape[0]
     first_query, first_key = (first_block + pl.program_id(2)) * block_q, pl.program_id(3) * block_kv
@@ -393,7 +394,7 @@ def exact_kernel(
             maximum[:, columns], total[:, columns] = highest, new_total
 
     near = True
-    if kernel.window is not None:  # a block of keys that no query of this block sees
+    if kernel.window is not None:  # skip blocks of keys outside the window
         near = first_key <= first_query + block_q - 1 + kernel.window
         near &= first_key + block_kv > first_query - kernel.window
     pl.when(near)(lambda: pl.loop(0, block_kv // kernel.chunk_kv)(add_chunk))
@@ -406,7 +407,7 @@ def exact_kernel(
 
 
 def visible(shape, first_key, first_query, keys, window):
-    """Which of a chunk's keys (rows) each of its queries (columns) may see."""
+    """The mask of a chunk: (keys, queries)."""
     key_at = first_key + lax.broadcasted_iota(jnp.int32, shape, 0)
     if window is None:
         return key_at < keys
