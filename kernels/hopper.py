@@ -323,7 +323,7 @@ def attend_fast(walk, sums):
         weights, maximum, total, steep = state
         weights, total = walk.step(sums, index, weights, maximum, total, last)
         walk.release_keys(index)
-        # The sum only grows: so many blocks passed before it was steep.
+        # The sum only grows, so this counts the blocks before it became steep.
         return weights.astype(walk.query.dtype), maximum, total, steep + jnp.where(total < STEEP_SUM, 1.0, 0.0)
 
     state = *walk.first_step(last=walk.steps == 1), row(1)

@@ -286,7 +286,7 @@ class Walk(NamedTuple):
             return results
 
         def take_out(weights, block, total, reference):
-            """Have the sums added up, with the reference raised where a block's weights are too large."""
+            """Flush the sums, raising the reference where a block's weights are too large."""
             raised = reference + jnp.where(block < LARGEST, 0.0, log2(block) - math.log2(RAISED_SUM))
             factor = jnp.exp2(reference - raised)
             self.sums[...] = (self.sums[...] + sums[...]) * along(factor, sums.shape)
@@ -294,7 +294,7 @@ class Walk(NamedTuple):
             return weights * along(factor, weights.shape), block * factor, total * factor, raised
 
         def stretch(progress):
-            """Blocks until one is too large, or so many that sums have to be taken out."""
+            """Blocks until one is too large, or until sums have to be flushed."""
             index, state, reference, is_large = progress
             # Warpgroups flush their sums at different times.
             end = jnp.minimum(index + jnp.where(index == 1, STRETCH - offset, STRETCH), steps - 1)

@@ -276,7 +276,7 @@ def watch() -> None:
             last, since = changed.get(other, (None, time.monotonic()))
             changed[other] = state, since if state == last else time.monotonic()
             if time.monotonic() - changed[other][1] > group.lost_seconds:
-                end(f"{group.names[other]} was lost: nothing heard of it for {group.lost_seconds} s")
+                end(f"{group.names[other]} was lost: no heartbeat for {group.lost_seconds} s")
 
 
 def last_heartbeat(store, process: int) -> list | None:
