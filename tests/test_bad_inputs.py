@@ -20,8 +20,6 @@ from tests.fork import Server, warm
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
 
-
-
 # ---------------------------------------------------------------- files with something wrong in them
 
 

@@ -16,7 +16,7 @@ from wan_torchax.config.attention import attention_problems, choose
 from wan_torchax.config.commandline import CONF
 from wan_torchax.kernels import attention, splash
 from wan_torchax.kernels.attention import Attend
-from wan_torchax.kernels.settings import Kernel, Parallel
+from wan_torchax.kernels.settings import Kernel, Parallel, Question
 
 QUICK = {"xla_backend_optimization_level": 0}  # each shape is compiled once and run once
 # Small blocks, so that a few hundred tokens make several blocks, tiles and chunks and a tail.
@@ -297,12 +297,16 @@ def test_shipped_blocks_lower_for_their_tpu(name, part, keys):
 
 @pytest.mark.parametrize("name", ["auto", "xla", "cudnn", "hopper", *DEVICE_KINDS])
 def test_shipped_configs_are_sound(name):
-    assert list(attention_problems(shipped(name), 40, 128, {}, Parallel())) == []
+    assert list(attention_problems(shipped(name), asked(40, 128), {}, Parallel())) == []
 
 
 def test_an_unknown_key_is_refused():
     with pytest.raises(ConfigKeyError, match="blok_q"):
         OmegaConf.merge(schema.root().attention, {"self": {"blok_q": 512}})
+
+
+def asked(heads, head_dim):
+    return {"self": Question(heads, head_dim, (21, 45, 80), "width"), "cross": Question(heads, head_dim)}
 
 
 SELF = "attention.self"
@@ -325,7 +329,7 @@ WRONG = [
 @pytest.mark.parametrize("change, head_dim, message", WRONG)
 def test_wrong_blocks_are_refused_with_the_way_out(change, head_dim, message):
     wrong = schema.Attention(self=replace(SPLASH, **change), cross=XLA)
-    problems = list(attention_problems(wrong, 12, head_dim, {}, Parallel()))
+    problems = list(attention_problems(wrong, asked(12, head_dim), {}, Parallel()))
     assert any(message in problem for problem in problems), problems
 
 
@@ -345,21 +349,21 @@ CHOSEN = [
 
 @pytest.mark.parametrize("here, dtype, expected", CHOSEN)
 def test_auto_takes_the_values_of_the_device_file(here, dtype, expected):
-    chosen = choose(shipped("auto"), here, dtype, 128)
+    chosen = choose(shipped("auto"), here, dtype, asked(40, 128))
     assert (chosen.self, chosen.cross) == (shipped(expected).self, shipped(expected).cross)
 
 
 @pytest.mark.parametrize("dtype, head_dim", [("float32", 128), ("bfloat16", 32)])
 def test_auto_takes_xla_where_the_chips_kernel_does_not_serve(dtype, head_dim):
-    chosen = choose(shipped("auto"), V6E, dtype, head_dim)
+    chosen = choose(shipped("auto"), V6E, dtype, asked(40, head_dim))
     assert chosen.self == shipped("xla").self and chosen.cross == shipped("xla").cross
 
 
 def test_auto_leaves_a_window_asked_for():
-    asked = replace(shipped("auto"), self=replace(shipped("auto").self, window=100))
-    assert choose(asked, V6E, "bfloat16", 128).self == replace(shipped("splash_v6e").self, window=100)
+    windowed = replace(shipped("auto"), self=replace(shipped("auto").self, window=100))
+    assert choose(windowed, V6E, "bfloat16", asked(40, 128)).self == replace(shipped("splash_v6e").self, window=100)
 
 
 def test_auto_refuses_a_device_it_does_not_know():
     with pytest.raises(schema.ConfigError, match="TPU v9.*TPU v6 lite"):
-        choose(shipped("auto"), devices("TPU v9"), "bfloat16", 128)
+        choose(shipped("auto"), devices("TPU v9"), "bfloat16", asked(40, 128))

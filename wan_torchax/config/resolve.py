@@ -229,9 +229,10 @@ def size_axes(mesh, devices: Devices) -> dict[str, int]:
     partly = devices.hosts > 1 and needed != devices.count  # some hosts would have nothing to do
     if needed > devices.count or needed % fixed or partly:
         sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.axes.items())
+        count = "1 device" if devices.count == 1 else f"{devices.count} devices"
         owner = "this machine has" if devices.hosts == 1 else f"{devices.hosts} hosts have"
         raise ConfigError(
-            f"mesh={mesh.name}: axes {sizes}, and {owner} {devices.count} devices ({devices.kind}); "
+            f"mesh={mesh.name}: axes {sizes}, and {owner} {count} ({devices.kind}); "
             "change mesh.axes, or use mesh=auto as it is"
         )
     return {axis: needed // fixed if size == -1 else size for axis, size in mesh.axes.items()}

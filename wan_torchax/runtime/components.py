@@ -22,7 +22,8 @@ def settings_of(name: str, family: Family) -> tuple[str, ...]:
     """The config keys that determine a component's arrays."""
     key = family.described_by(name)
     own = ("precision", "sharding.gather") if family.spec(name).stacks else ()
-    return f"model.architecture.{key}", f"model.dtype.{key}", f"model.weights.{key}", "sharding.axes", *own
+    model = ("model.family", *(f"model.{part}.{key}" for part in ("architecture", "dtype", "weights")))
+    return *model, "sharding.axes", *own
 
 
 class Component:
