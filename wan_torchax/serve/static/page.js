@@ -207,6 +207,9 @@ function showCall() {
   find("#call").textContent = call[language]();
 }
 
+for (const part of all("details", form)) {
+  part.addEventListener("toggle", () => { if (part.open && touched) part.scrollIntoView({ block: "nearest" }); });
+}
 for (const tab of all("[role=tab]")) {
   tab.addEventListener("click", () => {
     language = tab.id.replace("tab-", "");
@@ -358,7 +361,7 @@ async function showGallery(more = false) {
 }
 
 function facts(run) {
-  const parts = [`${run.width} × ${run.height} × ${run.frames}`, `${run.steps} steps`, `guidance ${run.guidance_scale}`,
+  const parts = [`${run.width} × ${run.height} × ${run.frames}`, `${run.steps} ${run.steps === 1 ? "step" : "steps"}`, `guidance ${run.guidance_scale}`,
     `seed ${run.seed}`, run.preset ?? run.model, `made in ${seconds(run.total_seconds)}`];
   return parts.filter(Boolean).join(" · ");
 }
