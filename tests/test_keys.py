@@ -47,7 +47,7 @@ OTHERS = {
     r"serve\.choices": {"scheduler": ["unipc"]},
 }
 # Leaves that say what the model or the pipeline is. Another value is another model, which this checkpoint is not.
-FIXED = ("model.architecture.", "model.family", "pipeline.", "model.path")
+FIXED = ("model.architecture.", "model.family", "pipeline.", "model.path", "scheduler.arguments.use_flow_sigmas")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,12 @@ def others(value):
 @pytest.fixture
 def unchecked(monkeypatch):
     """Configs that are wrong are resolved too: what follows from them is the question."""
+    check_nothing(monkeypatch)
+
+
+def check_nothing(monkeypatch):
     monkeypatch.setattr("wan_torchax.config.validation.validate", lambda config: None)
+    monkeypatch.setattr("wan_torchax.config.validation.validate_resolved", lambda config, devices: None)
 
 
 @functools.cache  # no leaf that is changed below says where the checkpoint is
@@ -147,7 +152,7 @@ def keys(config):
 def keys_by_leaf(config):
     """The keys with each leaf changed in turn."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("wan_torchax.config.validation.validate", lambda config: None)
+        check_nothing(monkeypatch)
         return {leaf: keys_of(changed(config, leaf)) for leaf in leaves(config)}
 
 
