@@ -265,6 +265,9 @@ def test_the_api_call_of_the_form_makes_the_video_of_the_form(server, browser, t
     write(browser, "#prompt", text)
     write(browser, "[name=steps]", "1")
     find(browser, "#api summary").click()
+    edges = "return ['#copy', '#call', '#form'].map((one) => document.querySelector(one).getBoundingClientRect().right)"
+    copy, call, form = browser.execute_script(edges)
+    assert max(copy, call) < form, "a long line is scrolled, not the card"
     programs = {"curl": ["sh", "-c"], "python": [sys.executable, "-c"]}
     for language, program in programs.items():
         find(browser, f"#tab-{language}").click()
