@@ -1,6 +1,6 @@
 """Runs identical blocks in one loop over stacked weights; selects how their linear layers and norms are computed.
 
-    blocks = Blocks.of(arrays, "blocks", 40, forward)           # arrays "blocks.*.attn1.to_q.weight" (40, …)
+    blocks = Blocks.of(arrays, "blocks", 40, forward)           # arrays "blocks.*.<layer>.weight" (40, …)
     hidden, counted = blocks.run(block, hidden, counted)        # block(layer, hidden) -> (hidden, rescued rows)
 
 A block is a pure function of one `Layer`, which has its weights, and of the carry: one array or a tuple. The program

@@ -27,7 +27,7 @@ def construct(kind: type, architecture: Mapping) -> torch.nn.Module:
 
 
 def name_scopes(module: torch.nn.Module) -> None:
-    """Put the module's name into the metadata of every op, for plans and profiles: …/attn1/to_q/…"""
+    """Put the module's name into the metadata of every op, for plans and profiles: …/<block>/<layer>/…"""
     open_scopes = []
 
     def enter(child, _):
