@@ -381,6 +381,7 @@ def test_a_mistake_in_the_configuration_is_told(typed, said):
     assert said in str(error.value)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("typed, said", RUN)
 def test_a_mistake_is_told_before_torch_loads(runs, typed, said):
     answer, output = runs(typed)

@@ -29,6 +29,7 @@ def test_every_benchmark_is_here():
     assert {path.name for path in (ROOT / "benchmarks").glob("*.py")} == set(ENDS) | {"figures.py"}
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("script", ENDS)
 def test_a_smoke_test_runs_through(script, tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks" / script), "--smoke"]
@@ -88,6 +89,7 @@ def test_outliers_do_not_change_the_function(monkeypatch):
     assert outliers.relative(found, expected) < 1e-5 and before < 20 < 500 < after
 
 
+@pytest.mark.system
 def test_flash_attention_is_a_peer_where_it_is_installed(tmp_path):
     """With a module of its name and call."""
     (tmp_path / "flash_attn_interface.py").write_text(

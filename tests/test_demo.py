@@ -182,6 +182,7 @@ def test_training_takes_quicker_ways_to_the_same_numbers(pipeline):
     torch.testing.assert_close(denoiser(noise, time, tokens), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.system
 def test_training_resumes_where_it_stopped(tmp_path):
     command = [sys.executable, "tools/train_demo.py", "--smoke", f"output={tmp_path}"]
     subprocess.run([*command, "denoiser.steps=1"], cwd=ROOT, check=True, capture_output=True)

@@ -41,6 +41,7 @@ def networks():
 # ---------------------------------------------------------------- teaching
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("what", [
     pytest.param("i2v", marks=pytest.mark.full), "four_steps", pytest.param("outline", marks=pytest.mark.full),
 ])
