@@ -398,13 +398,24 @@ def test_strangers_never_see_a_mistake_of_ours(idle):
     idle.get("/healthz")
 
 
+LINES = [f"&{new} [{','.join([f'*{old}'] * 8)}]" for old, new in zip("abcdefg", "bcdefgh")]
+BOMB = f"[&a [x,x,x,x,x,x,x,x],{','.join(LINES)}]"  # two million when its aliases are followed
+
+
+def nested(depth: int) -> list:
+    return [nested(depth - 1)] if depth else []
+
+
 def random_request(chance):
     def junk():
         letters = (0x20, 0x41, 0x7F, 0xE9, 0x4E2D, 0x1F600, chance.randrange(0x250))
         return "".join(chr(chance.choice(letters)) for _ in range(9))
 
-    values = (junk(), 7, -1, 10**30, 1.5, None, True, [], {}, [junk()], {junk(): junk()}, "64x64", "${x}", "../../etc")
-    names = (*requests.FIELDS, "size", "seconds", "model", "input_reference", "image", "preset", "resume", junk())
+    values = (junk(), 7, -1, 10**30, 1.5, None, True, [], {}, [junk()], {junk(): junk()}, "64x64", "${x}", "../../etc",
+              "\ud800", "9" * 5000, BOMB, "7 #/../../etc", nested(300), {"image_url": nested(300)},
+              "data:image/png;base64,AA")
+    names = (*requests.FIELDS, *requests.NESTED, *requests.ALIASES, "size", "seconds", "model", "n", "image", "preset",
+             "resume", junk(), "\ud800")
     fields = {chance.choice(names): chance.choice(values) for _ in range(chance.randrange(5))}
     body = json.dumps(fields).encode("utf-8", "surrogatepass")
     if chance.random() < 0.3:
@@ -417,11 +428,13 @@ def random_request(chance):
         body = "".join(parts).encode("utf-8", "replace") + chance.choice((b"--b--\r\n", b"", b"--b"))
     identifier = chance.choice(("video_00", "video_" + "0" * 24, "%2e%2e", "..%2f..%2fetc", "%00", "a" * 300))
     ends = ("", f"/{identifier}", f"/{identifier}/content?variant=x", f"/{identifier}/events", f"/{identifier}/remix",
-            "?limit=x", "?limit=-1&order=up", f"?after={identifier}")
+            "?limit=x", "?limit=-1&order=up", f"?limit={'9' * 5000}", f"?after={identifier}")
     others = ("estimate", "runs?start=x", f"runs/{identifier}/video.mp4", f"../static/{identifier}", "../login")
     path = f"/v1/videos{chance.choice(ends)}" if chance.random() < 0.8 else f"/page/{chance.choice(others)}"
     method = chance.choice(("POST", "POST", "POST", "GET", "DELETE", "PATCH", "HEAD"))
-    headers = {"content-type": kind.encode(), "last-event-id": chance.choice(("", "x", "-1", "9" * 400))}
+    headers = {"content-type": kind.encode(), "last-event-id": chance.choice(("", "x", "-1", "9" * 5000))}
+    others = {"origin": "http://["}, {"host": "["}, {"range": f"bytes={'9' * 5000}-"}
+    headers |= chance.choice(({}, {}, {}, *others))
     if chance.random() < 0.3:
         headers["idempotency-key"] = chance.choice(("k", "é", "x" * 4000)).encode()
     return method, path, headers, body

@@ -194,7 +194,7 @@ PIECES = [
     "seed", "steps", "model", "prompt.text", "ops", "ops.x", "mesh.xla_flags", "compile", "plan.compiler",
     "hydra.run.dir", "_target_", "${oc.env:HOME}", "${oc.env:PATH}", "os.system", "/etc/hostname", "../..", "=", "'",
     '"', "[", "]", "{", "}", ",", "\\", "~", "+", "@", ":", "\n", "\0", "1", "-1", "1e999", "true", "null", "???", " ",
-    "a", "é", "🙂", "choice(1,2)",
+    "a", "é", "🙂", "choice(1,2)", "&a", "*a", "#", "7 #/../../evil", "9" * 5000, "[" * 500,
 ]
 
 
@@ -226,7 +226,7 @@ def test_random_overrides_are_refused_or_offered():
 
 
 FUZZ = """
-import json, os, sys, tempfile
+import json, os, shutil, sys, tempfile
 from pathlib import Path
 from random import Random
 import numpy, yaml
@@ -236,6 +236,7 @@ from tests.test_trust import as_overrides, FORGED, make_artefact, random_text, r
 from wan_torchax.config import jobs
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.records import media
+from wan_torchax.runtime.jobs import plan_job
 folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
 allowed = (str(folder), str(Path.cwd()), sys.prefix, sys.base_prefix, os.devnull, "/usr/lib", "/proc")
 scratch = tempfile.gettempdir()
@@ -265,11 +266,19 @@ for number in range(rounds):
     config = {random_text(random): random_value(random) for _ in range(4)} | random.choice([{}, FORGED])
     config = json.loads(json.dumps(config).replace("\\\\u0000", ""))
     overrides = [f"{random_text(random)}={random_text(random)}" for _ in range(5)] + as_overrides(FORGED)[number::9]
-    kind = random.choice(["video", "folder", "list", "bytes"])
+    kind = random.choice(["video", "folder", "list", "bytes", "checkpoint"])
     try:
         if kind == "list":
             (place / "list.jsonl").write_text(json.dumps({"prompt": random_text(random)} | config))
             jobs.read(make_config(f"prompts={place / 'list.jsonl'}"))
+        elif kind == "checkpoint":
+            for name in ("transformer", "text_encoder", "vae"):
+                shutil.copytree(f"models/demo/{name}", place / name, copy_function=os.symlink)
+                (place / name / "config.json").unlink()
+                stored = json.loads(Path(f"models/demo/{name}/config.json").read_text())
+                stored |= config | {random.choice(list(stored)): random_value(random)}
+                (place / name / "config.json").write_text(json.dumps(stored))
+            plan_job(make_config(f"model.path={place}"))
         elif kind == "bytes":
             whole = make_artefact(place, "video", config, overrides).read_bytes()
             start = random.randrange(len(whole))
