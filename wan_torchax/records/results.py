@@ -14,6 +14,10 @@ from wan_torchax.records.files import atomic
 DIFFERENCES_SHOWN = 20
 
 
+class Misfit(ConfigError):
+    """A stored result is corrupt, or was made with other settings."""
+
+
 def path_of(folder: Path, stage: str, segment: int | None = None) -> Path:
     return folder / (f"{stage}.safetensors" if segment is None else f"{stage}.{segment}.safetensors")
 
@@ -43,7 +47,7 @@ def read(path: Path, shapes: dict[str, tuple]) -> tuple[dict[str, numpy.ndarray]
                 raise ValueError(f"{name} has the shape {value.shape}, not {shapes[name]}")
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         remedy = "remove it to make it again"
-        raise ConfigError(f"{path}: not a stage result of this program ({error}); {remedy}") from error
+        raise Misfit(f"{path}: not a stage result of this program ({error}); {remedy}") from error
     return values, settings
 
 
@@ -62,4 +66,4 @@ def compare(path: Path, made_with: dict, settings: dict) -> None:
     ]
     if differences:
         remedy = "run without resume, or with the same"
-        raise ConfigError(f"{path} was made with other settings; {remedy}:\n{listed(differences, DIFFERENCES_SHOWN)}")
+        raise Misfit(f"{path} was made with other settings; {remedy}:\n{listed(differences, DIFFERENCES_SHOWN)}")

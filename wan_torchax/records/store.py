@@ -72,7 +72,8 @@ class Store:
             about = json.loads(head)
             if about.pop("made_from") != made_from:
                 raise Untrusted("it was made from something else")
-            os.utime(path)  # for LRU eviction
+            with contextlib.suppress(OSError):  # a store may be read-only
+                os.utime(path)  # for LRU eviction
             return Entry(about, safetensors.numpy.load(arrays))
         except FileNotFoundError:
             return None

@@ -113,10 +113,7 @@ def make(job: Job, base: Base, reporter: Reporter) -> None:
     validate(config)
     try:
         generate(config, job.folder, overrides, reporter, reporter.clock)
-    except ConfigError as error:
-        if config.resume is None:
-            raise
-        # The stored results have another configuration or are corrupt.
+    except results.Misfit as error:
         log.warning("%s: begins again: %s", job.id, error)
         for path in stage_results(job.folder):
             path.unlink()
