@@ -5,6 +5,7 @@
 """
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -17,6 +18,9 @@ ALLOW = "allow_unmatched"  # the one key of the group that is no row
 TARGETS = ("all", "high", "low", "transformer", "transformer_2")
 MOST_STRENGTH = 10
 SHAPE = "a path, or repo and file; it may have revision, strength and target"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+IN_FOLDERS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")  # as PEFT and diffusers save them
+PEFT_FILE, PEFT_SETTINGS = IN_FOLDERS[0], "adapter_config.json"  # lora_alpha is in the second
 
 
 def rows(config: DictConfig) -> dict[str, Adapter]:
@@ -71,10 +75,26 @@ def place_problems(key: str, row: DictConfig, planned: bool, configured: str) ->
     elif row.path is not None and (row.repo or row.file):
         yield f"{key}: has a path and a Hub id; give one of the two"
     name = row.path or row.file
-    if name is not None and not name.endswith(".safetensors"):
+    if row.path is not None and own_path(row.path).is_dir():
+        yield from folder_problems(f"{key}.path={row.path}", own_path(row.path))
+    elif name is not None and name.endswith(PICKLES):
         yield f"{key}: {name} can run code when opened and is not read; convert it to safetensors"
     elif row.path is not None and not planned and not own_path(row.path).is_file():
         yield f"{key}.path={row.path}: no such file"
+    elif name is not None and not name.endswith(".safetensors"):
+        yield f"{key}: {name} is no .safetensors file; convert it, or name the folder that PEFT saved"
+
+
+def folder_problems(key: str, folder: Path) -> Iterator[str]:
+    """A folder is what PEFT or diffusers saved."""
+    if not file_of(folder).is_file():
+        pickles = "".join(f" ({path.name} can run code when opened)" for path in folder.glob("adapter_model.bin"))
+        yield f"{key}: a folder without {' or '.join(IN_FOLDERS)}{pickles}; name a .safetensors file"
+
+
+def file_of(path: Path) -> Path:
+    """An adapter's file: the path itself, or the one that PEFT or diffusers saved in that folder."""
+    return next((path / name for name in IN_FOLDERS if (path / name).is_file()), path)
 
 
 def number_problems(key: str, row: DictConfig, experts: list[str]) -> Iterator[str]:

@@ -22,12 +22,13 @@ from safetensors import safe_open
 
 from wan_torchax import own_path
 from wan_torchax.config import adapters as config_adapters
+from wan_torchax.config.adapters import PEFT_FILE, PEFT_SETTINGS
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.resolve import Checkpoint
 from wan_torchax.config.schema import Adapter, ConfigError
 from wan_torchax.config.wording import listed
 from wan_torchax.models.family import AdapterNames, Family
-from wan_torchax.records.fingerprints import hash_file
+from wan_torchax.records.fingerprints import digest, hash_file
 from wan_torchax.runtime.checkpoint import Stored, read_header
 from wan_torchax.runtime.weights import STORED_DTYPES, Change
 
@@ -44,6 +45,7 @@ ENDS = {
     r"lora_B(?:\.\w+)?\.bias": "up_bias", r"alpha": "alpha",
     r"diff": "diff", r"diff_b": "diff_b", r"diff_m": "diff_m",
 }
+PARTS = "a low-rank factor nor a diff"
 OTHER_KINDS = {
     "lokr_": "LoKr", "hada_": "LoHa", "dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", "oft_": "OFT",
     "lora_mid": "a Tucker decomposition", "set_weight": "a whole set of weights",
@@ -79,7 +81,8 @@ def on(checkpoints: Mapping[str, Checkpoint], config: DictConfig, local_only: bo
             parse(path, family_of(config).adapters)
             file = File(name, path, sha256_of(path), row.strength, config.adapter[config_adapters.ALLOW])
             base = adapted[component]
-            fingerprint = f"{base.fingerprint}+{file.sha256[:16]}*{row.strength}"
+            settings = digest(path.parent.glob(PEFT_SETTINGS)) if path.name == PEFT_FILE else ""
+            fingerprint = f"{base.fingerprint}+{file.sha256[:16]}{settings}*{row.strength}"
             adapted[component] = replace(base, fingerprint=fingerprint, adapters=(*base.adapters, file))
     return adapted
 
@@ -95,15 +98,19 @@ def described(config: DictConfig) -> dict[str, dict]:
 
 
 def find(name: str, row: Adapter, local_only: bool) -> Path | None:
-    """An adapter's file: local, or downloaded from the Hub."""
+    """An adapter's file: local, or downloaded from the Hub, with PEFT's settings beside it."""
     if row.path is not None:
-        return own_path(row.path)
+        return config_adapters.file_of(own_path(row.path))
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    key = f"adapter.{name}: {row.repo}, {row.file}"
+    wanted = Path(row.file)
+    beside = [str(wanted.with_name(PEFT_SETTINGS))] if wanted.name == PEFT_FILE else []
     try:
-        return Path(hf_hub_download(row.repo, row.file, revision=row.revision, local_files_only=local_only))
+        for file in (*beside, row.file):
+            key = f"adapter.{name}: {row.repo}, {file}"
+            path = hf_hub_download(row.repo, file, revision=row.revision, local_files_only=local_only)
+        return Path(path)
     except LocalEntryNotFoundError as error:
         if local_only:
             return None
@@ -131,6 +138,7 @@ class Contents:
     modules: dict[str, dict[str, Stored]] = field(default_factory=lambda: defaultdict(dict))
     keys: dict[tuple[str, str], str] = field(default_factory=dict)  # (module, kind) -> the key in the file
     unknown: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # with other keys
     settings: dict = field(default_factory=dict)  # PEFT's
 
 
@@ -140,20 +148,31 @@ def parse(path: Path, names: AdapterNames) -> Contents:
         header = read_header(path)
     except Exception as error:
         raise ConfigError(f"{path}: not a readable safetensors file ({error}); download it again") from error
-    contents, keys = Contents(settings=peft_settings(path)), {}
+    if not header:
+        raise ConfigError(f"{path}: has no tensors; download it again")
+    contents, keys, ends = Contents(settings=peft_settings(path)), {}, "|".join(ENDS)
     for key in header:
         kind = next((name for part, name in OTHER_KINDS.items() if re.search(rf"[._]{part}", key)), None)
         if kind is not None:
             raise ConfigError(f"{path}: {key} is {kind}, which is not implemented; low-rank adapters and diffs are")
-        keys[key] = re.fullmatch(rf"{names.prefix}(?P<module>[\w.]+?)\.(?P<end>{'|'.join(ENDS)})", key)
+        keys[key] = re.fullmatch(rf"{names.prefix}(?P<module>[\w.]+?)\.(?P<end>{ends})", key)
+    strangers = [key for key in header if not re.search(rf"\.(?:{ends})$", key)]
+    if len(strangers) == len(header):
+        remedy = "a whole model is a checkpoint folder, named by model.path"
+        raise ConfigError(f"{path}: not an adapter: {strangers[0]} and all others are neither {PARTS}; {remedy}")
+    contents.problems = [f"{key}: neither {PARTS}" for key in strangers]
     native = any(match and names.native.search(match["module"]) for match in keys.values())
     for key, match in keys.items():
+        if key in strangers:
+            continue
         kind = match and next(kind for end, kind in ENDS.items() if re.fullmatch(end, match["end"]))
         module = match and names.translate(match["module"], native)
         if kind == "diff_m" and module is None:
             module = names.modulation(match["module"])
-        if module is None or (module, kind) in contents.keys:
+        if module is None:
             contents.unknown.append(key)
+        elif (module, kind) in contents.keys:
+            contents.problems.append(f"{key}: is there twice, as {contents.keys[module, kind]} too")
         else:
             contents.modules[module][kind], contents.keys[module, kind] = header[key], key
     return contents
@@ -167,8 +186,8 @@ def peft_settings(path: Path) -> dict:
             text = (handle.metadata() or {}).get("lora_adapter_metadata")
         if text is not None:
             settings = {key.removeprefix("transformer."): value for key, value in json.loads(text).items()}
-        elif path.name == "adapter_model.safetensors" and (beside := path.with_name("adapter_config.json")).is_file():
-            settings = dict(json.loads(beside.read_text()))
+        elif path.name == PEFT_FILE:
+            settings = dict(json.loads(path.with_name(PEFT_SETTINGS).read_text()))
         else:
             return {}
         patterns = {str(name): float(value) for name, value in (settings.get("alpha_pattern") or {}).items()}
@@ -176,7 +195,8 @@ def peft_settings(path: Path) -> dict:
         is_rank_stable = settings.get("use_rslora") is True
         alpha = None if alpha is None else float(alpha)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{path}: its settings cannot be read ({error})") from error
+        remedy = f"{PEFT_FILE} needs the {PEFT_SETTINGS} that PEFT saved beside it"
+        raise ConfigError(f"{path}: its settings cannot be read ({error}); {remedy}") from error
     if is_dora:
         raise ConfigError(f"{path}: is DoRA by its settings, which is not implemented; low-rank adapters and diffs are")
     for pattern in patterns:
@@ -246,29 +266,28 @@ def place_one(
     contents: Contents, shapes: Mapping[str, tuple], bare: tuple[str, ...]
 ) -> tuple[list, list[str], list[str]]:
     """Changes as (tensor name, scale, factors); keys of other models; problems."""
-    placed, elsewhere, problems = [], [], []
+    placed, elsewhere, problems = [], [], list(contents.problems)
     for module, parts in contents.modules.items():
         for name, kinds, scale, factors in additions(contents, module, parts, bare):
             keys = [contents.keys[module, kind] for kind in kinds]
             if name not in shapes and not is_deeper(name, shapes):
                 elsewhere += keys
                 continue
-            fitted, problem = fit(factors, shapes.get(name))
-            if problem is not None:
-                problems += [f"{key}: {problem}" for key in keys]
-            else:
+            fitted, misfits = fit(dict(zip(keys, factors)), shapes.get(name))
+            problems += misfits
+            if not misfits:
                 placed.append((name, scale, fitted))
         problems += unpaired(contents, module, parts)
     return placed, elsewhere, problems
 
 
 def additions(contents: Contents, module: str, parts: dict[str, Stored], bare: tuple[str, ...]):
-    """A module's changes: (tensor name, kinds of keys, scale, factors)."""
+    """A module's changes: (tensor name, kinds of keys, those of the factors first, scale, factors)."""
     weight = module if module.endswith(bare) else f"{module}.weight"
     paired = {"down", "up"} <= parts.keys()
     scale = scale_of(contents, module, max((*parts["down"].shape, 1)[0], 1)) if paired else 1.0
     if paired:
-        yield weight, [kind for kind in ("down", "up", "alpha") if kind in parts], scale, (parts["up"], parts["down"])
+        yield weight, [kind for kind in ("up", "down", "alpha") if kind in parts], scale, (parts["up"], parts["down"])
     for kind, name, times in (
         ("diff", weight, 1.0), ("diff_m", weight, 1.0), ("diff_b", f"{module}.bias", 1.0),
         ("up_bias", f"{module}.bias", scale),
@@ -290,24 +309,26 @@ def is_deeper(name: str, shapes: Mapping[str, tuple]) -> bool:
     return re.sub(r"blocks\.\d+", "blocks.0", name) in shapes
 
 
-def fit(factors: tuple[Stored, ...], shape: tuple | None) -> tuple[tuple[Stored, ...], str | None]:
-    """The factors reshaped for `Change`, or why they do not fit."""
+def fit(factors: dict[str, Stored], shape: tuple | None) -> tuple[tuple[Stored, ...], list[str]]:
+    """The factors, by their keys, reshaped for `Change`; or why they do not fit, a line for each key."""
     if shape is None:
-        return (), "the model has fewer blocks"
-    unsupported = [one.dtype for one in factors if one.dtype not in STORED_DTYPES]
-    if unsupported:
-        return (), f"stored as {unsupported[0]}, which is none of {', '.join(STORED_DTYPES)}"
-    if len(factors) == 1:
-        wanted = [shape]
-    else:
-        up, down = (one.shape for one in factors)
+        return (), [f"{key}: the model has fewer blocks" for key in factors]
+    known = ", ".join(STORED_DTYPES)
+    unread = {key: one.dtype for key, one in factors.items() if one.dtype not in STORED_DTYPES}
+    if unread:
+        return (), [f"{key}: stored as {dtype}, which is none of {known}" for key, dtype in unread.items()]
+    wanted = [shape]
+    if len(factors) == 2:
+        up, down = (one.shape for one in factors.values())
         if len(up) < 2 or len(down) < 2 or up[1] != down[0] or not down[0]:
-            return (), f"ranks differ: {up} and {down}"
+            return (), [f"{key}: ranks differ: {up} and {down}" for key in factors]
         wanted = [(shape[0], down[0]), (down[0], *shape[1:])]
-    for one, fitting in zip(factors, wanted):
-        if without_ones(one.shape) != without_ones(fitting):
-            return (), f"shape {one.shape}, the model's tensor is {shape}"
-    return tuple(replace(one, shape=fitting) for one, fitting in zip(factors, wanted)), None
+    misfits = [
+        f"{key}: shape {one.shape}, the model's tensor is {shape}"
+        for (key, one), fitting in zip(factors.items(), wanted) if without_ones(one.shape) != without_ones(fitting)
+    ]
+    fitted = tuple(replace(one, shape=fitting) for one, fitting in zip(factors.values(), wanted))
+    return fitted, misfits
 
 
 def without_ones(shape: tuple) -> tuple:

@@ -25,7 +25,11 @@ REST = {
     "img_emb.proj.3": f"{EMBEDDER}.image_embedder.ff.net.2", "img_emb.emb_pos": f"{EMBEDDER}.image_embedder.pos_embed",
 }
 BARE = ("scale_shift_table", "pos_embed")  # parameters that are not a module's weight
-PREFIX = r"(?:base_model\.model\.)?(?:(?:model\.)?diffusion_model\.|transformer\.|lora_unet__?)?"
+# ComfyUI's, diffusers', DiffSynth-Studio's, kohya's and OneTrainer's.
+PREFIX = (
+    r"(?:base_model\.model\.)?"
+    r"(?:(?:model\.)?diffusion_model\.|transformer\.|(?:pipe\.)?dit2?\.|lora_unet__?|lora_transformer_)?"
+)
 NATIVE = re.compile(rf"attn[12]|ffn[._]net|{EMBEDDER}|scale_shift_table|proj_(?:in|out)\b")  # only in diffusers' names
 
 
