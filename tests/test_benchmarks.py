@@ -17,7 +17,7 @@ ENDS = {  # the last line's keys, where it is JSON
     "kernel_schedule.py": {"chip", "queries", "keys", "rows"},
     "plans.py": {"preset", "low", "likely", "high"},
     "demo_quality.py": None,
-    "start.py": {"reading", "runs"},
+    "start.py": {"reading"},
     "adapter_load.py": {"checkpoint_bytes", "rank", "rows"},
     "serve_batch.py": {"command", "versions", "device", "rows"},
     "quality.py": {"command", "versions", "device", "n", "rows"},

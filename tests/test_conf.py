@@ -44,7 +44,7 @@ def test_every_option_composes(group, option):
 def test_pipelines_with_pictures_go_with_their_model(pipeline):
     resolution = "704p" if pipeline == "ti2v" else "720p"
     model = [f"model={PICTURED[pipeline]}", f"pipeline={pipeline}", f"resolution={resolution}"]
-    validate(make_config("task=plan", *model))  # a plan needs no picture
+    validate(make_config("task=plan", "mesh=gpu_1", *model))  # a plan needs no picture
 
 
 @pytest.mark.parametrize("chip", options("chip"))

@@ -1,5 +1,6 @@
 """Untrue messages, trust that went too far and work that was thrown away: each a case that once was."""
 import json
+import math
 import os
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ from safetensors.numpy import save_file
 
 from tests.conftest import make_config
 from wan_torchax.config.adapters import adapter_problems
+from wan_torchax.config.commandline import CONF
 from wan_torchax.config.resolve import Checkpoint
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.models.wan import FAMILY
@@ -168,3 +170,18 @@ TRAINERS = {
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_names_of_more_trainers_are_understood(tmp_path, trainer):
     assert list(place(saved(tmp_path / "x.safetensors", TRAINERS[trainer]))) == [f"{MODULE}.weight"]
+
+
+# ---------------------------------------------------------------- recipes
+
+
+def test_rcm_is_sampled_as_published():
+    """tan / (1 + tan) of these angles; text-to-video with fresh noise, image-to-video as an ODE at 720p."""
+    for name, first, scheduler in (("rcm_4step", 80, "renoise"), ("rcm_4step_i2v", 200, "euler")):
+        config = make_config("model=wan22_i2v_a14b", f"sampling={name}", "resolution=720p")
+        tangents = [first, *map(math.tan, (1.5, 1.4, 1.0))]
+        assert list(config.scheduler.sigmas) == [round(tangent / (1 + tangent), 6) for tangent in tangents]
+        assert config.scheduler.name == scheduler and config.scheduler.noise_scale == config.scheduler.sigmas[0]
+        text = (CONF / "sampling" / f"{name}.yaml").read_text()
+        assert "sparse-linear attention (SLA), which is not implemented" in text
+    assert "resolution=720p mesh=" in text

@@ -143,12 +143,14 @@ def drawn(tmp_path_factory, cache):
     return {tuple(row.values())[:3]: load_file(path / "decode.safetensors")["frames"] for row, path in zip(rows, runs)}
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("prompt", DRAWN)
 def test_prompt_is_drawn_right(drawn, prompt):
     verdict = judge.judge(drawn[prompt, "", 4.0], DRAWN[prompt])
     assert all(verdict.values()), verdict
 
 
+@pytest.mark.system
 def test_negative_prompt_is_kept_away_from_as_far_as_guidance_says(drawn):
     without_white, unguided, without_black = (
         drawn[BALL, negative, guidance][:, :8, :8].mean()  # a corner: the background

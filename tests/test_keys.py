@@ -169,12 +169,15 @@ def test_what_a_key_does_not_notice_changes_nothing(config, keys, keys_by_leaf, 
 
 
 FOLLOWS = [
-    ("transformer", "model.dtype.transformer"), ("transformer", "model.scan_blocks"), ("denoise", "guidance"),
-    ("denoise", "guidance_scale"), ("denoise", "resolution.frames"), ("decode", "resolution.height"),
-    ("denoise", "attention.self.block_q"), ("text", "model.text_tokens"), ("denoise", "compile.matmul_precision"),
-    ("decode", "ops.conv3d.platforms"), ("denoise", "sharding.axes.heads"), ("decode", "sharding.picture"),
-    ("denoise", "scheduler.target"), ("text", "model.dtype.transformer"), ("text_encoder", "mesh.axes.tp"),
+    ("transformer", "model.dtype.transformer"), ("denoise", "model.scan_blocks"), ("denoise", "guidance"),
+    ("denoise", "guidance_scale"), ("denoise", "attention.self.block_q"), ("text", "model.text_tokens"),
+    ("denoise", "compile.matmul_precision"), ("decode", "sharding.picture"), ("denoise", "sharding.axes.heads"),
+    ("text_encoder", "mesh.axes.tp"),
 ]
+FOLLOWS += [pytest.param(*pair, marks=pytest.mark.full) for pair in (
+    ("denoise", "resolution.frames"), ("decode", "resolution.height"), ("decode", "ops.conv3d.platforms"),
+    ("denoise", "scheduler.target"), ("text", "model.dtype.transformer"),
+)]
 
 
 @pytest.mark.parametrize("name, leaf", FOLLOWS)

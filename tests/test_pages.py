@@ -84,11 +84,6 @@ def test_a_command_on_a_page_composes(line):
         validate(config)
 
 
-def test_every_preset_is_on_the_cookbooks_list():
-    listed = (ROOT / "docs/cookbook.md").read_text()
-    assert [name for name in options("preset") if name not in listed] == []
-
-
 @pytest.mark.parametrize("group", GROUPS)
 def test_the_settings_list_every_option(group):
     lines = (ROOT / "docs/settings.md").read_text().splitlines()

@@ -10,7 +10,7 @@ import pytest
 from wan_torchax.config.attention import attention_problems
 from wan_torchax.config.schema import Attention
 from wan_torchax.kernels.attention import Attend
-from wan_torchax.kernels.settings import Kernel, Parallel
+from wan_torchax.kernels.settings import Kernel, Parallel, Question
 
 QUICK = {"xla_backend_optimization_level": 0}  # each program is compiled once and run once
 XLA = Kernel(kernel="xla", block_q=16, block_kv=16)
@@ -100,7 +100,8 @@ def test_a_window_survives_ulysses():
 
 def problems(head_count, axes, window=None, **named):
     attention = Attention(self=replace(XLA, window=window), cross=XLA)
-    return list(attention_problems(attention, head_count, 128, axes, Parallel(**named)))
+    asked = {"self": Question(head_count, 128, (21, 45, 80)), "cross": Question(head_count, 128)}
+    return list(attention_problems(attention, asked, axes, Parallel(**named)))
 
 
 def test_heads_that_do_not_divide_are_refused_with_what_works():

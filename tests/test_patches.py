@@ -16,7 +16,7 @@ from tests.conftest import ROOT, make_config
 from wan_torchax import patches
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
-from wan_torchax.models.vae import decode_chunk
+from wan_torchax.models.wan.vae import decode_chunk
 from wan_torchax.patches import interop, torchax
 from wan_torchax.runtime import ops
 
@@ -253,8 +253,9 @@ def test_a_torch_xla_of_another_torch_is_not_imported(tmp_path):
 import sys, diffusers.utils
 assert diffusers.utils.is_torch_xla_available()
 import wan_torchax.models
-from wan_torchax.stages import text
-text.tokenize(text.Path("models/demo/tokenizer"), ["a red circle"], 20)
+from pathlib import Path
+from wan_torchax.models import tokens
+tokens.tokenize(Path("models/demo/tokenizer"), ["a red circle"], 20)
 print("torch_xla" in sys.modules)
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}

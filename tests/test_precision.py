@@ -72,10 +72,13 @@ def test_a_linear_layer_is_as_exact_as_eight_bits_are(dtype, activations, most):
 
 
 @pytest.mark.parametrize("placed", [
-    ["mesh.axes.tp=1"], ["mesh.axes.tp=1", "guidance=sequential"],
-    ["mesh=cpu_8", "sharding=tp", "mesh.axes={dp:2,sp:1,tp:4}"],
-    ["mesh=cpu_8", "sharding=sequence", "mesh.axes={dp:2,sp:4,tp:1}"],
-], ids=["one", "sequential", "tp", "sequence"])
+    pytest.param(["mesh.axes.tp=1"], id="one"),
+    pytest.param(["mesh.axes.tp=1", "guidance=sequential"], id="sequential", marks=pytest.mark.full),
+    pytest.param(["mesh=cpu_8", "sharding=tp", "mesh.axes={dp:2,sp:1,tp:4}"], id="tp"),
+    pytest.param(
+        ["mesh=cpu_8", "sharding=sequence", "mesh.axes={dp:2,sp:4,tp:1}"], id="sequence", marks=pytest.mark.full
+    ),
+])
 def test_weights_of_eight_bits_are_the_model_with_rounded_weights(checkpoint, tmp_path, cache, placed):
     """In the blocks between the ends, and nowhere else."""
     folder = tmp_path / "rounded"
@@ -94,9 +97,14 @@ def test_activations_of_eight_bits_stay_close(checkpoint, cache, mode, most):
 
 
 @pytest.mark.parametrize("placed", [
-    ["mesh.axes.tp=1"], ["mesh=cpu_8", "sharding=sequence", "mesh.axes={dp:2,sp:4,tp:1}"],
-    ["mesh=cpu_8", "sharding=tokens", "mesh.axes={dp:1,sp:8,tp:1}"],
-], ids=["one", "gathered", "from the stack"])
+    pytest.param(["mesh.axes.tp=1"], id="one"),
+    pytest.param(
+        ["mesh=cpu_8", "sharding=sequence", "mesh.axes={dp:2,sp:4,tp:1}"], id="gathered", marks=pytest.mark.full
+    ),
+    pytest.param(
+        ["mesh=cpu_8", "sharding=tokens", "mesh.axes={dp:1,sp:8,tp:1}"], id="from the stack", marks=pytest.mark.full
+    ),
+])
 def test_the_kernel_for_tpus_takes_int8_too(checkpoint, cache, placed):
     """In blocks between the ends; those at the ends have it in bfloat16, from stacks that hold them alone."""
     exact = latents(checkpoint, cache, *placed)

@@ -26,7 +26,7 @@ INTERNAL = ("jax.experimental.mosaic", "hydra.core.global_hydra", "hydra.core.ov
 DOCUMENTED = {
     "_exit": "Python's os",
     "_asdict": "Python's named tuples",
-    "_thread": "Python's library",
+    "_replace": "Python's named tuples",
     "_target_": "a key of Hydra's configs",
     "_foreach_add_": "torch",
     "_foreach_lerp_": "torch",

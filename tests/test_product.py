@@ -127,9 +127,12 @@ def test_a_step_has_eight_of_them_a_block(sharding, stack):
 
 
 @pytest.mark.parametrize("placed", [
-    ["mesh.axes.tp=1"], ["mesh=cpu_8", "sharding=sequence", "mesh.axes={dp:2,sp:4,tp:1}"],
-    ["mesh=cpu_8", "sharding=tokens", "mesh.axes={dp:1,sp:8,tp:1}"],
-], ids=["one", "sequence", "tokens"])
+    pytest.param(["mesh.axes.tp=1"], id="one"),
+    pytest.param(
+        ["mesh=cpu_8", "sharding=sequence", "mesh.axes={dp:2,sp:4,tp:1}"], id="sequence", marks=pytest.mark.full
+    ),
+    pytest.param(["mesh=cpu_8", "sharding=tokens", "mesh.axes={dp:1,sp:8,tp:1}"], id="tokens", marks=pytest.mark.full),
+])
 def test_a_video_is_as_close_to_float32_as_with_xla(two_layers, cache, placed):
     """On one device the prompts share the first block."""
     tiny = [override for override in two_layers if not override.startswith("mesh")]

@@ -32,7 +32,7 @@ def bucket(tmp_path, monkeypatch):
 
 
 def model():
-    return make_config("model.path=memory://bucket/demo").model
+    return make_config("model.path=memory://bucket/demo")
 
 
 def total(fetched):
@@ -42,7 +42,7 @@ def total(fetched):
 def test_a_checkpoint_in_a_bucket_is_found_without_its_weights(bucket):
     found = checkpoint.find(model(), "text_encoder")
     assert (found.folder.parent / "tokenizer/tokenizer.json").exists()
-    local = checkpoint.find(make_config().model, "text_encoder")
+    local = checkpoint.find(make_config(), "text_encoder")
     assert found.architecture == local.architecture and found.fingerprint != local.fingerprint
     assert total(bucket) < 100_000 < (found.folder / "model.safetensors").stat().st_size
     again = checkpoint.find(model(), "text_encoder")
@@ -84,7 +84,7 @@ def test_other_files_in_the_bucket_are_noticed(bucket):
 
 def test_what_cannot_be_read_is_told(bucket):
     with pytest.raises(ConfigError, match="no folder vae/"):
-        checkpoint.find(make_config("model.path=memory://bucket/nothing").model, "vae")
+        checkpoint.find(make_config("model.path=memory://bucket/nothing"), "vae")
     with pytest.raises(ConfigError, match="use gs:// or s3://"):
         remote.connect("nowhere://bucket/demo")
 

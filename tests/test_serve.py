@@ -378,7 +378,7 @@ def test_pages_of_other_sites_are_turned_away(idle, tmp_path):
     ("+serve.choices.schedular=[unipc]", "serve.choices=schedular: unknown; nearest: scheduler"),
     ("+serve.choices.scheduler=[uni]", "nearest: unipc"),
     ("serve.queue_limit=0", "must be at least 1"),
-    ("serve.keys_file=/nowhere", "no such file"),
+    ("serve.keys_file=/nowhere", "cannot be read"),
 ])
 def test_a_server_that_could_not_serve_is_not_started(override, words, monkeypatch):
     monkeypatch.delenv("WAN_TORCHAX_KEYS", raising=False)

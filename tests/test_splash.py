@@ -182,11 +182,11 @@ def test_one_row_out_of_range_leaves_all_others_as_they_were():
 
 
 @pytest.mark.parametrize("inputs, head_dim", [
-    (lambda: random_inputs(300, 1000, 64, heads=2), 64),
-    (lambda: random_inputs(300, 1000, 128), 128),
-    (giants_for_all, 128),
-    (too_large, 128),
-], ids=["head dim 64", "head dim 128", "out of range", "too large"])
+    pytest.param(lambda: random_inputs(300, 1000, 64, heads=2), 64, id="head dim 64", marks=pytest.mark.full),
+    pytest.param(lambda: random_inputs(300, 1000, 128), 128, id="head dim 128"),
+    pytest.param(giants_for_all, 128, id="out of range", marks=pytest.mark.full),
+    pytest.param(too_large, 128, id="too large"),
+])
 def test_it_goes_on_from_the_output_of_other_keys(inputs, head_dim):
     """As a ring does, in three steps: as exact as all keys at once, also where rows leave the range or all is lost."""
     query, key, value = inputs()

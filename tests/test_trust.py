@@ -178,7 +178,7 @@ def test_a_checkpoint_runs_no_code(tmp_path):
         stored["_target_"] = "os.system"
         stored |= {"tokenizer_class": "Evil"} if component == "tokenizer" else {}
         (model / component / name).write_text(json.dumps(stored))
-    checkpoints = find_all(make_config(f"model.path={model}").model, ["text_encoder", "transformer", "vae"])
+    checkpoints = find_all(make_config(f"model.path={model}"), ["text_encoder", "transformer", "vae"])
     assert "_target_" not in checkpoints["transformer"].architecture
     try:
         load_tokenizer(model / "tokenizer")
