@@ -349,7 +349,7 @@ def test_what_cannot_be_joined_is_told(overrides, message):
     [
         (["mesh=v6e_16"], "has 4 hosts, and distributed=none is one process; set distributed=auto"),
         (["distributed=auto", "task=tune"], "task=tune is done by one process; set distributed=none"),
-        (["mesh=v6e_16", "mesh.hosts=3", "distributed=auto"], "mesh.hosts=3: must be at least 1 and divide the 16 devices"),
+        (["mesh=v6e_16", "mesh.hosts=3", "distributed=auto"], "mesh.hosts=3: must be at least 1 and divide the 16"),
         (
             ["distributed=auto", "distributed.lost_seconds=1"],
             "distributed.lost_seconds=1: must be from 5 to 3600; nearest 5",

@@ -14,7 +14,8 @@ from wan_torchax.session import Session
 
 
 @pytest.mark.parametrize("upright, chips", [
-    (False, 1), (True, 2), pytest.param(False, 2, marks=pytest.mark.full), pytest.param(True, 1, marks=pytest.mark.full),
+    (False, 1), (True, 2),
+    pytest.param(False, 2, marks=pytest.mark.full), pytest.param(True, 1, marks=pytest.mark.full),
 ])
 def test_decoding_by_lines_is_diffusers_decode(upright, chips, monkeypatch):
     """With channels of 5, 10 and 20, which are widened to 8 (two lines side by side), 16 and 24, and the longer side
