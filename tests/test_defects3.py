@@ -1,14 +1,17 @@
 """Untrue messages, trust that went too far and work that was thrown away: each a case that once was."""
+import dataclasses
+import inspect
 import json
 import math
 import os
+import shutil
 from types import SimpleNamespace
 
 import numpy
 import pytest
 from safetensors.numpy import save_file
 
-from tests.conftest import make_config
+from tests.conftest import ROOT, make_config
 from wan_torchax.config.adapters import adapter_problems
 from wan_torchax.config.commandline import CONF
 from wan_torchax.config.resolve import Checkpoint
@@ -17,6 +20,7 @@ from wan_torchax.models.wan import FAMILY
 from wan_torchax.records import results
 from wan_torchax.records.store import GIB, Store
 from wan_torchax.runtime import adapters
+from wan_torchax.runtime.checkpoint import find_all, read_architecture
 from wan_torchax.serve import worker
 
 # ---------------------------------------------------------------- what was computed
@@ -185,3 +189,36 @@ def test_rcm_is_sampled_as_published():
         text = (CONF / "sampling" / f"{name}.yaml").read_text()
         assert "sparse-linear attention (SLA), which is not implemented" in text
     assert "resolution=720p mesh=" in text
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def test_a_config_json_reaches_transformers_with_its_architecture_only(tmp_path):
+    forged = {"attn_implementation": "publisher/kernel", "experts_implementation": "publisher/kernel",
+              "per_layer_config": {}, "auto_map": {"AutoModel": "evil.Evil"}, "quantization_config": {}}
+    shutil.copytree(ROOT / "models" / "demo", tmp_path / "model")
+    path = tmp_path / "model" / "text_encoder" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | forged))
+    found = find_all(make_config(f"model.path={tmp_path / 'model'}"), ["text_encoder"])["text_encoder"]
+    assert found.architecture.keys() == FAMILY.spec("text_encoder").fields
+    for component in ("text_encoder", "image_encoder"):
+        (tmp_path / "config.json").write_text(json.dumps(forged))
+        assert read_architecture(tmp_path, {}, component, FAMILY.spec(component).fields) == {}
+
+
+def test_fields_are_those_of_the_classes_and_all_that_conf_says():
+    import diffusers
+    import transformers
+
+    from wan_torchax.models.modules import construct
+
+    kinds = {"text_encoder": transformers.UMT5Config, "image_encoder": transformers.CLIPVisionConfig}
+    said = make_config("model=wan21_i2v_14b_480p").model.architecture
+    for component, kind in kinds.items():
+        fields = FAMILY.spec(component).fields
+        assert set(said[component]) <= fields <= {field.name for field in dataclasses.fields(kind)}
+    for kind in (diffusers.WanTransformer3DModel, diffusers.AutoencoderKLWan):
+        assert not any(one.kind is one.VAR_KEYWORD for one in inspect.signature(kind).parameters.values())
+    with pytest.raises(ConfigError, match="self=1 in the checkpoint's config.json"):
+        construct(diffusers.AutoencoderKLWan, {"self": 1})

@@ -43,6 +43,9 @@ class ComponentSpec:
     prefix: str = ""  # of names in checkpoints, written by some library versions
     beside: tuple[str, ...] = ()  # further folders that it needs, e.g. a tokenizer
     twin_of: str | None = None  # another component of the same architecture; only the weights differ
+    # Of config.json, what reaches `build`. None: everything, as models.modules.construct takes only what the class's
+    # constructor names. transformers' configs take any name, some of which load code.
+    fields: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)

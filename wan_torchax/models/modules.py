@@ -14,7 +14,7 @@ log = logging.getLogger("wan")
 def construct(kind: type, architecture: Mapping) -> torch.nn.Module:
     """A module on the meta device: shapes and names, no memory. An unknown setting is an error unless it is off: Wan
     2.2's VAE has clip_output: false."""
-    architecture, taken = dict(architecture), inspect.signature(kind.__init__).parameters
+    architecture, taken = dict(architecture), inspect.signature(kind).parameters
     for name in sorted(architecture.keys() - taken.keys()):
         if architecture[name] not in (None, False):
             raise ConfigError(

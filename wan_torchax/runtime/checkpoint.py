@@ -1,7 +1,7 @@
 """Locates checkpoints (local folder, Hub, bucket) and reads their headers. No JAX or torch, so errors come early."""
 import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def find(config, component: str, local_only: bool = False) -> Checkpoint:
     revision = model.revision if path == model.path else None
     names = component, *family.spec(component).beside
     folder, *beside = (find_folder(path, revision, name, local_only) for name in names)
-    architecture = read_architecture(folder, model.architecture[key], key)
+    architecture = read_architecture(folder, model.architecture[key], key, family.spec(component).fields)
     index(folder)
     for file in (path for other in beside for path in sorted(other.glob("*.json"))):
         check_ends(file)
@@ -99,15 +99,18 @@ def download(path: str, revision: str | None, component: str, local_only: bool) 
 # ---------------------------------------------------------------- contents
 
 
-def read_architecture(folder: Path, expected, component: str) -> dict:
-    """A component's config.json merged with conf/model; an error where they contradict."""
+def read_architecture(folder: Path, expected, component: str, fields: Set[str] | None = None) -> dict:
+    """A component's config.json merged with conf/model; an error where they contradict. Of `fields`, if given, only."""
     try:
         stored = json.loads((folder / "config.json").read_text())
         if not isinstance(stored, dict):
             raise ValueError("it is no mapping of names to values")
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{folder}: no readable config.json ({error}); download it again") from error
-    stored = {name: value for name, value in stored.items() if not name.startswith("_") and name not in ABOUT_FILES}
+    stored = {
+        name: value for name, value in stored.items()
+        if (name in fields if fields is not None else not name.startswith("_") and name not in ABOUT_FILES)
+    }
     differences = [
         f"{name}: {stored[name]} in the checkpoint, {value} in the config"
         for name, value in expected.items()

@@ -19,6 +19,15 @@ from wan_torchax.models.family import (
 from wan_torchax.models.wan.adapters import NAMES
 
 HERE = "wan_torchax.models.wan"
+# What describes the architecture in the config.json of transformers' models.
+UMT5_FIELDS = frozenset({
+    "vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads", "relative_attention_num_buckets",
+    "relative_attention_max_distance", "layer_norm_epsilon", "feed_forward_proj",
+})
+CLIP_FIELDS = frozenset({
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels", "image_size",
+    "patch_size", "hidden_act", "layer_norm_eps",
+})
 
 
 def geometry(architecture) -> Geometry:
@@ -216,10 +225,10 @@ FAMILY = Family(
     name="wan",
     modules=tuple(f"{HERE}.{name}" for name in ("blocks", "vae", "text", "clip")),
     components={
-        "text_encoder": ComponentSpec(lazily(f"{HERE}.text", "build"), beside=("tokenizer",)),
+        "text_encoder": ComponentSpec(lazily(f"{HERE}.text", "build"), beside=("tokenizer",), fields=UMT5_FIELDS),
         "image_encoder": ComponentSpec(
             lazily(f"{HERE}.clip", "build"), unused=lazily(f"{HERE}.clip", "unused"), prefix="vision_model.",
-            beside=("image_processor",),
+            beside=("image_processor",), fields=CLIP_FIELDS,
         ),
         "transformer": ComponentSpec(
             lazily(f"{HERE}.blocks", "build"), ("blocks", "vace_blocks"), lazily(f"{HERE}.blocks", "tables"),
