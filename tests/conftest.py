@@ -49,7 +49,8 @@ from wan_torchax.config.validation import validate  # noqa: E402
 # As small and short as it goes, on one device.
 SMALL = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "steps=3", "output.keep_frames=true"]
 
-LONG = ()  # files that take long, the longest first
+# Files that take long, the longest first.
+LONG = "conf", "splash", "keys", "family", "serve", "comfyui", "adapters", "precision", "toy", "start", "serve_batch"
 
 
 def pytest_collection_modifyitems(items):

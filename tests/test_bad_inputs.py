@@ -192,7 +192,6 @@ sharding.gather=dp  =>  sharding.gather=dp: heads and mlp of sharding.axes share
 sharding.attention.batch=zz  =>  sharding.attention.batch: the mesh has no axis 'zz'; one of: dp, sp, tp
 sharding.attention.ring=q  =>  sharding.attention.ring: the mesh has no axis 'q'; one of: dp, sp, tp
 sharding.picture=[null,null,null,zz,null]  =>  sharding.picture: the mesh has no axis 'zz'; one of: dp, sp, tp
-sharding.picture=[null,null,null,null,[dp,sp,tp]] mesh=cpu_8 resolution.width=80  =>  sharding.picture: resolution.width=80
 mesh=cpu_8 sharding=sequence mesh.axes={dp:1,sp:3,tp:1}  =>  sharding.attention.ulysses=sp (size 3): 8 heads do not divide
 model.weights.transformer.attention_out.axes=[zz]  =>  zz is no name of sharding.axes; one of: heads, mlp, encoder
 model.weights.transformer.attention_out.axes=[mlp,mlp]  =>  each name of sharding.axes at most once
@@ -390,6 +389,7 @@ def test_a_mistake_is_told_before_torch_loads(runs, typed, said):
     assert not answer.torch
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("typed, said", rows(LATER_TABLE))
 def test_what_only_a_device_or_the_model_knows_is_told_before_any_stage(runs, typed, said):
     answer, output = runs(typed, warm())

@@ -5,6 +5,9 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
+import warnings
 from types import SimpleNamespace
 
 import numpy
@@ -12,16 +15,18 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.conftest import ROOT, make_config
+from wan_torchax.config import registry
 from wan_torchax.config.adapters import adapter_problems
 from wan_torchax.config.commandline import CONF
 from wan_torchax.config.resolve import Checkpoint
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.models.wan import FAMILY
-from wan_torchax.records import results
+from wan_torchax.records import media, results
 from wan_torchax.records.store import GIB, Store
 from wan_torchax.runtime import adapters
 from wan_torchax.runtime.checkpoint import find_all, read_architecture
 from wan_torchax.serve import worker
+from wan_torchax.tasks import attempt
 
 # ---------------------------------------------------------------- what was computed
 
@@ -222,3 +227,109 @@ def test_fields_are_those_of_the_classes_and_all_that_conf_says():
         assert not any(one.kind is one.VAR_KEYWORD for one in inspect.signature(kind).parameters.values())
     with pytest.raises(ConfigError, match="self=1 in the checkpoint's config.json"):
         construct(diffusers.AutoencoderKLWan, {"self": 1})
+
+
+# ---------------------------------------------------------------- JAX's compilation cache
+
+
+@pytest.fixture
+def cache_dir(tmp_path):
+    """The folder that JAX caches programs in, for the length of a test."""
+    import jax
+
+    from wan_torchax.devices import start
+
+    before = jax.config.jax_compilation_cache_dir
+    start.use_cache(str(tmp_path / "jax"))
+    yield tmp_path / "jax"
+    start.use_cache(before)
+
+
+def used(folder, caplog):
+    import jax
+
+    from wan_torchax.devices import start
+
+    caplog.clear()
+    start.use_cache(str(folder))
+    assert len(caplog.messages) == (jax.config.jax_compilation_cache_dir is None)
+    return jax.config.jax_compilation_cache_dir
+
+
+def test_a_cache_that_others_can_write_to_is_not_used(cache_dir, tmp_path, caplog, monkeypatch):
+    assert cache_dir.stat().st_mode & 0o777 == 0o700
+    for mode, taken in ((0o755, True), (0o775, False), (0o757, False), (0o700, True)):
+        cache_dir.chmod(mode)
+        assert used(cache_dir, caplog) == (str(cache_dir) if taken else None), oct(mode)
+        assert taken or f"is open to others (mode {mode:o}); chmod 700 {cache_dir}" in caplog.text
+    (tmp_path / "file").write_text("")
+    assert used(tmp_path / "file", caplog) is None
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    assert used(cache_dir, caplog) is None and "set compile.cache_dir to your own" in caplog.text
+
+
+def test_a_damaged_entry_is_compiled_and_written_again(cache_dir):
+    import jax
+
+    def entry():
+        jax.jit(lambda x: x * 4.25 + 1).lower(jax.ShapeDtypeStruct((5,), "float32")).compile()
+        (path,) = cache_dir.glob("*-cache")
+        return path
+
+    path = entry()
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[: size // 2])
+    jax.clear_caches()
+    with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry"):
+        entry()
+    assert path.stat().st_size >= size - 8, "as long as it was: the time of compilation is in it"
+    jax.clear_caches()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        entry()
+
+
+# ---------------------------------------------------------------- ffmpeg
+
+
+def attempted(folder, *overrides):
+    """Why a job failed before its task began; None if it got that far."""
+    began, load = [], registry.load
+
+    def load_all_but_tasks(table, name):
+        return (lambda *_: began.append(name)) if table is registry.TASKS else load(table, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "load", load_all_but_tasks)
+        patch.setattr(attempt, "failures", [])
+        attempt.attempt(make_config(*overrides), folder, list(overrides))
+        assert len(began) + len(attempt.failures) == 1
+        return None if began else attempt.failures[0]
+
+
+def test_an_ffmpeg_that_does_not_run_is_told_first(tmp_path, monkeypatch):
+    for command in ("/nowhere/ffmpeg", "/bin/true", "/bin/false"):
+        monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", command)
+        for task in ("task=generate", "task=serve"):
+            told = attempted(tmp_path, task)
+            assert "ffmpeg, which reads and writes videos, does not run" in told and "IMAGEIO_FFMPEG_EXE" in told
+        for without in (["task=plan"], ["stages=[text]"], ["stages=[text,denoise]"]):
+            assert attempted(tmp_path, *without) is None
+    reads = "model=wan21_vace_1_3b", "resolution=480p", "stages=[encode]", f"video={tmp_path / 'clip.mp4'}"
+    assert "does not run" in attempted(tmp_path, *reads)
+    (tmp_path / "video.mp4").write_bytes(b"x")
+    with pytest.raises(ConfigError, match="does not run"):
+        media.read_metadata(tmp_path / "video.mp4")
+    monkeypatch.delenv("IMAGEIO_FFMPEG_EXE")
+    assert attempted(tmp_path, "task=generate") is None
+
+
+@pytest.mark.system
+def test_no_ffmpeg_is_told_before_anything_loads(tmp_path):
+    command = [sys.executable, "-X", "importtime", "run.py", f"hydra.run.dir={tmp_path}"]
+    environment = os.environ | {"IMAGEIO_FFMPEG_EXE": "/nowhere/ffmpeg"}
+    answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    imported = {line.rpartition("|")[2].strip() for line in answer.stderr.splitlines() if "import time:" in line}
+    assert answer.returncode == 1 and "does not run: [Errno 2]" in answer.stderr + answer.stdout
+    assert "hydra" in imported and not {"jax", "torch", "diffusers"} & imported

@@ -97,6 +97,7 @@ def test_compression_is_wans(pipeline):
 # ---------------------------------------------------------------- what it can do
 
 
+@pytest.mark.system
 @torch.no_grad()
 def test_vae_rebuilds_clips(pipeline):
     random = Random(3)

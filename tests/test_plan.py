@@ -88,7 +88,7 @@ def test_a_local_checkpoint_completes_the_architecture(tmp_path):
     assert json.loads((tmp_path / "plan.json").read_text())["fits"]
 
 
-@pytest.mark.parametrize("mesh", ["v6e_1", "gpu_1"])
+@pytest.mark.parametrize("mesh", [pytest.param("v6e_1", marks=pytest.mark.full), "gpu_1"])
 def test_one_chip_plans_too(tmp_path, mesh):
     made = make(tmp_path, "model=wan21_t2v_1_3b", "resolution=480p", f"mesh={mesh}")
     assert made["fits"] and made["chips"] == 1 and not made["communication"]["rows"]

@@ -162,6 +162,7 @@ def test_what_is_loaded_is_rounded_once_after_adapters(checkpoint, tmp_path, mod
         assert kept.shape[0] == 3 and relative(kept[0], weights[f"blocks.0.{layer}.weight"].numpy()) < 2**-8
 
 
+@pytest.mark.full
 def test_a_14b_fits_24_gb_in_eight_bits(tmp_path):
     card = "model=wan21_t2v_14b", "resolution=480p", "mesh=gpu_1", "attention=cudnn", "mesh.chip.hbm_gib=24"
     fits = {mode: make_plan(tmp_path, *card, f"precision={mode}")["fits"] for mode in ("none", "fp8", "int8_weights")}

@@ -141,6 +141,16 @@ def test_uncached(empty_cache):
     assert len(list(empty_cache.iterdir())) > before
 
 
+def test_remove_damaged_entries(empty_cache):
+    compile_anew(4.5)
+    (entry,) = empty_cache.glob("*-cache")
+    entry.write_bytes(b"damaged")
+    jax.clear_caches()
+    with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry"):
+        compile_anew(4.5)
+    assert entry.read_bytes() != b"damaged"
+
+
 def test_has_devices():
     program = "import jax; from wan_torchax.private import has_devices as has; print(has(), len(jax.devices()), has())"
     answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -28,9 +28,11 @@ LENGTHS = [  # (queries, keys)
     (1023, 1023),  # 32,760 tokens leave 2040 of the last 2048; this leaves 255 of 256
     (629, 629),  # 75,600 leave 1872 of 4096; this leaves 117 of 256
 ]
-CASES = [(*lengths, 128, {}) for lengths in LENGTHS]
-CASES += [(*lengths, 64, {}) for lengths in LENGTHS[::4]]
-CASES += [(*lengths, 128, {"fold_scale": False}) for lengths in LENGTHS[1::6]]
+CASES = [(*lengths, 128, {}) for lengths in LENGTHS[::2]]
+CASES += [(*lengths, 64, {}) for lengths in LENGTHS[1::8]] + [(129, 127, 128, {"fold_scale": False})]
+CASES += [pytest.param(*lengths, 128, {}, marks=pytest.mark.full) for lengths in LENGTHS[1::2]]
+CASES += [pytest.param(*lengths, 64, {}, marks=pytest.mark.full) for lengths in LENGTHS[::4]]
+CASES += [pytest.param(*lengths, 128, {"fold_scale": False}, marks=pytest.mark.full) for lengths in LENGTHS[1::6]]
 WHOLE_CASES = [(*lengths, head_dim, {"smooth_keys": True}) for lengths, head_dim in zip(LENGTHS[-2:], (64, 128))]
 WHOLE_CASES += [(512, 769, 128, {}), (640, 257, 64, {})]
 WINDOWS = ((257, 0, 128), (300, 20, 64), (629, 400, 128))

@@ -108,7 +108,7 @@ def test_an_adapter_is_stored_as_it_was_learned_and_fits(networks, tmp_path):
     assert 2 * len(placed) == len(learned) and not elsewhere and not problems
 
 
-@pytest.mark.parametrize("hollow", (False, True))
+@pytest.mark.parametrize("hollow", (False, pytest.param(True, marks=pytest.mark.full)))
 def test_what_starts_elsewhere_or_is_an_outline_moves_as_it_did(hollow):
     random = Random(5)
     scenes = [world.sample_scene(random, world.COMBINATIONS, 0.2) for _ in range(20)]

@@ -121,7 +121,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("placed", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("placed", [
+    pytest.param(placed, id=name, marks=pytest.mark.full if name in ("tp", "ring") else ())
+    for name, placed in LAYOUTS.items()
+])
 def test_it_is_its_own_modules(checkpoint, tmp_path, cache, placed):
     placed = [*placed, cache, "sharding.picture=[]"]
     values = run(checkpoint, tmp_path, *placed)

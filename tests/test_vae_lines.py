@@ -29,7 +29,7 @@ def test_decoding_by_lines_is_diffusers_decode(upright, chips, monkeypatch):
     arrays = {name: jnp.asarray(tensor.numpy()) for name, tensor in vae.state_dict().items()}
 
     def decode(arrays, latent, caches):
-        return vae_lines.decode_chunk(arrays, latent, caches, "chips", upright)
+        return vae_lines.decode_chunk(arrays, latent, caches, "chips", max(size), upright)
 
     mesh = jax.make_mesh((chips,), ("chips",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:chips])
     spec, carry = PartitionSpec(*[None] * (3 if upright else 4), "chips"), PartitionSpec(None, "chips")
@@ -42,6 +42,7 @@ def test_decoding_by_lines_is_diffusers_decode(upright, chips, monkeypatch):
     numpy.testing.assert_allclose(numpy.concatenate(chunks, axis=2), expected, atol=2e-5)
 
 
+@pytest.mark.full
 def test_the_stage_decodes_the_same_by_lines(cache):
     """Eight chips, two columns of latents each; frames differ by a rounding here and there."""
     latents = numpy.random.default_rng(0).normal(size=(1, 16, 2, 8, 16)).astype("float32")
