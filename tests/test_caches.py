@@ -185,7 +185,8 @@ def test_easycache_leaves_steps_out_and_says_so(run, tmp_path):
 
 
 @pytest.mark.parametrize("mode", [
-    "magcache_guidance", *(pytest.param(name, marks=pytest.mark.full) for name in ("guidance", "magcache", "easycache")),
+    "magcache_guidance",
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("guidance", "magcache", "easycache")),
 ])
 def test_a_mode_is_resumed_and_replayed(mode, tmp_path, two_layers):
     """The same steps are left out, so the frames are the same bit for bit, and the video says which mode made it."""
