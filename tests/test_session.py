@@ -6,6 +6,7 @@ import threading
 import numpy
 import pytest
 from omegaconf import OmegaConf
+from safetensors.numpy import load_file, save_file
 
 from tests import tiny
 from tests.conftest import make_config
@@ -266,3 +267,16 @@ def test_a_transformer_that_wants_a_pictures_tokens_is_refused_where_no_stage_gi
     image = ["+model.architecture.transformer.added_kv_proj_dim=128", "+model.architecture.transformer.image_dim=16"]
     with pytest.raises(ConfigError, match="model=demo wants a picture's tokens, and pipeline=t2v gives none"):
         validate(make_config(*image))
+
+
+def test_weights_come_from_where_they_are_now(configure, tmp_path):
+    """Of two folders with the same weights one is overwritten: the other's are loaded from the other."""
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        tiny.copied("text", folder)
+    session, file = Session(), folders[0] / "transformer" / "diffusion_pytorch_model.safetensors"
+    exact = run(session, configure(f"model.path={folders[0]}", "keep_resident=false"))["latents"]
+    save_file({name: tensor * 1.1 for name, tensor in load_file(file).items()}, file)
+    again = run(session, configure(f"model.path={folders[1]}", "keep_resident=false"))["latents"]
+    assert numpy.array_equal(again, exact)
+    assert not numpy.array_equal(run(session, configure(f"model.path={folders[0]}"))["latents"], exact)

@@ -87,6 +87,7 @@ class Session:
             if component not in self.components:
                 self.components[component] = Component(component, resolved, cache)
             components[component] = self.components[component]
+            components[component].move_to(resolved.checkpoints.get(component))
         recipe = find(name).recipe_for(name, resolved)
         videos = recipe.derived.get("videos", 1)  # programs for each batch size are cached separately
         place = name if videos == 1 else f"{name} of {videos}"

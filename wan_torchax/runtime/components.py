@@ -73,6 +73,12 @@ class Component:
         allowed = checkpoint and [adapter.allow_unmatched for adapter in checkpoint.adapters]
         return key_of([recipe.key, checkpoint and checkpoint.fingerprint, allowed])
 
+    def move_to(self, checkpoint: Checkpoint | None) -> None:
+        """Load from here: the same content, and where it was found before something else may be by now."""
+        if checkpoint != self.checkpoint:
+            self.checkpoint = checkpoint
+            self.__dict__.pop("changes", None)
+
     def check(self) -> None:
         """Check the array specs against the headers of the checkpoint and of the adapters."""
         weights.check(self.specs, self.stored.folder, self.unused, self.spec.prefix)
