@@ -75,6 +75,29 @@ def ask_each_thread() -> None:
 
 @private(
     "jax",
+    why="JAX compiles anew if it cannot read an entry of its compilation cache, but never overwrites the entry",
+    until="it does",
+)
+@functools.cache
+def remove_damaged_entries() -> None:
+    """From now on, an entry that cannot be read is removed, so that JAX writes it again."""
+    from jax._src import compilation_cache, lru_cache
+
+    read = compilation_cache.get_executable_and_time
+
+    def read_or_remove(key, options, backend, devices):
+        try:
+            return read(key, options, backend, devices)
+        except Exception:
+            with contextlib.suppress(OSError):
+                (compilation_cache._get_cache(backend).path / f"{key}{lru_cache._CACHE_SUFFIX}").unlink()
+            raise
+
+    compilation_cache.get_executable_and_time = read_or_remove
+
+
+@private(
+    "jax",
     why="jax.devices() initializes the devices, after which flags have no effect",
     until="JAX has a public query for it",
 )

@@ -1,14 +1,18 @@
 """Starts JAX: sets what must be set before it initializes, once per process, and what may change between jobs."""
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from wan_torchax import private
 from wan_torchax.config.geometry import device_count
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.devices import distributed
+from wan_torchax.records.store import Untrusted, check_folder
 
+log = logging.getLogger("wan")
 FAKE_DEVICES = 8  # CPU devices, always created so that a sweep can mix meshes; unused ones cost nothing
 flags_in_force: dict[str, list[str]] | None = None  # the flags of this process's first job
 
@@ -80,8 +84,24 @@ def use_cache(folder: str | None) -> None:
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
+    folder = folder and own_folder(folder)
+    private.remove_damaged_entries()
     if folder != jax.config.jax_compilation_cache_dir:
         compilation_cache.reset_cache()  # JAX would keep using the folder it opened first
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def own_folder(folder: str) -> str | None:
+    """The folder, created if it does not exist; None, with a warning, if others can write to it, as its entries are
+    code, or if it cannot be created. Buckets (gs://…) are JAX's to open."""
+    if "://" in folder:
+        return folder
+    try:
+        Path(folder).mkdir(parents=True, mode=0o700, exist_ok=True)
+        check_folder(Path(folder), "compile.cache_dir", closed=0o022)
+    except (Untrusted, OSError) as error:
+        log.warning("JAX's compilation cache is not used: %s", error)
+        return None
+    return folder

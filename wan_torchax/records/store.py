@@ -128,14 +128,14 @@ class Store:
 # ---------------------------------------------------------------- ownership
 
 
-def check_folder(folder: Path) -> None:
-    """Raise if other users could write to the folder."""
+def check_folder(folder: Path, key: str = "compile.store", closed: int = 0o077) -> None:
+    """Raise if the folder belongs to another user, or has any of the permissions in `closed`."""
     if not folder.exists():
         return
     status = folder.stat()
     if status.st_uid != os.getuid():
-        raise Untrusted(f"{folder} belongs to user {status.st_uid}, not {os.getuid()}; set compile.store to your own")
-    if status.st_mode & 0o077:
+        raise Untrusted(f"{folder} belongs to user {status.st_uid}, not {os.getuid()}; set {key} to your own")
+    if status.st_mode & closed:
         raise Untrusted(f"{folder} is open to others (mode {stat.S_IMODE(status.st_mode):o}); chmod 700 {folder}")
 
 
