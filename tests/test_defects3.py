@@ -314,7 +314,7 @@ def test_an_ffmpeg_that_does_not_run_is_told_first(tmp_path, monkeypatch):
         for task in ("task=generate", "task=serve"):
             told = attempted(tmp_path, task)
             assert "ffmpeg, which reads and writes videos, does not run" in told and "IMAGEIO_FFMPEG_EXE" in told
-        for without in (["task=plan"], ["stages=[text]"], ["stages=[text,denoise]"]):
+        for without in (["task=plan", "mesh=v6e_8"], ["stages=[text]"], ["stages=[text,denoise]"]):
             assert attempted(tmp_path, *without) is None
     reads = "model=wan21_vace_1_3b", "resolution=480p", "stages=[encode]", f"video={tmp_path / 'clip.mp4'}"
     assert "does not run" in attempted(tmp_path, *reads)

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import imageio_ffmpeg
 import numpy
 from PIL import Image
 
 from wan_torchax import interruption
+from wan_torchax.config.clips import ffmpeg
 from wan_torchax.records.files import atomic
 
 SHEET_FRAMES = 9
@@ -66,7 +66,7 @@ class Encoder:
         # With `medium`, a four-step model would wait for the encoder.
         encoder = ["-c:v", "libx264", "-preset", "veryfast", "-crf", str(self.encoding.quality), "-pix_fmt", "yuv420p"]
         encoder += [*colours, "-f", "mp4"]
-        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *source, "-i", "-", *encoder, str(self.stream)]
+        command = [ffmpeg(), "-y", "-v", "error", *source, "-i", "-", *encoder, str(self.stream)]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def write(self, frames: numpy.ndarray) -> None:
@@ -90,7 +90,7 @@ class Encoder:
             metadata.flush()
             inputs = ["-i", str(self.stream), "-f", "ffmetadata", "-i", metadata.name, "-map_metadata", "1"]
             copy = [*inputs, "-c", "copy", "-movflags", "+faststart", str(partial)]
-            command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *copy]
+            command = [ffmpeg(), "-y", "-v", "error", *copy]
             ran = subprocess.run(command, capture_output=True, check=False)
             check(self.path, ran.returncode, ran.stderr)
 
@@ -116,7 +116,7 @@ def read_metadata(path: Path) -> dict | None:
     """The settings in the metadata of a video of this project; None for any other file."""
     # Force MP4: ffmpeg would open the files listed in a playlist that is named like a video.
     source = ["-f", "mp4", "-protocol_whitelist", "file", "-i", f"file:{path}"]
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", *source, "-f", "ffmetadata", "-"]
+    command = [ffmpeg(), "-v", "error", *source, "-f", "ffmetadata", "-"]
     try:
         text = subprocess.run(command, capture_output=True, check=False, timeout=READ_SECONDS).stdout
         comment = re.search(r"^comment=((?:[^\\\n]|\\.|\\\n)*+)", text.decode(errors="replace"), re.MULTILINE)

@@ -5,7 +5,7 @@ import traceback
 from pathlib import Path
 
 from wan_torchax import interruption
-from wan_torchax.config import commandline, jobs, registry, validation
+from wan_torchax.config import clips, commandline, jobs, registry, validation
 from wan_torchax.config.commandline import compose, sweep_folders
 from wan_torchax.config.schema import ConfigError, FolderError
 from wan_torchax.devices import distributed
@@ -27,6 +27,8 @@ def attempt(config, folder: Path, overrides: list[str]) -> float | None:
         distributed.compare(config)
         if jobs.are_listed(config):
             return attempt_list(config, folder, overrides)
+        if needs_ffmpeg(config):
+            clips.ffmpeg()
         validation.validate(config)
         if config.sweep.resume and (before := distributed.from_first("done before", done_before(config, folder))):
             return before
@@ -37,6 +39,14 @@ def attempt(config, folder: Path, overrides: list[str]) -> float | None:
         if config.traceback:
             log.error(traceback.format_exc())
         distributed.regroup(explain(error))
+
+
+def needs_ffmpeg(config) -> bool:
+    """Whether the task writes or reads a video."""
+    stages = [stage for name, stage in config.pipeline.stages.items() if name in config.stages]
+    if config.task == "generate" and any("frames" in stage.gives for stage in stages):
+        return True
+    return config.task == "serve" or (config.video is not None and config.task != "plan")
 
 
 def done_before(config, folder: Path) -> float | None:

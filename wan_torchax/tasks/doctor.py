@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from wan_torchax import ROOT
+from wan_torchax.config import clips
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.devices import machine
 from wan_torchax.records import provenance
@@ -177,15 +177,10 @@ def check_disk(config) -> Iterator[Finding]:
 
 def check_encoder(config) -> Iterator[Finding]:
     """ffmpeg, with which videos are written."""
-    import imageio_ffmpeg
-
     try:
-        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-version"]
-        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
-        yield Finding("ffmpeg", "ok", told.split("Copyright")[0].strip())
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        remedy = "pip install --force-reinstall imageio-ffmpeg, or name one with the variable IMAGEIO_FFMPEG_EXE"
-        yield Finding("ffmpeg", "bad", f"it does not run: {error}", remedy)
+        yield Finding("ffmpeg", "ok", clips.version_of(clips.ffmpeg()))
+    except ConfigError as error:
+        yield Finding("ffmpeg", "bad", str(error).removesuffix(f"; {clips.REMEDY}"), clips.REMEDY)
 
 
 def check_hub(config) -> Iterator[Finding]:
