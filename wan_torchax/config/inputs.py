@@ -113,6 +113,9 @@ def video_problems(key: str, path: Path, config: DictConfig, whole: bool) -> Ite
                 sizes = f"from {LEAST_SIDE} a side to {MOST_PIXELS // 10**6} million pixels"
                 yield f"{key}: {clip.width} x {clip.height}; must be {sizes}"
                 return
+            if is_picture(path):
+                yield f"{key}: is one picture; give a video of at least {size.frames} frames"
+                return
             count = len(read_frames(path, size, config.fit)) if whole else size.frames
         except Exception as error:  # whatever ffmpeg makes of it
             yield f"{key}: not a video that ffmpeg reads ({str(error).strip().splitlines()[-1][:200]}); save it as MP4"
@@ -130,6 +133,12 @@ def mask_problems(key: str, path: Path, config: DictConfig, whole: bool) -> Iter
 
 
 def is_picture(path: Path) -> bool:
+    """By its name; a GIF by its frames, since ffmpeg makes ten or more of a single one."""
+    from PIL import Image
+
+    if path.suffix.lower() == ".gif":
+        with contextlib.suppress(Exception), Image.open(path) as picture:  # input_problems tells what is wrong with it
+            return getattr(picture, "n_frames", 1) == 1
     return path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 
 

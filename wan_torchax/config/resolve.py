@@ -148,7 +148,7 @@ class Job:
 
     def inputs(self) -> dict[str, Any]:
         """What the user gives, by the names the stages take it by."""
-        return {value: OmegaConf.select(self.config, key) for value, key in self.graph.inputs.items()}
+        return {value: plain(OmegaConf.select(self.config, key)) for value, key in self.graph.inputs.items()}
 
     def recipe(self, keys: Iterable[str], **derived) -> Recipe:
         """A recipe of some keys of the config and of numbers derived from others."""

@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
@@ -62,14 +62,14 @@ class FolderError(ConfigError):
 
 
 # What a stranger's video, folder, list, workflow or request may choose; all else is the owner's (trust.py).
-OFFERED, GROUP, ROWS = "offered", "group", "rows"
+OFFERED, KIND, GROUP, ROWS = "offered", "kind", "group", "rows"
 
 
-def offered(default: Any = MISSING) -> Any:
-    """A key whose value an artefact may say."""
+def offered(default: Any = MISSING, kind: Any = None) -> Any:
+    """A key whose value an artefact may say; of this kind, where OmegaConf has no type for it."""
     if callable(default):
         return field(default_factory=default, metadata={OFFERED: True})
-    return field(default=default, metadata={OFFERED: True})
+    return field(default=default, metadata={OFFERED: True, KIND: kind})
 
 
 def group(kind: Callable[[], Any], rows: type | None = None) -> Any:
@@ -409,7 +409,7 @@ class Config:
     references: list[str] = field(default_factory=list)
     fit: str = offered("cover")
     strength: Optional[float] = offered(None)
-    conditioning_scale: Optional[float] = offered(None)
+    conditioning_scale: Any = offered(None, Union[float, list[float], None])
     prompts: Optional[str] = None
     seeds: Optional[Any] = None
     shard: Optional[str] = None

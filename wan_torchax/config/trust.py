@@ -147,7 +147,7 @@ def walk(kind, prefix: str, inside: bool):
         elif entry.metadata.get(schema.ROWS):
             yield from walk(entry.metadata[schema.ROWS], f"{key}.*.", False)
         elif marked:
-            yield key, hint
+            yield key, entry.metadata.get(schema.KIND) or hint
 
 
 def fits(kind, value) -> bool:

@@ -97,7 +97,7 @@ def choice_problems(config: DictConfig) -> Iterator[str]:
     if config.expert_weights is not None:
         yield from one_of("expert_weights", config.expert_weights, EXPERT_WEIGHTS)
     names, boundary = list(config.model.experts), config.model.boundary
-    if (len(names), boundary is None) not in ((1, True), (2, False)) or not 0 < (boundary or 0.5) < 1:
+    if (len(names), boundary is None) not in ((1, True), (2, False)) or not 0 <= (boundary or 0) <= 1:
         yield f"model.experts={names}, model.boundary={boundary}: one and null, or two and a share from 0 to 1"
     yield from one_of("task", config.task, TASKS)
     yield from one_of("guidance", config.guidance, GUIDANCE)
@@ -230,15 +230,16 @@ def sampling_problems(config: DictConfig) -> Iterator[str]:
     second = config.guidance_scale_2
     if second is not None and not 0 <= second <= 20:
         yield f"guidance_scale_2={second}: must be from 0 to 20; null is as guidance_scale"
-    elif second is not None and second > 1 and not guided(config):
+    elif second not in (None, config.model.guidance_scale_2) and second > 1 and not guided(config):
         scale = config.guidance_scale
         yield f"guidance_scale_2={second}: guidance_scale={scale} decides, and is none; set it above 1, or both to 1"
     for key, most in (("strength", 1), ("conditioning_scale", 10)):
+        numbers = config[key] if OmegaConf.is_list(config[key]) else [config[key]]
         if config[key] is None:
             continue
         if key not in config.pipeline.inputs.values():
             yield f"{key}={config[key]}: pipeline={config.pipeline.name} has no use for it; leave it out"
-        elif not 0 <= config[key] <= most:
+        elif not all(type(number) in (int, float) and 0 <= number <= most for number in numbers):
             yield f"{key}={config[key]}: must be from 0 to {most}; null is the usual"
     if steps_skipped(config) >= config.steps >= 1:
         least = f"strength of at least {math.ceil(1000 / config.steps) / 1000}, or more steps"
@@ -427,19 +428,6 @@ def axis_problems(key: str, spec, axes) -> Iterator[str]:
         yield f"{key}={list(spec)}: an axis may shard one dimension only"
 
 
-def side_problems(config: DictConfig) -> Iterator[str]:
-    """Sides of the latent picture against the axes that share them in the VAE."""
-    scale, spec = family_of(config).geometry(config.model.architecture).size_scale, config.sharding.picture
-    for dimension, side in ((3, "height"), (4, "width")):
-        entry, size = spec[dimension] if len(spec) > dimension else None, config.resolution[side]
-        ways = math.prod(config.mesh.axes.get(axis, 1) for axis in spec_axes([entry]))
-        if ways > 0 and size // scale % ways:
-            yield (
-                f"sharding.picture: resolution.{side}={size} is {size // scale} in latents, not divisible by {ways} "
-                f"devices; use a {side} that is a multiple of {scale * ways}, or sharding.picture=[]"
-            )
-
-
 def kernel_problems(config: DictConfig) -> Iterator[str]:
     """The attention kernels against the model and the mesh."""
     dtype, axes = config.model.dtype["transformer"], dict(config.mesh.axes)
@@ -589,5 +577,5 @@ CHECKS = (
 )
 LATER_CHECKS = (
     cache_problems,
-    missing_problems, family_problems, side_problems, kernel_problems, product_problems, precision_problems,
+    missing_problems, family_problems, kernel_problems, product_problems, precision_problems,
 )

@@ -3,7 +3,7 @@ from collections.abc import Callable
 
 import jax
 
-from wan_torchax.devices.sharding import replicated
+from wan_torchax.devices.sharding import padded, replicated
 from wan_torchax.runtime.programs import Program
 from wan_torchax.stages.stage import Stage
 
@@ -12,8 +12,16 @@ def add_chunks(
     stage: Stage, function: Callable, first: jax.ShapeDtypeStruct, later: jax.ShapeDtypeStruct,
     caches_spec: jax.sharding.PartitionSpec,
 ) -> None:
-    """Programs `first` and `later` of function(arrays, piece, caches=None) -> (result, finite, caches)."""
+    """Programs `first` and `later` of function(arrays, piece, caches=None) -> (result, finite, caches). Between calls
+    caches are padded to what the devices divide: arguments and results of a program have to be."""
     everywhere, carry = replicated(stage.mesh), jax.sharding.NamedSharding(stage.mesh, caches_spec)
+
+    def chunk(arrays, piece, caches=None):
+        if caches is not None:
+            real = jax.eval_shape(function, arrays, first)[2]
+            caches = jax.tree.map(lambda cache, kept: cache[tuple(map(slice, kept.shape))], caches, real)
+        result, finite, caches = function(arrays, piece, caches)
+        return result, finite, jax.tree.map(lambda cache: padded(cache, carry), caches)
 
     def carried(cache):
         return jax.ShapeDtypeStruct(cache.shape, cache.dtype, sharding=carry)
@@ -22,5 +30,5 @@ def add_chunks(
         return [later, jax.tree.map(carried, lowered["first"].out_info[2])]
 
     outputs, component = (everywhere, everywhere, carry), stage.family.codec.component
-    stage.add("first", Program(function, component, [first], outputs))
-    stage.add("later", Program(function, component, later_arguments, outputs, donated=(2,)))
+    stage.add("first", Program(chunk, component, [first], outputs))
+    stage.add("later", Program(chunk, component, later_arguments, outputs, donated=(2,)))

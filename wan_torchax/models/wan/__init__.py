@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 import numpy
+from omegaconf import OmegaConf
 
 from wan_torchax.config.geometry import Geometry
 from wan_torchax.models.family import (
@@ -176,6 +177,9 @@ def problems(config) -> Iterator[str]:
     elif controlled and transformer["vace_in_channels"] != channels:
         key = "model.architecture.transformer.vace_in_channels"
         yield f"{key}={transformer['vace_in_channels']}: {pipeline} gives {channels}"
+    scales, layers = config.conditioning_scale, len(transformer.get("vace_layers", ()))
+    if OmegaConf.is_list(scales) and len(scales) != layers:
+        yield f"conditioning_scale={scales}: has {len(scales)} values, {model} {layers} control layers; one for each"
     if "last_image" in config.pipeline.inputs and config.resolution.frames == 1:
         yield f"resolution.frames=1: {pipeline} starts with one picture and ends with another; at least 5"
     if controlled and config.precision.weights is not None:

@@ -1,4 +1,6 @@
 """Wan's causal video VAE, run in chunks with its caches carried from one call to the next."""
+import functools
+
 import diffusers
 import jax
 import numpy
@@ -6,7 +8,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, patchify, unpatchify
 
 from wan_torchax.config.schema import ConfigError
-from wan_torchax.devices.sharding import partition_spec
+from wan_torchax.devices.sharding import padded, partition_spec
 from wan_torchax.models.activations import constrain_pictures
 from wan_torchax.models.modules import construct
 from wan_torchax.models.wan import vae_lines
@@ -46,14 +48,18 @@ def decoder_by_lines(config, mesh):
     caches_spec = jax.sharding.PartitionSpec(None, axes)
     specs = (jax.sharding.PartitionSpec(), spec, caches_spec)
     mean, deviation = statistics(config.model.architecture.vae)
-
-    def chunk(arrays, latent, caches):
-        return vae_lines.decode_chunk(arrays, latent, caches, axes, upright=spec[3] is not None)
-
-    spread = jax.shard_map(chunk, mesh=mesh, in_specs=specs, out_specs=specs[1:], check_vma=False)
+    upright = spec[3] is not None
+    side = 3 if upright else 4
 
     def decode(arrays, latent, caches):
-        return spread(arrays, (latent * deviation + mean).astype(config.model.dtype.vae), caches)
+        latent = (latent * deviation + mean).astype(config.model.dtype.vae)
+        columns = latent.shape[side]
+        latent = padded(latent, jax.sharding.NamedSharding(mesh, spec))
+        chunk = functools.partial(vae_lines.decode_chunk, axes=axes, columns=columns, upright=upright)
+        spread = jax.shard_map(chunk, mesh=mesh, in_specs=specs, out_specs=specs[1:], check_vma=False)
+        pixels, caches = spread(arrays, latent, caches)
+        scale = pixels.shape[side] // latent.shape[side]
+        return jax.lax.slice_in_dim(pixels, 0, columns * scale, axis=side), caches
 
     return decode, caches_spec
 

@@ -15,11 +15,12 @@ LANES = 128
 EPSILON = 1e-12  # of diffusers' norm
 
 
-def decode_chunk(arrays, latent, caches, axes, upright=False):
+def decode_chunk(arrays, latent, caches, axes, columns, upright=False):
     """One latent frame (1, channels, 1, height, width) to pixels (1, 3, frames, height, width) in -1..1, and caches.
 
     `caches` has the last two input frames of every causal convolution, by the name of its weight, None at the start.
-    The first latent frame decodes to one frame, later ones to four.
+    The first latent frame decodes to one frame, later ones to four. The first `columns` of all chips' latent columns
+    are the picture's, the rest is padding.
     """
     first, kept, sides = caches is None, {}, (3, 2) if upright else (2, 3)  # of a picture (channels, height, width)
 
@@ -38,11 +39,19 @@ def decode_chunk(arrays, latent, caches, axes, upright=False):
         return convolution(video, *weights(name))
 
     def causal(name, video, edges=True):
-        video = with_edges(video, axes) if edges else video
+        video = with_edges(within(video), axes) if edges else video
         before = jnp.zeros((2, *video.shape[1:]), video.dtype) if first else caches[name]
         video = jnp.concatenate([before, video])
         kept[name] = video[-2:]
         return convolve(name, video)
+
+    def within(video):
+        """Zeros instead of what convolutions have made of the padding, as at the picture's edge."""
+        shard, latents = video.shape[1], latent.shape[sides[1] + 1]
+        if columns == latents * jax.lax.axis_size(axes):
+            return video
+        places = jax.lax.axis_index(axes) * shard + jnp.arange(shard)
+        return jnp.where((places < columns * (shard // latents))[None, :, None, None], video, 0)
 
     def outputs(name, video, parts):
         """A convolution's output without the padding channels, split into parts."""
@@ -69,7 +78,8 @@ def decode_chunk(arrays, latent, caches, axes, upright=False):
         frame = convolve(f"{name}.to_qkv", norm(f"{name}.norm", video))
         query, key, value = (part.reshape(1, -1, part.shape[-1]) for part in outputs(f"{name}.to_qkv", frame, 3))
         key, value = (jax.lax.all_gather(part, axes, axis=1, tiled=True) for part in (key, value))
-        attend = Attend(query.shape[-1], Kernel(kernel="xla", block_q=2048, block_kv=8192))  # 64 MiB of scores
+        kernel = Kernel(kernel="xla", block_q=2048, block_kv=8192)  # 64 MiB of scores
+        attend = Attend(query.shape[-1], kernel, keys=columns * video.shape[2])
         out = wide(attend(query, key, value), 2)
         return video + convolve(f"{name}.proj", out.reshape(video.shape))
 
@@ -86,8 +96,8 @@ def decode_chunk(arrays, latent, caches, axes, upright=False):
         none = jnp.zeros_like(middle)  # nearest upsampling folded into the weights: even lines, then odd ones
         even = jnp.concatenate([above, middle + below, none], axis=2)
         odd = jnp.concatenate([none, above + middle, below], axis=2)
-        columns = with_edges(video.repeat(2, axis=1), axes)
-        pairs = convolution(columns, jnp.concatenate([even, odd], axis=-1), jnp.concatenate([bias, bias]))
+        video = with_edges(within(video).repeat(2, axis=1), axes)
+        pairs = convolution(video, jnp.concatenate([even, odd], axis=-1), jnp.concatenate([bias, bias]))
         return pairs if len(bias) <= LANES else one_by_one(pairs, len(bias))
 
     def present(part):
