@@ -56,8 +56,6 @@ BAD = {
         "attention.self.block_q=1000: must be a multiple of 128",
     "attention=cudnn": "attention.self.kernel=cudnn: takes bfloat16, and model.dtype.transformer=float32",
     "attention.self.block_q=64": "attention.self.block_q=64: kernel=auto brings its own; name the kernel's file",
-    "mesh=cpu_8 resolution.width=144":
-        "resolution.width=144 is 18 in latents, not divisible by 8 devices; use a width that is a multiple of 64",
     "ops.upsample.implementation=os.system":
         "ops.upsample.implementation=os.system: not in patches or kernels; set allow_external_ops=true",
     "+ops.mine={op:aten.gelu}": "ops.mine={'op': 'aten.gelu'}: needs op, implementation and why",
