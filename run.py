@@ -8,6 +8,10 @@
 in layers (docs/architecture.md).
 """
 import gc
+import signal
+
+if __name__ == "__main__":  # until the handlers are there, Ctrl-C ends the process without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from wan_torchax import interruption
 

@@ -160,7 +160,7 @@ def test_process_0_writes_and_all_are_tagged(two):
         joined = f"process {number} of 2 ({socket.gethostname()}); all processes have joined"
         assert f"[{number}/2] {joined}" in pair.text(number)
         both = "an error of both is told, and the list goes on"
-        assert f"[{number}/2] error: 1 problem in the configuration" in pair.text(number), both
+        assert f"[{number}/2] error: mesh=cpu_8: axes dp=3 x" in pair.text(number), both
 
 
 @system

@@ -215,7 +215,7 @@ def test_a_schedulers_stop_leaves_finished_stages_and_status_143(finished, tmp_p
 
 @pytest.mark.system
 def test_ctrl_c_at_any_moment_of_the_start_says_nothing_ugly(tmp_path):
-    for seconds in (0.1, 0.3, 0.6, 1.0, 2.0):
+    for seconds in (0.1, 0.15, 0.2, 0.3, 0.6, 1.0, 2.0):
         command = [sys.executable, "run.py", *arguments(tmp_path)]
         process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         time.sleep(seconds)
