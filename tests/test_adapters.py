@@ -258,6 +258,7 @@ def run(folder, *overrides):
     return results(folder), metrics(folder)
 
 
+@pytest.mark.system
 def test_a_run_is_diffusers_and_a_strength_loads_the_transformer_alone(style, tmp_path, monkeypatch):
     """Off, whole and off again: frames as diffusers', what is loaded and compiled, metrics, resume and replay."""
     from wan_torchax.runtime.components import Component

@@ -184,6 +184,7 @@ def test_easycache_leaves_steps_out_and_says_so(run, tmp_path):
     assert work["reuse"] >= 3 and sum(work.values()) == 8
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("mode", [
     "magcache_guidance",
     *(pytest.param(name, marks=pytest.mark.full) for name in ("guidance", "magcache", "easycache")),

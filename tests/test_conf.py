@@ -177,6 +177,7 @@ LOWERED += [("wan21_t2v_14b", "denoise", "gpu_1", "cuda", "mosaic_gpu")]
 LOWERED += [pytest.param("wan21_t2v_14b", "decode", "gpu_1", "cuda", "mosaic_gpu", marks=pytest.mark.full)]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("model, stage, mesh, platform, kernel", LOWERED)
 def test_the_14b_at_720p_lowers_for_hardware_that_is_not_here(model, stage, mesh, platform, kernel):
     resolved = resolve_real(model, mesh, "tp", *(NO_CUDNN if platform == "cuda" else []))
@@ -203,6 +204,7 @@ PRESETS = [
 ]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_step_of_every_preset_lowers_for_its_tpu(preset):
     resolved = resolve_there("task=plan", f"preset={preset}")

@@ -37,6 +37,7 @@ def test_any_picture_is_taken_with_its_own_aspect_on_eight_devices(tmp_path, siz
     assert config.resolution == make_config(*command, "mesh=v6e_1").resolution, "one video, whatever makes it"
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("axes, sharding", [("{dp:1,sp:8,tp:1}", "sequence"), ("{dp:2,sp:1,tp:4}", "tp")])
 def test_picture_to_video_is_diffusers_at_sizes_that_eight_devices_do_not_divide(run, axes, sharding):
     """70 tokens; latents of 10 x 14."""
@@ -50,6 +51,7 @@ def test_picture_to_video_is_diffusers_at_sizes_that_eight_devices_do_not_divide
     assert_same(values, *reference.make(pipe, config, image=Image.open(given.picture("first"))))
 
 
+@pytest.mark.system
 def test_the_5b_is_diffusers_at_sizes_that_eight_devices_do_not_divide(run):
     """Upright: latents of 10 x 6."""
     sizes = ["resolution.height=160", "resolution.width=96"]
@@ -61,7 +63,8 @@ def test_the_5b_is_diffusers_at_sizes_that_eight_devices_do_not_divide(run):
     assert_same(values, *reference.make(pipe, config, image=Image.open(given.picture("first"))))
 
 
-@pytest.mark.parametrize("height, width", [(64, 80), (144, 64)])
+@pytest.mark.system
+@pytest.mark.parametrize("height, width", [(64, 80), pytest.param(144, 64, marks=pytest.mark.full)])
 def test_any_side_is_decoded_as_on_one_device_also_by_lines(cache, height, width):
     """Ten columns of latents or eighteen lines, over eight devices."""
     latents = numpy.random.default_rng(0).normal(size=(1, 16, 3, height // 8, width // 8)).astype("float32")

@@ -41,6 +41,7 @@ def run(tmp_path):
 # ---------------------------------------------------------------- two experts
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("overrides", [
     pytest.param([], id="guidance of each", marks=FULL),
     pytest.param(["guidance_scale_2=1"], id="guidance off in the second", marks=FULL),
@@ -89,6 +90,7 @@ def pictures(*names):
     return [Image.open(given.picture(name)) for name in names]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("pipeline, overrides", [
     pytest.param("flf2v_clip", [], id="first and last"),
     pytest.param("i2v_clip", [], id="first", marks=FULL),
@@ -142,6 +144,7 @@ def test_image_to_video_is_diffusers(run, pipeline, overrides):
     assert_same(values, *made)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("pipeline, overrides", [
     pytest.param("ti2v", [], id="a picture"),
     pytest.param("t2v", [], id="a prompt", marks=FULL),

@@ -77,6 +77,7 @@ run.main()
 """
 
 
+@pytest.mark.system
 def test_a_compiler_is_not_waited_for(tmp_path, two_layers):
     process = warm().start([*two_layers, f"hydra.run.dir={tmp_path}", "compile.store=null"], code=STUCK)
     progress = tmp_path / "progress.json"
@@ -102,6 +103,7 @@ run.main()
 """
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("jobs", ['prompts=["one","two","three"]', "-m seed=1,2,3"])
 def test_the_jobs_before_are_kept_and_reported(jobs, tmp_path, two_layers):
     places = [f"hydra.run.dir={tmp_path}", f"hydra.sweep.dir={tmp_path}"]

@@ -164,6 +164,7 @@ def keys_by_leaf(config):
         return found
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_key_does_not_notice_changes_nothing(config, keys, keys_by_leaf, name, unchecked):
     """All leaves that a key leaves out, changed at once; if anything follows, one by one, to say which."""
@@ -188,6 +189,7 @@ FOLLOWS += [pytest.param(*pair, marks=pytest.mark.full) for pair in (
 )]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name, leaf", FOLLOWS)
 def test_what_follows_from_a_leaf_is_seen(config, keys, keys_by_leaf, name, leaf, unchecked):
     """So that the test above could fail."""

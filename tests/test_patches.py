@@ -242,6 +242,7 @@ def test_overloads_that_torch_no_longer_has_stop_no_import(name):
             getattr(packet, overload)
 
 
+@pytest.mark.system
 def test_a_torch_xla_of_another_torch_is_not_imported(tmp_path):
     """As on Kaggle's and Colab's TPU machines; diffusers' pipelines import it where it is installed."""
     package = tmp_path / "torch_xla"

@@ -71,6 +71,7 @@ def test_a_linear_layer_is_as_exact_as_eight_bits_are(dtype, activations, most):
     np.testing.assert_allclose(out[0, 3], bias, rtol=1e-6)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("placed", [
     pytest.param(["mesh.axes.tp=1"], id="one"),
     pytest.param(["mesh.axes.tp=1", "guidance=sequential"], id="sequential", marks=pytest.mark.full),
@@ -96,6 +97,7 @@ def test_activations_of_eight_bits_stay_close(checkpoint, cache, mode, most):
     assert 1e-4 < relative(ours, exact) < most
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("placed", [
     pytest.param(["mesh.axes.tp=1"], id="one"),
     pytest.param(

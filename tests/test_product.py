@@ -126,6 +126,7 @@ def test_a_step_has_eight_of_them_a_block(sharding, stack):
     assert all(("tensor<40x" in line) == stack for line in calls)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("placed", [
     pytest.param(["mesh.axes.tp=1"], id="one"),
     pytest.param(

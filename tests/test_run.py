@@ -247,6 +247,7 @@ def test_a_folder_used_again_does_not_look_finished(generate, monkeypatch):
     assert not (folder / "metrics.json").exists()
 
 
+@pytest.mark.system
 def test_frames_are_kept_until_the_video_is_written(generate, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("no encoder")
@@ -311,6 +312,7 @@ def test_progress_without_a_terminal(tmp_path, caplog):
     assert seen[7]["total"] == 40
 
 
+@pytest.mark.system
 def test_a_profile_is_a_trace_in_the_run_folder(generate):
     folder = generate("profile=true", "stages=[text]")
     assert list((folder / "profile").rglob("perfetto_trace.json.gz"))

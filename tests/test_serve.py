@@ -49,6 +49,7 @@ def idle(tmp_path):
 # ---------------------------------------------------------------- OpenAI's client
 
 
+@pytest.mark.system
 def test_openais_client_makes_lists_downloads_and_deletes(server, generate, two_layers):
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     first = client.videos.create_and_poll(prompt="a red circle", extra_body={"seed": 7})
@@ -90,6 +91,7 @@ def test_events_tell_every_step_and_never_go_back(server):
     server.get(f"/v1/videos/{video['id']}/preview")
 
 
+@pytest.mark.system
 def test_a_size_that_is_new_is_compiled_and_says_so(server):
     video = server.post(prompt="a red circle", steps=1, size="64x80")
     names = [name for _, name, _ in read_events(server, video["id"])]
@@ -516,6 +518,7 @@ def test_a_video_without_memory_fails_alone(server, monkeypatch):
     assert failed["status"] == "failed" and "out of memory" in failed["error"]["message"]
 
 
+@pytest.mark.system
 def test_told_to_stop_a_worker_finishes_what_it_has_and_begins_nothing(tmp_path, two_layers):
     """As between SIGTERM and the deadline."""
     server = Server(tmp_path / "queue", *two_layers, works=True)
@@ -631,6 +634,7 @@ def test_the_page_is_made_from_what_the_server_offers(idle):
     assert "default-src 'self'" in policy and len(files) == 6 and not elsewhere
 
 
+@pytest.mark.system
 def test_the_gallery_finds_runs_of_run_py_too(server, generate, two_layers, tmp_path):
     run = generate("prompt=a Purple hexagon", "seed=4711", "steps=2")
     video = server.finished(server.post(prompt="a purple ring", seed=5, steps=2)["id"])

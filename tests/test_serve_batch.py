@@ -16,6 +16,7 @@ from wan_torchax.session import session
 from wan_torchax.stages.denoise import Denoise
 from wan_torchax.tasks import together
 
+pytestmark = pytest.mark.system
 DECIBELS = 55
 PROMPTS = ("a red circle", "a blue square", "a green star")
 

@@ -76,6 +76,7 @@ def test_who_does_not_wait_does_not_want_it(idle):
     wait_for(lambda: not idle.queue.jobs())
 
 
+@pytest.mark.system
 def test_openais_client_makes_pictures(server):
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE)
     made = client.images.generate(prompt="a red circle", n=2, size="64x80", extra_body={"steps": 1, "seed": 5})

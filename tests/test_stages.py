@@ -172,6 +172,7 @@ def test_an_empty_prompt_is_a_prompt_and_guidance_up_to_one_is_none(generate):
 ONE, SPREAD = ["mesh.axes.tp=1"], ["mesh=cpu_8", "sharding=sequence", "mesh.axes={dp:2,sp:4,tp:1}"]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("trusted, placed", [
     pytest.param(2.0**100, ONE, id="in range"), pytest.param(1.5, SPREAD, id="sequence"),
     pytest.param(1.5, ONE, id="one", marks=pytest.mark.full),

@@ -280,6 +280,7 @@ def began(heard):
     return [event.phase for event in heard if isinstance(event, events.Began)]
 
 
+@pytest.mark.system
 def test_the_first_run_traces_and_the_second_does_not_and_gives_the_same(configure, first):
     assert {name: program["from_store"] for name, program in programs(first).items()} == dict.fromkeys(
         ["text.text_encoder", "denoise.step", "decode.first", "decode.later"], False

@@ -80,6 +80,7 @@ def test_a_killed_sweep_goes_on_with_nothing_lost_or_doubled(sweep, tmp_path):
         assert numpy.array_equal(frames(tmp_path / name), frames(sweep[0] / name)), "as undisturbed"
 
 
+@pytest.mark.system
 def test_no_two_videos_of_a_sweep_are_the_same(sweep):
     assert len({frames(path).tobytes() for path in listed(sweep[0])}) == 6
 
@@ -129,6 +130,7 @@ def test_the_report_opens_in_a_browser(sweep, tmp_path):
     assert len(colours) > 500, "contact sheets are shown"
 
 
+@pytest.mark.system
 def test_one_failure_does_not_stop_the_others(tmp_path, two_layers):
     jobs = tmp_path / "jobs.jsonl"
     broken = '{"prompt": "a", "resolution.height": 50}\n{oops\n{"prompt": "b", "stesp": 3}\n'

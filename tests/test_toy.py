@@ -161,6 +161,7 @@ def test_a_lora_is_added(checkpoint, tmp_path, cache):
     assert relative_error(values["latents"], without) > 1e-2
 
 
+@pytest.mark.system
 def test_a_cache_and_eight_bits_serve_it(checkpoint, tmp_path, cache):
     exact = run(checkpoint, tmp_path / "exact", cache)["latents"]
     cached = run(checkpoint, tmp_path / "cached", cache, "cache=easycache", "steps=12")["latents"]
@@ -179,6 +180,7 @@ def frames_in(video):
         return sum(1 for _ in frames)
 
 
+@pytest.mark.system
 def test_a_video_is_made_in_segments_that_go_on_from_each_other(checkpoint, tmp_path, cache):
     """Three of seven frames, of which three are the one before's; the last gives a frame more than was asked for."""
     long = [*LONG, "resolution.frames=15", cache]
@@ -221,6 +223,7 @@ def test_it_is_planned(checkpoint, tmp_path, capsys):
     assert set(report["components"]["transformer"]["rules"]) >= {"attention_in", "attention_out", "feed_forward_in"}
 
 
+@pytest.mark.system
 def test_run_py_makes_a_video_of_it(checkpoint, tmp_path, cache):
     from tests.fork import warm
 

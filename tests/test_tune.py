@@ -49,6 +49,7 @@ def test_auto_is_resolved_first(tmp_path, conf):
     assert kernel["kernel"] == "xla" and kernel["block_kv"] in (8, 32)
 
 
+@pytest.mark.system
 def test_other_keys_time_the_whole_step(tmp_path, conf):
     assert search(tmp_path, conf, 'tune.search=["guidance=batched,sequential"]') > 0
     tries = json.loads((tmp_path / "tune.json").read_text())["tries"]
