@@ -30,7 +30,7 @@ LENGTHS = [  # (queries, keys)
 ]
 CASES = [(*lengths, 128, {}) for lengths in LENGTHS[::4]]
 CASES += [(*lengths, 64, {}) for lengths in LENGTHS[1::8]] + [(129, 127, 128, {"fold_scale": False})]
-CASES += [pytest.param(*lengths, 128, {}, marks=pytest.mark.full) for lengths in LENGTHS if lengths not in LENGTHS[::4]]
+CASES += [pytest.param(*lengths, 128, {}, marks=pytest.mark.full) for lengths in sorted({*LENGTHS} - {*LENGTHS[::4]})]
 CASES += [pytest.param(*lengths, 64, {}, marks=pytest.mark.full) for lengths in LENGTHS[::4]]
 CASES += [pytest.param(*lengths, 128, {"fold_scale": False}, marks=pytest.mark.full) for lengths in LENGTHS[1::6]]
 WHOLE_CASES = [(*lengths, head_dim, {"smooth_keys": True}) for lengths, head_dim in zip(LENGTHS[-2:], (64, 128))]
