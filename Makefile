@@ -1,6 +1,6 @@
 # make demo    a video from the embedded model
-# make test    lint, and every test that neither kills processes nor drives browsers, notebooks or second hosts
-# make test-system   those that do
+# make test    lint and the tests, but for those of whole systems
+# make test-system   those: kills, servers, browsers, notebooks, second hosts, long videos, programs for real chips
 # make test-full   both, with every case of every matrix
 # make check   lint and the quickest tests: configs, kernels, parity on a model of two layers, one run
 # All make their own .venv and install into it what this machine needs, at the versions and hashes of a lock:

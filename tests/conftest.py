@@ -3,9 +3,9 @@
 Most tests run the models of tests/tiny.py at one size (SMALL) on one device: programs, compiled once, are then those of
 all tests, of both workers and of their forked runs. Tests of compiling and keeping itself have folders of their own.
 
-Marks: `system` is for tests of whole systems: processes that are killed or wait for each other, servers, programs lowered
-for real chips, whole videos that take more than some seconds; `full` for cases of a matrix whose other cases cover the
-same code. Makefile says which lane runs which.
+Marks: `system` is for tests of whole systems: processes that are killed or wait for each other, servers, programs for
+real chips, whole videos that take more than some seconds; `full` for cases of a matrix whose other cases cover the same
+code. Makefile says which lane runs which.
 """
 import atexit
 import gc
