@@ -194,7 +194,7 @@ def test_every_lora_has_a_row_of_its_own_whatever_it_is_called(tmp_path, loras):
 
 
 def test_adapters_one_after_the_other_add_up(loras):
-    """One file twice, one file for each expert, one that a line names already, two options with a row of one name."""
+    """One file twice, one file for each expert, one that a line names already, two options."""
     loras("style.safetensors")
     twice = rows_of(adapt(configure()[0], "style.safetensors", "style.safetensors", strength=0.5)[0])
     assert [row.strength for row in twice.values()] == [0.5, 0.5]

@@ -40,6 +40,13 @@ def test_every_option_composes(group, option):
         validate(config)
 
 
+def test_no_adapter_takes_the_place_of_another():
+    """adapter=[a,b] merges their tables by row names."""
+    tables = [make_config(f"adapter={option}").adapter for option in options("adapter")]
+    rows = [row for table in tables for row in table if row != "allow_unmatched"]
+    assert len(rows) == len({*rows}) > 8, rows
+
+
 @pytest.mark.parametrize("pipeline", PICTURED)
 def test_pipelines_with_pictures_go_with_their_model(pipeline):
     resolution = "704p" if pipeline == "ti2v" else "720p"

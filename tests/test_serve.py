@@ -389,7 +389,7 @@ def test_a_server_that_could_not_serve_is_not_started(override, words, monkeypat
 
 
 def test_strangers_never_see_a_mistake_of_ours(idle):
-    """FUZZ_ROUNDS=1000 asks a thousand times."""
+    """FUZZ_ROUNDS=10000 asks ten thousand times."""
     chance, seen = random.Random(0), set()
     for _ in range(FUZZ_ROUNDS):
         method, path, headers, body = random_request(chance)
@@ -431,7 +431,7 @@ def random_request(chance):
     identifier = chance.choice(("video_00", "video_" + "0" * 24, "%2e%2e", "..%2f..%2fetc", "%00", "a" * 300))
     ends = ("", f"/{identifier}", f"/{identifier}/content?variant=x", f"/{identifier}/events", f"/{identifier}/remix",
             "?limit=x", "?limit=-1&order=up", f"?limit={'9' * 5000}", f"?after={identifier}")
-    others = ("estimate", "runs?start=x", f"runs/{identifier}/video.mp4", f"../static/{identifier}", "../login")
+    others = ("estimate", "runs?start=x", f"runs/{identifier}/video.mp4", f"../static/{identifier}", "../login", "../v1/images/generations")
     path = f"/v1/videos{chance.choice(ends)}" if chance.random() < 0.8 else f"/page/{chance.choice(others)}"
     method = chance.choice(("POST", "POST", "POST", "GET", "DELETE", "PATCH", "HEAD"))
     headers = {"content-type": kind.encode(), "last-event-id": chance.choice(("", "x", "-1", "9" * 5000))}
