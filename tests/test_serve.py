@@ -431,7 +431,8 @@ def random_request(chance):
     identifier = chance.choice(("video_00", "video_" + "0" * 24, "%2e%2e", "..%2f..%2fetc", "%00", "a" * 300))
     ends = ("", f"/{identifier}", f"/{identifier}/content?variant=x", f"/{identifier}/events", f"/{identifier}/remix",
             "?limit=x", "?limit=-1&order=up", f"?limit={'9' * 5000}", f"?after={identifier}")
-    others = ("estimate", "runs?start=x", f"runs/{identifier}/video.mp4", f"../static/{identifier}", "../login", "../v1/images/generations")
+    others = ("estimate", "runs?start=x", f"runs/{identifier}/video.mp4", f"../static/{identifier}", "../login",
+              "../v1/images/generations")
     path = f"/v1/videos{chance.choice(ends)}" if chance.random() < 0.8 else f"/page/{chance.choice(others)}"
     method = chance.choice(("POST", "POST", "POST", "GET", "DELETE", "PATCH", "HEAD"))
     headers = {"content-type": kind.encode(), "last-event-id": chance.choice(("", "x", "-1", "9" * 5000))}
