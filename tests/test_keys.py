@@ -287,3 +287,16 @@ def test_a_key_that_a_later_version_adds_leaves_the_hash_as_it_was():
     for key in ("interpret", "outline", "smooth_keys"):  # as if these had just been added
         del settled["attention"]["self"][key]
     assert config_hash(settled, {}) == config_hash(later, {}) == before
+
+
+def test_a_curve_measured_again_is_another_result(monkeypatch, tmp_path):
+    from wan_torchax.config import caches
+
+    name = "wan21_t2v_1_3b"
+    file = tmp_path / f"{name}.yaml"
+    file.write_text((caches.CURVES / file.name).read_text())
+    monkeypatch.setattr(caches, "CURVES", tmp_path)
+    config = make_config(*tiny.model(), *SMALL, "cache=magcache", f"cache.curve={name}")
+    before = result_settings(find_job(config), "denoise")
+    file.write_text(file.read_text().replace("0.9", "0.8"))
+    assert result_settings(find_job(config), "denoise") != before

@@ -25,6 +25,7 @@ INTERNAL = ("jax.experimental.mosaic", "hydra.core.global_hydra", "hydra.core.ov
 # Names with an underscore that their packages document.
 DOCUMENTED = {
     "_exit": "Python's os",
+    "_getframe": "Python's sys",
     "_asdict": "Python's named tuples",
     "_replace": "Python's named tuples",
     "_target_": "a key of Hydra's configs",
@@ -268,6 +269,31 @@ def test_overridden_ops():
     with private.overridden_ops(environment, {torch.nn.functional.silu: lambda x, inplace: x * 3}):
         assert silu() == 3
     assert silu() == before != 3
+
+
+def test_dispatch_mode():
+    import torch
+
+    seen = []
+
+    class Names(private.dispatch_mode()):
+        def __torch_dispatch__(self, op, kinds, arguments=(), keywords=None):
+            seen.append(op.overloadpacket.__name__)
+            return op(*arguments, **(keywords or {}))
+
+    with Names():
+        torch.ones(2).sin()
+    assert seen == ["ones", "sin"]
+
+
+def test_has_lowering():
+    import torch
+
+    from wan_torchax.patches import torchax
+
+    environment = torchax.default_env()
+    assert private.has_lowering(environment, torch.ops.aten.sin.default)
+    assert not private.has_lowering(environment, torch.ops.aten.segment_reduce.default)
 
 
 # ---------------------------------------------------------------- diffusers and transformers

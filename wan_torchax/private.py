@@ -241,6 +241,31 @@ def overridden_ops(environment, ops: dict[Any, Callable]) -> Iterator[None]:
         environment._ops = shipped
 
 
+@private(
+    "torch",
+    why="the class that sees every op of a run is in a module of torch that has an underscore",
+    until="torch moves it",
+)
+def dispatch_mode() -> type:
+    """torch's TorchDispatchMode."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    return TorchDispatchMode
+
+
+@private(
+    "torchax",
+    why="torchax has no way to ask whether it can lower an op",
+    until="it has one",
+)
+def has_lowering(environment, op) -> bool:
+    """Whether torchax can run a torch op under JAX, by itself or decomposed."""
+    try:
+        return environment._get_op_or_decomp(op) is not None
+    except Exception:  # its OperatorNotFound is private too
+        return False
+
+
 # ---------------------------------------------------------------- diffusers and transformers
 
 

@@ -154,6 +154,7 @@ TASKS = {
     "doctor": "what is wrong with this machine",
     "tune": "the fastest attention blocks for this shape and device",
     "calibrate": "measure a curve for cache=magcache",
+    "port": "what a diffusers model needs to run here, and the files to begin with",
 }
 KEYS = {
     "prompt": "any text",

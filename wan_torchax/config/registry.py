@@ -26,6 +26,7 @@ TASKS = {
     "calibrate": "wan_torchax.tasks.calibrate.calibrate",
     "doctor": "wan_torchax.tasks.doctor.doctor",
     "serve": "wan_torchax.tasks.serve.serve",
+    "port": "wan_torchax.tasks.port.port",
 }
 
 

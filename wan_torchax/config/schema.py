@@ -345,6 +345,13 @@ class Calibrate:
 
 
 @dataclass
+class Port:
+    model: Optional[str] = None
+    tokens: int = MISSING
+    text_tokens: int = MISSING
+
+
+@dataclass
 class Serve:
     folder: str = MISSING
     gallery: list[str] = field(default_factory=list)
@@ -436,6 +443,7 @@ class Config:
     tune: Tune = field(default_factory=Tune)
     calibrate: Calibrate = field(default_factory=Calibrate)
     plan: Plan = field(default_factory=Plan)
+    port: Port = field(default_factory=Port)
     serve: Serve = field(default_factory=Serve)
 
 

@@ -100,6 +100,8 @@ def choice_problems(config: DictConfig) -> Iterator[str]:
     if (len(names), boundary is None) not in ((1, True), (2, False)) or not 0 <= (boundary or 0) <= 1:
         yield f"model.experts={names}, model.boundary={boundary}: one and null, or two and a share from 0 to 1"
     yield from one_of("task", config.task, TASKS)
+    if config.task == "port" and not config.port.model:
+        yield "port.model=null: task=port needs a class of diffusers (port.model=FluxPipeline) or a checkpoint folder"
     yield from one_of("guidance", config.guidance, GUIDANCE)
     for component, dtype in config.model.dtype.items():
         yield from one_of(f"model.dtype.{component}", dtype, DTYPES)
