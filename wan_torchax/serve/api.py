@@ -329,7 +329,7 @@ async def is_ready(request: Request) -> Response:
     """Whether weights are loaded and programs compiled, so that a request waits only for its turn."""
     front = request.app.state.front
     if front.draining:
-        return PlainTextResponse("about to end\n", 503)
+        return PlainTextResponse("shutting down\n", 503)
     return PlainTextResponse("ready\n") if front.ready.value else PlainTextResponse("loading\n", 503)
 
 
