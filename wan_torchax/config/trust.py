@@ -67,7 +67,7 @@ def repeated(text: str) -> list[str]:
     if change.type.name != "CHANGE" or change.package is not None:
         raise ConfigError(f"{shown(key_of(text))}: may only be added or removed on the command line")
     if change.is_sweep_override():
-        raise ConfigError(f"{shown(text)}: several values; only the command line may sweep")
+        raise ConfigError(f"{shown(text)}: several values; sweeps are only allowed on the command line")
     value = change.value()
     return overrides({change.key_or_group: plain_text(value) if isinstance(value, str) else value})
 
