@@ -232,8 +232,8 @@ def sampling_problems(config: DictConfig) -> Iterator[str]:
         yield f"guidance_scale_2={second}: must be from 0 to 20; null means the same as guidance_scale"
     elif second not in (None, config.model.guidance_scale_2) and second > 1 and not guided(config):
         scale = config.guidance_scale
-        reason = f"guidance_scale={scale} turns guidance off"
-        yield f"guidance_scale_2={second}: {reason}; set that above 1, or both to 1"
+        reason = f"guidance_scale={scale} decides, and turns guidance off"
+        yield f"guidance_scale_2={second}: {reason}; set it above 1, or both to 1"
     for key, most in (("strength", 1), ("conditioning_scale", 10)):
         numbers = config[key] if OmegaConf.is_list(config[key]) else [config[key]]
         if config[key] is None:

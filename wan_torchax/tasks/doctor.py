@@ -32,7 +32,7 @@ HUB_SECONDS = 5
 CLASHES = {
     "hydra": "it is not Hydra and has its name: pip uninstall hydra, then pip install --force-reinstall hydra-core",
     "libtpu-nightly": "it shadows libtpu: pip uninstall libtpu-nightly",
-    "jax-cuda12-plugin": "requirements/gpu.txt has CUDA 13, and two plugins conflict: pip uninstall jax-cuda12-plugin "
+    "jax-cuda12-plugin": "requirements/gpu.txt has CUDA 13, and two plugins fight: pip uninstall jax-cuda12-plugin "
     "jax-cuda12-pjrt",
 }
 
