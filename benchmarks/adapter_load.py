@@ -1,11 +1,11 @@
-"""What merging an adapter costs while weights load: seconds and peak memory of the host, on this machine's CPU.
+"""The cost of merging an adapter while weights load: seconds and peak host memory, on this machine's CPU.
 
     python benchmarks/adapter_load.py [--folder /data] [--repeats 3]     # 3.2 GB of random float32 weights, rank 64
     python benchmarks/adapter_load.py --smoke                            # two small layers
 
-Writes a checkpoint of Wan's transformer (1.3B wide, 17 layers deep) and an adapter for every product of its blocks.
-Each load is a process of its own, through the Session, from files that the system has not read yet; with and without
-the adapter in turn. Ends in one JSON line, which benchmarks/results/adapter_load.json keeps.
+Writes a checkpoint of Wan's transformer (1.3B wide, 17 layers deep) and an adapter for every linear layer of its
+blocks. Each load runs in its own process, through the Session, from files that are not in the page cache, alternating
+with and without the adapter. Ends with one JSON line, stored in benchmarks/results/adapter_load.json.
 """
 import argparse
 import json
@@ -50,7 +50,7 @@ def measure(overrides: list[str]) -> dict:
 
 
 def make_files(folder: Path, layers: int, small: bool) -> int:
-    """A transformer with random weights, a file a block, and an adapter; gives the bytes of the former."""
+    """Write a transformer with random weights, one file per block, and an adapter; returns the transformer's bytes."""
     import diffusers
     import torch
     from safetensors.torch import save_file
@@ -75,7 +75,7 @@ def make_files(folder: Path, layers: int, small: bool) -> int:
 
 
 def forget(folder: Path) -> None:
-    """Have the system let go of what it has read of the files."""
+    """Drop the files from the page cache."""
     for file in folder.rglob("*.safetensors"):
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
@@ -83,7 +83,7 @@ def forget(folder: Path) -> None:
 
 
 def load(folder: Path, layers: int, small: bool, dtype: str, adapted: bool) -> dict:
-    """One load in a process of its own."""
+    """One load in its own process."""
     architecture = f"model.architecture.transformer.num_layers={layers}"
     overrides = [
         "model=wan21_t2v_1_3b", "resolution=480p", f"model.path={folder}", architecture, "mesh.platform=cpu",
@@ -105,7 +105,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--load"]:
         return print(json.dumps(measure(sys.argv[2:])))
     parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", help="where the files are written; by default the system's own for such")
+    parser.add_argument("--folder", help="where the files are written; by default the temporary folder")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()

@@ -1,13 +1,13 @@
 """Our attention kernels against PyTorch's cuDNN attention, in one process on one NVIDIA GPU: bf16, Wan's token counts.
-FlashAttention-3 is one more peer where it is installed (its module flash_attn_interface).
+FlashAttention-3 is timed too if it is installed (its module flash_attn_interface).
 
     XLA_PYTHON_CLIENT_PREALLOCATE=false python benchmarks/attention_gpu.py
     python benchmarks/attention_gpu.py --only hopper eight
-    python benchmarks/attention_gpu.py --smoke          # small and on any machine: the plain-JAX kernel, PyTorch's own
+    python benchmarks/attention_gpu.py --smoke          # small, on any machine: the plain-JAX kernel, PyTorch's own
 
-Checks the kernels against float32 first. Interleaved, each call synchronised, medians; prints a table and a JSON line.
-The Hopper kernel also with scores that its fast pass cannot take: of one row, and of all rows, by a key in the middle;
-and with products of eight bits, whose error stands beside its speed, as a multiple of the bf16 kernel's.
+Checks the kernels against float32 first. Calls are interleaved and synchronised; prints a table of medians and a JSON
+line. The Hopper kernel is also timed with scores outside its fast pass's range, in one row and in all rows, from a key
+in the middle; and with 8-bit products, whose error is reported too, as a multiple of the bf16 kernel's.
 """
 import argparse
 import importlib.util
@@ -38,7 +38,7 @@ EXACT = Kernel(kernel="xla")
 EIGHT = Kernel(kernel="hopper", block_q=128, block_kv=128, eight_bits=True, smooth_keys=True)  # approximate
 SIZES = ((32_760, 12), (32_760, 40), (75_600, 12), (75_600, 40))  # tokens, heads
 SMOKE_SIZES = ((300, 2),)
-# kernel, tokens that are padding, which rows the fast pass loses
+# number of padding tokens, which rows the fast pass loses
 CASES = ((0, None), (223, None), (0, "one"), (0, "all"), (0, "values"))
 CHECKS = (("cudnn", 0, None), *(("hopper", *case) for case in CASES))
 SMOKE_CHECKS = tuple(("xla", *case) for case in CASES)
@@ -81,8 +81,8 @@ def waiting(attend, shape):
 
 
 def inputs(tokens, heads, lost=None):
-    """Query, key and value; with lost="one" or "all" rows meet a key, in the middle, that is far above the others; with
-    "values" one that is not so far above them, but values overflow with its weight."""
+    """Query, key and value. With lost="one" or "all", these rows have a score far above the others, at a key in the
+    middle; with "values" it is lower, but values overflow with its weight."""
     keys = jax.random.split(jax.random.key(0), 3)
     query, key, value = (jax.random.normal(key, (1, tokens, heads * HEAD_DIM), jnp.bfloat16) for key in keys)
     middle, head = tokens // 2, slice(HEAD_DIM)
@@ -104,8 +104,8 @@ def our_call(tokens, heads, kernel, lost=None):
 
 
 def check(smoke: bool):
-    """Every row is right where keys and queries fill no block, and where the Hopper kernel's fast pass loses rows."""
-    tokens, heads = (600, 2) if smoke else (3000, 6)  # a block of threads of the guarded kernel has several tiles
+    """Check all rows for lengths that do not fill blocks, and when the Hopper kernel's fast pass loses rows."""
+    tokens, heads = (600, 2) if smoke else (3000, 6)  # enough for several tiles per thread block of the guarded kernel
     for name, padding, lost in SMOKE_CHECKS if smoke else CHECKS:
         arrays, keys = inputs(tokens, heads, lost), tokens - padding
         ours = jax.jit(Attend(HEAD_DIM, kernels(smoke)[name], keys=keys))(*arrays).astype(jnp.float32)
@@ -117,12 +117,12 @@ def check(smoke: bool):
 
 
 def errors_of_eight_bits():
-    """Relative errors of bf16 and of eight bits against float32, of 512 queries: by how far scores spread (the standard
-    deviation, in natural units) and whether values have a mean; and which share of the rows was computed again."""
-    found = []
+    """Relative errors of the bf16 and 8-bit kernels against float32, for 512 queries, by the standard deviation of the
+    scores (in natural units) and the mean of the values; and the share of recomputed rows."""
+    cases = []
     spreads = (1, 0), (1, 1), (2, 0), (4, 0), (6, 0)
     for tokens, deviation, mean in ((3000, 1, 0), *((75_600, *case) for case in spreads)):
-        # Drawn in float32: bf16's have a mean, which all errors look small beside.
+        # Drawn in float32: random bf16 values have a nonzero mean, which makes relative errors look small.
         shape, seeds = (1, tokens, 2 * HEAD_DIM), jax.random.split(jax.random.key(0), 3)
         query, key, value = (jax.random.normal(seed, shape) for seed in seeds)
         arrays = [x.astype(jnp.bfloat16) for x in (query[:, :512] * deviation, key, value + mean)]
@@ -133,14 +133,14 @@ def errors_of_eight_bits():
             out, rescued = jax.jit(Attend(HEAD_DIM, kernel).counted)(*arrays)
             case[name] = float(jnp.linalg.norm(out.astype(jnp.float32) - exact) / jnp.linalg.norm(exact))
         case["rescued"] = int(rescued.sum()) / (512 * 2)
-        found.append(case)
+        cases.append(case)
         print(f"eight bits, {case}: {case['eight'] / case['hopper']:.1f} times bf16's error", flush=True)
         assert case["eight"] < 0.06, case
-    return found
+    return cases
 
 
 def medians(calls):
-    """Medians and spreads of each call's milliseconds, taken in turns so that clocks and heat are the same for all."""
+    """Medians and spreads of each call's milliseconds, interleaved so that clocks and heat are the same for all."""
     for call in calls * 3:
         call()
     times = [[] for _ in calls]
@@ -153,7 +153,7 @@ def medians(calls):
 
 
 def columns(smoke: bool) -> dict:
-    """What is timed, by name: a function of tokens and heads that gives a call."""
+    """What is timed, by name: functions of tokens and heads that return a call."""
     made = {"torch": torch_call} | ({"flash3": flash_call} if importlib.util.find_spec("flash_attn_interface") else {})
     made |= {name: partial(our_call, kernel=kernel) for name, kernel in kernels(smoke).items()}
     guarded = [kernel for name, kernel in kernels(smoke).items() if name in GUARDED]

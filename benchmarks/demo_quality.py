@@ -1,10 +1,10 @@
-"""What dtypes, attention blocks and shardings change in the demo model's video: eight fake CPU devices, one prompt.
+"""How dtypes, attention blocks and shardings change the demo model's video: eight fake CPU devices, one prompt.
 
     python benchmarks/demo_quality.py [key=value ...]       # about ten minutes on two cores
     python benchmarks/demo_quality.py --smoke               # two of the variants, small and short
 
-Each video is compared with that of one device in float32 (PSNR, infinite when every pixel is the same) and judged
-against the prompt. Splash does not serve this model's head dim of 32, cuDNN no CPU.
+Each video is compared with that of one device in float32 (PSNR, infinite if all pixels are the same) and judged
+against the prompt. Splash does not support this model's head dim of 32, cuDNN does not run on CPUs.
 """
 import os
 import sys

@@ -1,9 +1,9 @@
 """Figures in pages, presets and configs, from benchmarks/results/*.json.
 
     python benchmarks/figures.py            # lists the lines that differ from the results; status 1 if there are any
-    python benchmarks/figures.py --write    # puts the figures of the results in their place
+    python benchmarks/figures.py --write    # replaces them with the figures of the results
 
-A claim is a file and a text with {} where a figure stands; the text finds its place in the file.
+A claim is a file, a text with {} for each figure, and the figures; the text must occur in the file exactly once.
 """
 import argparse
 import json
@@ -41,7 +41,7 @@ def seconds(value: float) -> str:
 
 
 def compared(result: dict, what: str, case: str, peer: str, memory: bool = False) -> list[str]:
-    """The peer's seconds, ours, how many times as fast; with memory, that of each behind its seconds."""
+    """The peer's seconds, ours, and the ratio; with `memory`, each followed by its peak GiB."""
     rows = [row(result, what, case, column) for column in (peer, "c")]
     figures = [[seconds(row["seconds"]), *([f"{row['peak_gib']:.1f}"] if memory else [])] for row in rows]
     return [*figures[0], *figures[1], ratio(rows)]
@@ -62,7 +62,7 @@ def encoded() -> list[str]:
 
 
 def leads(kernel: str, tokens: int, peer: str = "torch") -> list[str]:
-    """How many times as fast as a peer a kernel is, with 12 and with 40 heads."""
+    """A kernel's speedup over a peer, with 12 and with 40 heads."""
     rows = [row["milliseconds"] for row in ATTENTION["rows"] if row["tokens"] == tokens]
     return [f"{row[peer] / row[kernel]:.2f}" for row in rows]
 
@@ -93,7 +93,7 @@ def claims():
         ("VAE encode of a picture and 80 frames, 480p, float32", "VAE encode float32", FAMILY, "i2v-14b-480p"),
         ("VAE decode, Wan 2.2's, 1280 x 704 x 121, float32", "VAE decode float32", FAMILY, "ti2v-5b-704p"),
     ):
-        memory = result is GPU  # of one instrument there
+        memory = result is GPU  # only there were both sides measured in the same way
         one = "{} s, {} GiB" if memory else "{} s"
         yield results, f"| {name} | {one} | {one} | {{}} |", compared(result, what, case, "a", memory)
     sizes = [
@@ -238,7 +238,7 @@ def plan_claims():
 
 
 def cpu_claims():
-    """Of the demo on two cores: runs that found what the first had left."""
+    """The demo on two cores: runs after the first, with warm caches."""
     def median(runs: str, key: str, digits: str = ".1f") -> str:
         return format(statistics.median(run[key] for run in CPU[runs][1:]), digits)
 
@@ -270,12 +270,12 @@ def attention_claims(results: str):
 
 
 def place(text: str) -> re.Pattern:
-    """Finds a claim in its file, whatever its figures."""
+    """A pattern that matches a claim in its file, whatever its figures."""
     return re.compile(NUMBER.join(map(re.escape, text.split("{}"))))
 
 
 def compare(write: bool = False) -> list[str]:
-    """What differs from the results, a line each; with `write` it is put right."""
+    """The differences from the results, one line each; with `write` they are corrected."""
     differences = []
     for file, text, figures in claims():
         path, wanted = ROOT / file, text.format(*figures)
@@ -292,7 +292,7 @@ def compare(write: bool = False) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the figures of the results in their place")
+    parser.add_argument("--write", action="store_true", help="replace figures that differ from the results")
     differences = compare(parser.parse_args().write)
     print("\n".join(differences) or "every figure is that of the results")
     sys.exit(bool(differences))

@@ -1,13 +1,14 @@
-"""This project against diffusers on one NVIDIA GPU: the same shapes, the same random weights, one run.
+"""This project compared with diffusers on one NVIDIA GPU: the same shapes, the same random weights, one run.
 
     python benchmarks/gpu.py                                   # everything
     python benchmarks/gpu.py --only step --cases 1.3b-480p
     python benchmarks/gpu.py --smoke                           # small shapes of the demo model, on any machine
 
-Columns: (a) diffusers as it comes, (b) diffusers with cuDNN attention and torch.compile on its repeated blocks, (c)
-this project, built from conf/ by the Session that run.py uses. Peers and project have a process each: torch.compile
-refuses one that has imported torchax. Both make the same random weights on the device. Every call is synchronised and
-warmed up; medians; compile times and peak memory apart. Prints a table, writes JSON, ends in one JSON line.
+Columns: (a) diffusers out of the box, (b) diffusers with cuDNN attention and torch.compile on its repeated blocks, (c)
+this project, built from conf/ by the Session that run.py uses. Peers and project run in separate processes:
+torch.compile fails in one that has imported torchax. Both make the same random weights on the device. Calls are
+synchronised and warmed up; reports medians, and compile times and peak memory separately. Prints a table, writes JSON,
+ends with one JSON line.
 """
 import argparse
 import functools
@@ -24,7 +25,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # weights come from PyTorch, which needs its share
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # weights come from PyTorch, which needs memory too
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import diffusers
@@ -37,7 +38,7 @@ import wan_torchax
 
 wan_torchax.leave_sys_path()
 
-# What imports JAX or torchax is imported where it is used: the peers' process must not have them.
+# Modules that import JAX or torchax are imported where they are used: the peers' process must not load them.
 from wan_torchax import ROOT, private  # noqa: E402
 from wan_torchax.config import inputs  # noqa: E402
 from wan_torchax.config.commandline import compose, rewrite  # noqa: E402
@@ -67,7 +68,7 @@ RUNS = {  # of whole denoisings
     "magcache and guidance, 50 steps": ["steps=50", "cache=magcache_guidance"],
     "easycache, 5 steps": ["steps=5", "cache=easycache"],
 }
-DENOISED = {  # minutes, so not each of them everywhere
+DENOISED = {  # these take minutes, so not every mode is run for every case
     "1.3b-480p": ["magcache, 50 steps", "four steps"],
     "14b-480p": ["magcache, 50 steps", "magcache and guidance, 50 steps", "four steps"],
     "14b-720p": ["four steps"],
@@ -83,10 +84,10 @@ rows, skipped = [], []
 def configure(*overrides):
     """A config as `python run.py <overrides>` composes it, without the cache of compiled programs.
 
-    What it leaves to a checkpoint is taken from there, if it is on this machine.
+    A local checkpoint's config.json completes it.
     """
     config = compose(rewrite([*MESH, "compile.cache_dir=null", "compile.store=null", *overrides]))
-    for key in inputs.taken(config):  # looked at, not used
+    for key in inputs.taken(config):  # needed for the checks only
         config[key] = str(ROOT / "docs" / "demo.png")
     for name, checkpoint in find_all(config, list(config.model.architecture), required=False).items():
         config.model.architecture[name] = checkpoint.architecture
@@ -94,13 +95,13 @@ def configure(*overrides):
 
 
 class Seconds(float):
-    """A median that remembers what it is the median of."""
+    """A median that also holds the individual times."""
 
     times: tuple[float, ...] = ()
 
 
 def median_seconds(call, repeats, warm_up=1):
-    """Median of `repeats` synchronised calls after those to warm up, and the first call's seconds."""
+    """Median of `repeats` synchronised calls after warming up, and the first call's seconds."""
     times = []
     for _ in range(repeats + warm_up):
         began = time.perf_counter()
@@ -112,14 +113,14 @@ def median_seconds(call, repeats, warm_up=1):
 
 
 def watched(call, repeats, account):
-    """Median seconds of a call of ours, and the GiB that JAX's allocator held at most meanwhile, as torch's says of the
-    peers; where it does not say, the compiler's account of the program."""
+    """Median seconds of one of our calls, and the peak GiB of JAX's allocator meanwhile, comparable with torch's for
+    the peers; without allocator statistics, the compiler's figure for the program."""
     import jax
 
     device, most, done = jax.devices()[0], [0], threading.Event()
 
     def look():
-        while not done.wait(0.005):  # a program holds its memory from beginning to end
+        while not done.wait(0.005):  # polling suffices: a program holds its memory from beginning to end
             most[0] = max(most[0], (device.memory_stats() or {}).get("bytes_in_use", 0))
 
     watcher = threading.Thread(target=look)
@@ -154,7 +155,7 @@ def record(what, case, column, seconds, compile_seconds=None, peak_gib=None):
 
 
 def torch_peak():
-    """GiB at most since this was asked for last."""
+    """Peak GiB since the last call of this function."""
     if DEVICE == "cuda":
         peak = torch.cuda.max_memory_allocated() / 2**30
         torch.cuda.reset_peak_memory_stats()
@@ -173,7 +174,7 @@ def free():
 
 
 def random_module(make, dtype):
-    """A torch module with random weights made on the device, in the dtypes diffusers would load it in."""
+    """A torch module with random weights made on the device, in the dtypes in which diffusers would load it."""
     torch.manual_seed(0)
     with torch.device(DEVICE):
         module = make().eval().requires_grad_(False)
@@ -231,9 +232,9 @@ def hand_over(tensors, module):
 
 
 def build(config, name, make):
-    """A compiled stage on the weights of the torch module that `make(config)` gives, or on those it has from before.
+    """A compiled stage with the weights of the torch module that `make(config)` returns, or those of an earlier call.
 
-    Returns (stage, resolved, compile seconds, peak GiB by XLA's own account).
+    Returns (stage, resolved, compile seconds, peak GiB according to XLA).
     """
     from wan_torchax.events import Compiled
     from wan_torchax.runtime.jobs import plan_job
@@ -277,7 +278,7 @@ def transformer(case, overrides, side, options, what=STEP):
 
 
 def whole(case, overrides, side, options):
-    """Peer (b) with its blocks compiled, and with the whole transformer; six layers, to spare minutes of compiling."""
+    """Peer (b) with its blocks compiled, and with the whole transformer compiled; six layers, to save minutes."""
     if DEVICE == "cuda":
         config = configure(*overrides, "model.architecture.transformer.num_layers=6")
         for column in ("b", "w"):
@@ -291,7 +292,7 @@ def peer_steps(case, config, column, what):
     latents, texts = random_inputs(config, dtype)
     hidden, timestep, pictures = peer_inputs(config, latents, dtype)
     if column != "a":
-        torch.compiler.reset()  # what it compiled for other shapes
+        torch.compiler.reset()  # discard what was compiled for other shapes
         model.set_attention_backend("_native_cudnn")
         model.compile_repeated_blocks(fullgraph=True) if column == "b" else model.compile(fullgraph=True)
 
@@ -332,7 +333,7 @@ def random_inputs(config, dtype):
 
 
 def random_conditions(config) -> dict:
-    """What a step is given beside the latents and the text, by name; the same in every process."""
+    """A step's inputs beside the latents and the text, by name; the same in every process."""
     torch.manual_seed(2)
     geometry, architecture = geometry_of(config), config.model.architecture
     batch, channels, *sizes = latent_shape(config)
@@ -346,7 +347,7 @@ def random_conditions(config) -> dict:
 
 
 def peer_inputs(config, latents, dtype):
-    """The same as diffusers' pipelines hand it to their transformer: its input, the times, the picture's tokens."""
+    """The same in the form that diffusers' pipelines pass to their transformer: input, timesteps, picture tokens."""
     conditions, timestep = random_conditions(config), torch.tensor([500.0], device=DEVICE)
     if "condition" in conditions:
         latents = torch.cat([latents, conditions["condition"]], dim=1)
@@ -377,7 +378,8 @@ def project_steps(case, overrides, what):
 
 
 def precision(case, overrides, side, options):
-    """The guided step in the modes of conf/precision; of fp8 also how many products the compiled program has in it."""
+    """The guided step in the modes of conf/precision; for fp8 also the number of float8 products in the compiled
+    program."""
     for name in options.precisions:
         stage = project_steps(case, [*overrides, f"precision={name}", *FEW_BLOCKS.get(case, [])], f"{STEP}, {name}")
         rows[-1]["fp8_products"] = stage.programs.compiled["step"].result().as_text().count("matmul$f8")
@@ -385,7 +387,7 @@ def precision(case, overrides, side, options):
 
 
 def step_values(config, latents, texts, row=None):
-    """What the step program takes, from torch tensors; `row` are coefficients, by default of the scheduler's first."""
+    """The step program's arguments from torch tensors; `row` are coefficients, by default those of the first step."""
     from wan_torchax.stages.sampling import scheduler_table
 
     coefficients = scheduler_table(config).coefficients
@@ -399,7 +401,7 @@ def step_values(config, latents, texts, row=None):
 
 
 def velocity(stage, config, latents, texts):
-    """What one forward gives: a step whose new latents are the velocity itself."""
+    """The velocity of one forward: a step whose new latents are the velocity itself."""
     slots = stage.recipe.derived["slots"]
     row = numpy.zeros((slots, slots + 1), numpy.float32)
     row[0, slots] = 1
@@ -431,7 +433,7 @@ def denoise(case, overrides, side, options):
 
 
 def floor(case, overrides, side, options):
-    """What a guided step would take if it were its attention and products alone, each timed by itself in plain JAX."""
+    """The time of a guided step if it consisted only of attention and products, each timed on its own in plain JAX."""
     import jax
 
     from wan_torchax.kernels.attention import Attend
@@ -448,7 +450,7 @@ def floor(case, overrides, side, options):
     def seconds(function, *shapes):
         keys = jax.random.split(jax.random.key(0), len(shapes))
         arrays = [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes)]
-        jitted, calls = jax.jit(function), 4  # one after the other, so that starting them costs the device nothing
+        jitted, calls = jax.jit(function), 4  # queued back to back, so that launch overhead does not count
 
         def burst():
             for _ in range(calls):
@@ -460,7 +462,7 @@ def floor(case, overrides, side, options):
     def attend(part):
         return Attend(head_dim, Kernel(**config.attention[part]))
 
-    def product(rows, columns):  # of both prompts; weights lie as torch has them
+    def product(rows, columns):  # for both prompts; weights in torch's layout
         return seconds(lambda x, weight: x @ weight.T, (2 * tokens, rows), (columns, rows))
 
     video, text = (1, tokens, dim), (1, config.model.text_tokens, dim)
@@ -472,7 +474,7 @@ def floor(case, overrides, side, options):
     }
     work = 4 * tokens**2 * dim, 4 * tokens * dim * text[1], 12 * tokens * dim**2, 4 * tokens * dim * hidden
     rates = {name: round(float(2 * flops / numpy.median(parts[name]) / 1e12), 1) for name, flops in zip(parts, work)}
-    # The first block's self-attention, which no prompt has reached.
+    # The first block's self-attention, whose inputs do not depend on the prompt yet.
     once = (parts["self-attention"] + parts["square products"] * 4 / 6) / 2
     record(FLOOR, case, "c", median_of((architecture.num_layers * sum(parts.values()) - once).tolist()))
     rows[-1]["tflops"] = rates
@@ -484,7 +486,7 @@ def floor(case, overrides, side, options):
 
 def correctness(case, overrides, side, options):
     """Relative error of the velocity against torch in float32: ours and diffusers', both in the config's dtype, and
-    ours in the modes of conf/precision."""
+    ours in each mode of conf/precision."""
     small = ["guidance_scale=1", *(["resolution.frames=17"] if DEVICE == "cuda" else [])]
     config = configure(*overrides, *small)
     model, dtype = transformer_module(config), getattr(torch, config.model.dtype.transformer)
@@ -529,7 +531,7 @@ def vae(case, overrides, side, options, dtype="float32"):
 
 
 def encode(case, overrides, side, options):
-    """The VAE's encoder on a picture and grey, as image-to-video has it."""
+    """The VAE's encoder on a picture followed by grey frames, as in image-to-video."""
     config = configure(*overrides)
     if "encode" not in config.pipeline.stages:
         return skipped.append(f"encode {case}: its pipeline has no such stage")
@@ -591,9 +593,9 @@ print(first[0], time.time() - began)
 
 
 def pipeline(case, overrides, side, options):
-    """Seconds from process start to the first denoised step and to the frames, from a checkpoint on disk. A run of each
-    warms the caches of compiled programs; of five more, taken in turns, the median. The project also with a prompt
-    that it has met before."""
+    """Seconds from process start to the first denoised step and to the frames, from a checkpoint on disk. One run of
+    each warms the compilation caches; then the median of five more, interleaved. The project also with a prompt that
+    it has encoded before."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_checkpoint(configure(*overrides), Path(scratch) / "model")
         free()
@@ -624,7 +626,8 @@ def peer_pipeline(folder, scratch, overrides, prompt):
 
 
 def project_pipeline(folder, scratch, overrides, prompt):
-    """As the user runs it, until it writes its metrics. What came after the first step, or the frames, is taken off."""
+    """run.py as a user would run it, until it writes metrics.json, minus the time after the first step or the frames.
+    """
     shutil.rmtree(scratch / "run", ignore_errors=True)
     began = time.time()
     run_project(folder, scratch, [*overrides, f"steps={STEPS}", f"prompt={prompt}"])
@@ -637,7 +640,7 @@ def project_pipeline(folder, scratch, overrides, prompt):
 
 
 def run_project(folder, scratch, overrides) -> None:
-    """run.py with a checkpoint, into scratch/run, with caches of its own."""
+    """run.py with a checkpoint, into scratch/run, with its own caches."""
     folders = [f"model.path={folder}", f"hydra.run.dir={scratch}/run", f"compile.cache_dir={scratch}/cache"]
     command = [sys.executable, "run.py", *MESH, *overrides, *folders, f"compile.store={scratch}/store"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -646,8 +649,8 @@ def run_project(folder, scratch, overrides) -> None:
 
 
 def videos(case, overrides, side, options):
-    """Seconds a video of a list takes in a process that has made one before: text, four steps, decoding, the file.
-    Faint noise: strong noise makes files of 20 MB, over which the encoder takes twice as long as over a picture."""
+    """Seconds per video of a list in a process that has made one before: text, four steps, decoding, the file. The
+    decoder's noise is faint: strong noise makes files of 20 MB, which take twice as long to encode as a real video."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_checkpoint(configure(*overrides), Path(scratch) / "model", contrast=0.06)
         prompts = [f"{PROMPT}, {number}" for number in ("one", "two", "three", "four", "five", "six")]
@@ -663,7 +666,7 @@ def videos(case, overrides, side, options):
 
 
 def write_checkpoint(config, folder: Path, contrast: float = 1.0) -> Path:
-    """A whole pipeline of random weights in diffusers' layout, with the demo model's tokenizer and scheduler."""
+    """A whole pipeline with random weights in diffusers' layout, with the demo model's tokenizer and scheduler."""
     shutil.copytree(ROOT / "models/demo", folder, ignore=shutil.ignore_patterns("*.safetensors"))
     for name, make in {"transformer": transformer_module, "text_encoder": text_module, "vae": vae_module}.items():
         module = make(config)
@@ -676,7 +679,7 @@ def write_checkpoint(config, folder: Path, contrast: float = 1.0) -> Path:
 # ---------------------------------------------------------------- all together
 
 
-# part -> (function, whose processes run it)
+# part -> (function, the sides whose processes run it)
 PARTS = {
     "step": (transformer, ("peers", "ours")),
     "forward": (functools.partial(transformer, what=FORWARD), ("peers", "ours")),
@@ -693,16 +696,16 @@ PARTS = {
     "whole": (whole, ("peers",)),
 }
 QUICK_PARTS = ["floor", "text", "correctness", "denoise"]
-ALL_SIZES = ("step", "forward", "precision", "floor", "denoise")  # the others with the first case alone
+ALL_SIZES = ("step", "forward", "precision", "floor", "denoise")  # the others run only the first case
 
 
 def measure(side, cases, options):
-    """Everything that belongs to one side, in this process. The file holds what there is after each part."""
+    """Measure everything of one side in this process. The file is rewritten after each part."""
     for part in (part for part in options.only if side in PARTS[part][1]):
         for case, overrides in list(cases.items())[: None if part in ALL_SIZES else 1]:
             try:
                 PARTS[part][0](case, [*overrides, *options.set], side, options)
-            except Exception as error:  # the other parts' figures are worth having
+            except Exception as error:  # keep the figures of the other parts
                 reason = " ".join(str(error).split())[:600]
                 skipped.append(f"{part} {case} ({side}): {type(error).__name__}: {reason}")
             free()
@@ -710,18 +713,18 @@ def measure(side, cases, options):
 
 
 def measure_in_a_process(side):
-    """The same command in a process of its own; its rows are taken over, also if it dies."""
+    """The same command in its own process; its rows are collected even if it dies."""
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "result.json"
         status = subprocess.run([sys.executable, *sys.argv, "--side", side, "--json", str(result)]).returncode
         measured = json.loads(result.read_text()) if result.exists() else {"rows": [], "skipped": []}
         rows.extend(measured["rows"]), skipped.extend(measured["skipped"])
         if status:
-            skipped.append(f"what {side} had left: exit status {status}")
+            skipped.append(f"the rest of {side}: exit status {status}")
 
 
 def ratios():
-    """Seconds of the fastest peer over ours, by part and case; of ours over the floor for a guided step."""
+    """The fastest peer's seconds over ours, by part and case; for a guided step also ours over the floor."""
     taken = {}
     for row in (row for row in rows if row.get("column") == "c"):
         what, case = row["what"], row["case"]
@@ -744,7 +747,7 @@ def ratios():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="by default all, of a smoke test the quick ones")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="default: all, in a smoke test the quick ones")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     eager = "cases to time the transformer in column (a) too"
     parser.add_argument("--eager", nargs="*", choices=CASES, default=["1.3b-480p"], help=eager)
@@ -757,7 +760,7 @@ def main():
     options = parser.parse_args()
     options.only = options.only or (QUICK_PARTS if options.smoke else list(PARTS))
     if options.side and not options.json:
-        parser.error("--side: say with --json where the rows go")
+        parser.error("--side needs --json")
     cases = {"smoke": SMOKE} if options.smoke else {name: CASES[name] for name in options.cases}
     torch.backends.cudnn.benchmark = True
     if options.side:

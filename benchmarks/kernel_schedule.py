@@ -4,16 +4,17 @@
     python benchmarks/kernel_schedule.py --compiler … --chip v5e --blocks 2048/16384/2048/512/128 1024/8192/2048/512/128
     python benchmarks/kernel_schedule.py --compiler … --product 18944x5120x13824+gelu 18944x13824x5120+residual
     python benchmarks/kernel_schedule.py --compiler … --norm 18944x5120
-    python benchmarks/kernel_schedule.py --smoke            # exports the kernels and stops there: needs no compiler
+    python benchmarks/kernel_schedule.py --smoke            # only exports the kernels: needs no compiler
 
 Each kernel is exported here, without a TPU, and compiled by wan_torchax/tasks/compiler.py in the Python that --compiler
-names, which must have JAX and libtpu. Counted are the VLIW bundles (one cycle each when nothing stalls) of everything
-that runs for one block of queries (of linear layers: of tokens by outputs): start, tiles, tail, end, and for every grid
-step all of the pipeline's code, though part of it is skipped. It is the schedule before libtpu folds empty bundles into
-the instruction before them: they take a cycle each, and on a TPU7x they are up to half of a kernel. Blocks that hang
-over an array's end count whole. Not counted: stalls on memory, and what runs only where a row leaves the fast path's
-range; the lengths of these stretches are "again" in the result. Queries that splash.call gives a smaller last block are
-two kernels: count each with a --queries of its own. benchmarks/results/kernel_schedule.json is made with --append.
+names, which must have JAX and libtpu. Counted are the VLIW bundles (one cycle each if nothing stalls) of everything
+that runs for one block of queries (for linear layers: of tokens by outputs): start, tiles, tail, end, and for every
+grid step all of the pipeline's code, though part of it is skipped. The schedule is the one before libtpu folds empty
+bundles into the preceding instruction: they take a cycle each, and on a TPU7x they are up to half of a kernel. Blocks
+that overhang an array count in full. Not counted: memory stalls, and code that runs only if a row leaves the fast
+path's range; the lengths of these stretches are "again" in the result. If splash.call computes the last queries in a
+smaller block, there are two kernels: count each with its own --queries. benchmarks/results/kernel_schedule.json is made
+with --append.
 """
 import argparse
 import json
@@ -47,53 +48,55 @@ from wan_torchax.tasks.plan import VERSIONS  # noqa: E402
 
 UNITS = ("MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL", "SALU")
 SHOWN = ("MXU", "VALU", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL")
-DELAY = 5  # a branch takes effect after the four bundles behind it
-# The smallest slice libtpu compiles for, and the cores of what is one device to JAX, of which a kernel runs on one.
+DELAY = 5  # a branch takes effect after the next four bundles
+# The smallest slice that libtpu compiles for, and the cores per JAX device; a kernel runs on one core.
 CHIPS = {"v6e": ("v6e:2x2", 1), "v5e": ("v5e:2x2", 1), "v5p": ("v5p:2x2x1", 2), "v7x": ("tpu7x:2x2x1", 1)}
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A kernel to compile, and how often its parts run for one of its blocks."""
+    """A kernel to compile, and how often its parts run for one block."""
 
     name: str
     function: object
     shapes: list
-    flops: int  # of all of it
+    flops: int  # of the whole kernel
     blocks: int
     steps: int  # of the grid, for one block
-    trips: tuple  # of each stretch of code that uses the MXU, in program order; 0 for what only lost rows need
-    before: tuple = ()  # trips of the longest stretches that do not: tokens transposed, rounded
+    trips: tuple  # of each stretch of code that uses the MXU, in program order; 0 for those that only lost rows need
+    before: tuple = ()  # trips of the longest stretches without the MXU: transposing and quantizing tokens
 
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compiler", help="a Python with JAX and libtpu; by default this one", default=sys.executable)
-    parser.add_argument("--smoke", action="store_true", help="export the kernels, and stop there")
+    parser.add_argument("--smoke", action="store_true", help="only export the kernels")
     parser.add_argument("--chip", choices=CHIPS, default="v6e")
     parser.add_argument("--queries", type=int, default=75_600)
     parser.add_argument("--keys", type=int, default=75_600)
     parser.add_argument("--head-dim", type=int, default=128)
-    part = "whose values of conf/attention/splash_<chip>.yaml to start from"
+    part = "which values of conf/attention/splash_<chip>.yaml to start from"
     parser.add_argument("--part", choices=("self", "cross"), default="self", help=part)
-    going_on = "as in a ring's later steps: from the output of other keys on, and in float32"
+    going_on = "as in a ring's later steps: continue from the float32 output of other keys"
     parser.add_argument("--going-on", action="store_true", help=going_on)
     blocks = "block_q/block_kv/tile_kv/sub_q/chunk_kv …; default: the shipped ones"
     parser.add_argument("--blocks", nargs="*", help=blocks)
     product = (
         "linear layers instead: TOKENSxINPUTSxOUTPUTS, +gelu, +int8 or +fp8, +residual (with a gate), "
-        "+transpose_out (the result has tokens last), +transpose_in (what it is of has)"
+        "+transpose_out (the result has tokens last), +transpose_in (the input has)"
     )
     parser.add_argument("--product", nargs="*", help=product)
     parser.add_argument("--products", default="pallas", help="whose blocks: a file of conf/products")
     parser.add_argument("--norm", nargs="*", help="layer norms instead: TOKENSxCHANNELS; they have no share of peak")
     parser.add_argument("--no-baseline", action="store_true", help="leave out JAX's own splash kernel")
-    parser.add_argument("--append", type=Path, help="a JSON file to add the result to, in place of the same command's")
+    parser.add_argument(
+        "--append", type=Path, help="a JSON file to add the result to; replaces that of the same command"
+    )
     return parser.parse_args()
 
 
 def candidates(options):
-    """Ours with every block size asked for, its exact fallback, and JAX's own kernel."""
+    """Our kernel with every requested block size, its exact fallback, and JAX's own kernel."""
     if options.product:
         yield from (linear(text, options.products) for text in options.product)
         return
@@ -115,9 +118,9 @@ def ours(kernel, options):
     block_kv = splash.fitting(kernel.block_kv, kernel.chunk_kv, options.keys)
     tiles, tail = divmod(options.keys, kernel.tile_kv)
 
-    def again(keys):  # as fast_kernel has it: a loop over groups of chunks, and the rest
+    def again(keys):  # as in fast_kernel: a loop over groups of chunks, and the rest
         groups, rest = divmod(keys, splash.CAREFUL_CHUNKS * kernel.chunk_kv)
-        return (0,) * ((groups > 1) + (groups == 1 or rest > 0))  # a loop that runs once is none
+        return (0,) * ((groups > 1) + (groups == 1 or rest > 0))  # a loop that runs once is unrolled
 
     trips = (tiles, *again(kernel.tile_kv)) + ((1, *again(tail)) if tail else ())
     trips = trips if options.going_on else (1, *trips)
@@ -190,7 +193,7 @@ def flops_of(options) -> int:
 
 
 def baseline(options, block_q=2048, block_kv=2048, compute=1024):
-    """JAX's splash attention; it wants lengths that are multiples of its blocks."""
+    """JAX's splash attention; it needs lengths that are multiples of its blocks."""
     block_kv = min(block_kv, options.keys)
     queries, keys = ceil(options.queries / block_q) * block_q, ceil(options.keys / block_kv) * block_kv
     sizes = jax_splash.BlockSizes(block_q=block_q, block_kv=min(block_kv, keys), block_kv_compute=min(compute, keys))
@@ -211,7 +214,7 @@ def export(candidate, kind):
 
 
 def compile_schedule(python, artifact, topology):
-    """The kernel's schedule: for each bundle, how many slots of each unit; where straight stretches begin; what the
+    """The kernel's schedule: for each bundle, the slots used per unit; where straight stretches begin; the ranges that
     branches skip, as (begin, end)."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.bin")
@@ -221,7 +224,7 @@ def compile_schedule(python, artifact, topology):
         command = [*shlex.split(python), compiler.__file__, str(path), *place, f"--libtpu-args={flags}"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         schedules = [parse(file) for file in Path(folder).glob("*-pre-delay_hlo-static-per-bundle-utilization.txt")]
-    # The one that computes: on the MXU, or most.
+    # The kernel's own: the schedule that uses the MXU most, or else the longest.
     return max(schedules, key=lambda schedule: (sum(bundle[0] for bundle in schedule[0]), len(schedule[0])))
 
 
@@ -244,11 +247,11 @@ def parse(utilization):
 
 
 def count(candidate, bundles, borders, skips):
-    """Bundles for one block, the busiest stretch's own bundles, and the lengths of the stretches that do not run."""
+    """Bundles for one block, the bundles of the busiest stretch, and the lengths of the stretches that do not run."""
     stretches = {begin: bundles[begin:end] for begin, end in zip(borders, [*borders[1:], len(bundles)])}
     starts = [begin for begin, stretch in stretches.items() if sum(bundle[0] for bundle in stretch) > 100]
     computing = [stretches[begin] for begin in starts]
-    if candidate.steps == 1 and set(candidate.trips) == {1}:  # straight through; stretches may have been joined
+    if candidate.steps == 1 and set(candidate.trips) == {1}:  # straight-line code; stretches may have been merged
         return len(bundles), max(computing, key=len), []
     if len(computing) != len(candidate.trips):
         expected = len(candidate.trips)
@@ -256,7 +259,7 @@ def count(candidate, bundles, borders, skips):
     longest = sorted((begin for begin in stretches if begin not in starts), key=lambda begin: -len(stretches[begin]))
     longest = sorted(longest[:len(candidate.before)])
     running = [stretch for trips, stretch in zip(candidate.trips, computing) if trips]
-    idle = set()  # what a branch skips together with the stretches that do not run
+    idle = set()  # bundles that a branch skips together with the stretches that do not run
     for begin, end in skips:
         inside = [trips for trips, start in zip(candidate.trips, starts) if begin <= start < end]
         if inside and not any(inside):
@@ -299,7 +302,7 @@ def main():
 
 
 def keep(options, result):
-    """Add the result to a file of results, with what it takes to have it again."""
+    """Add the result to a results file, with the command and versions to reproduce it."""
     named = [option for option in sys.argv[1:] if option not in ("--compiler", options.compiler)]
     named = [option for option in named if option not in ("--append", str(options.append))]
     command = shlex.join(["python", "benchmarks/kernel_schedule.py", *named])

@@ -1,14 +1,14 @@
-"""How large outliers may be before an eight-bit mode breaks: the same model, rescaled.
+"""How large outliers may be before an 8-bit mode breaks: the same model, rescaled.
 
-    python benchmarks/outliers.py outputs/outliers           # the demo model; goes on with videos where it stopped
-    python benchmarks/outliers.py --model random-1.3b        # velocity alone; on a CPU with fewer blocks (--set)
+    python benchmarks/outliers.py outputs/outliers           # the demo model; resumes videos where it stopped
+    python benchmarks/outliers.py --model random-1.3b        # velocity only; on a CPU with fewer blocks (--set)
     python benchmarks/outliers.py --smoke                    # one factor, two modes, no videos
 
-Channels of activations are multiplied by D where they are made, and the weights that take them divided by it:
-SmoothQuant backwards. The function stays the same, which is checked in float32; what is rounded to eight bits has
-outliers. D is log-normal, and in a few channels larger by the swept factor. That of trained weights is not known here.
-Errors are of one forward's velocity against float32 of the model as it was, and as multiples of bfloat16's; the rest of
-an eight-bit mode's model is bfloat16. PSNR is against the exact float32 video. Ends in one JSON line.
+Activation channels are multiplied by D where they are produced, and the consuming weights divided by it: SmoothQuant in
+reverse. The function stays the same, which is checked in float32, but the quantized values have outliers. D is
+log-normal, and in a few channels larger by the swept factor; how large it is for trained weights is not known here.
+Errors are those of one forward's velocity against the original model in float32, also as multiples of bfloat16's; the
+rest of an 8-bit mode's model is bfloat16. PSNR is against the exact float32 video. Ends with one JSON line.
 """
 import argparse
 import datetime
@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import gpu  # first: it prepares JAX for a device that torch has a share of
+import gpu  # first: it configures JAX to share the device with torch
 import numpy
 import quality
 import torch
@@ -46,7 +46,7 @@ LEAST_PSNR = 30.0
 def rescale(model, factor: float, seed: int) -> None:
     """Give a text-to-video transformer outliers in the inputs of its linear layers, in place.
 
-    Not in that of the feed-forward's second layer: GELU stands before it, through which no factor passes.
+    Not in that of the feed-forward's second layer: a factor does not pass through the GELU before it.
     """
     weights, generator = dict(model.named_parameters()), torch.Generator().manual_seed(seed)
     dim = model.config.num_attention_heads * model.config.attention_head_dim
@@ -73,13 +73,13 @@ def rescale(model, factor: float, seed: int) -> None:
     for block in blocks:
         for attention in (f"{block}.attn1", f"{block}.attn2"):
             fold(channels(), f"{attention}.to_v", f"{attention}.to_out.0")
-            # Queries and keys are multiplied with each other. RoPE turns pairs of channels: the two are scaled alike.
+            # Queries and keys are multiplied with each other. RoPE rotates pairs of channels: both are scaled alike.
             pairs = channels(dim // 2).repeat_interleave(2)
             fold(pairs, f"{attention}.norm_q", f"{attention}.norm_k")
         fold(channels(), f"{block}.norm2", f"{block}.attn2.to_q")
     text = (f"{block}.attn2.to_{name}" for block in blocks for name in "kv")
     fold(channels(), "condition_embedder.text_embedder.linear_2", *text)
-    # norm * (1 + scale) + shift, each the sum of a block's table and the time's projection, which all blocks share.
+    # norm * (1 + scale) + shift, each the sum of a block's table and the time projection, which all blocks share.
     time = [weights[f"condition_embedder.time_proj.{part}"].unflatten(0, (6, dim)) for part in ("weight", "bias")]
     for shift, scale, names in (0, 1, ["attn1.to_q", "attn1.to_k", "attn1.to_v"]), (3, 4, ["ffn.net.0.proj"]):
         scales = channels()
@@ -101,7 +101,7 @@ def relative(found, expected) -> float:
 
 
 def load(options, config):
-    """The model in float32, as it was."""
+    """The original model in float32."""
     if options.model == "demo":
         return WanTransformer3DModel.from_pretrained(gpu.ROOT / "models/demo", subfolder="transformer").to(gpu.DEVICE)
     return gpu.transformer_module(config)
@@ -109,8 +109,8 @@ def load(options, config):
 
 @torch.no_grad()
 def forward(model, *inputs):
-    """The velocity, and how large outliers are: a token's largest number over its median, in the inputs that `rescale`
-    reaches; of tokens the median, of layers the mean. That can be measured of trained weights too."""
+    """The velocity, and the size of outliers: a token's largest value over its median, in the inputs that `rescale`
+    affects; median over tokens, mean over layers. This can be measured for trained weights too."""
     peaks, hooks = [], []
 
     def look(_, arrays):
@@ -127,7 +127,7 @@ def forward(model, *inputs):
 
 
 def velocities(options, folder: Path) -> list[dict]:
-    """A row for each factor and mode; of the demo model also the rescaled checkpoints, as <folder>/<factor>."""
+    """A row for each factor and mode; for the demo model also the rescaled checkpoints, as <folder>/<factor>."""
     exact_config = gpu.configure(*options.set, *MODES["float32"], "guidance_scale=1")
     latents, texts = gpu.random_inputs(exact_config, torch.float32)
     model, rows, stages, configs, reference = load(options, exact_config), [], {}, {}, None
@@ -160,12 +160,12 @@ def velocities(options, folder: Path) -> list[dict]:
 
 
 def add_videos(options, rows: list[dict], folder: Path) -> None:
-    """PSNR and the judge's verdicts, beside the velocity's errors."""
+    """Add PSNR and the judge's verdicts to the rows."""
     prompts = quality.world.held_out_prompts()[: options.prompts]
     clips = [(prompt, number) for number, (prompt, _) in enumerate(prompts)]
     extra = [f"steps={options.steps}"]
     quality.make(folder, "exact", [], clips, extra)
-    for row in sorted(rows, key=lambda row: options.modes.index(row["mode"])):  # a mode's programs are compiled once
+    for row in sorted(rows, key=lambda row: options.modes.index(row["mode"])):  # so that each mode is compiled once
         name, paths = f"{row['mode']} None", []
         if row["factor"] is not None:
             name = f"{row['mode']} {row['factor']:g}"
@@ -193,7 +193,7 @@ def table(rows: list[dict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?", help="where checkpoints and videos stay; else they do not")
+    parser.add_argument("folder", type=Path, nargs="?", help="where checkpoints and videos are kept; default: not kept")
     parser.add_argument("--model", choices=SIZES, default="demo")
     parser.add_argument("--factors", type=float, nargs="+", default=FACTORS)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
@@ -206,7 +206,7 @@ def main() -> None:
     options = parser.parse_args()
     options.set = [*SIZES[options.model], *options.set]
     if options.model != "demo":
-        options.prompts = 0  # noise
+        options.prompts = 0  # its videos would be noise
     if options.smoke:
         options.factors, options.modes, options.prompts = [50], ["bf16", "int8"], 0
         options.set += gpu.SMALL

@@ -1,11 +1,11 @@
-"""Estimates of presets on TPUs, from what libtpu says of their denoising step; it needs no TPU.
+"""Estimates for presets on TPUs, from libtpu's report on their denoising step; needs no TPU.
 
     python benchmarks/plans.py --compiler tpu-python t2v_14b_720p_v6e8_v3 "t2v_14b_720p_v7x8_v3 precision=fp8"
-    python benchmarks/plans.py          # estimates again from what was compiled before: after a change of conf/chip
-    python benchmarks/plans.py --smoke  # likewise of one preset, and writes nothing
+    python benchmarks/plans.py          # updates the estimates from earlier reports, e.g. after a change in conf/chip
+    python benchmarks/plans.py --smoke  # the same for one preset, without writing
 
-With --compiler, a Python that has JAX and libtpu, each preset, with overrides behind it, is compiled, which takes
-minutes. What the compiler said stands in benchmarks/results/plans.json beside the estimate that task=plan makes of it.
+With --compiler, a Python that has JAX and libtpu, each preset, optionally followed by overrides, is compiled, which
+takes minutes. The compiler's report is stored in benchmarks/results/plans.json with task=plan's estimate from it.
 """
 import argparse
 import json
@@ -35,7 +35,7 @@ ABOUT = {  # each preset has its own command and versions
 
 
 def resolve(name: str, compiler: str):
-    """A preset, with overrides behind it, on chips that are not here."""
+    """A preset, optionally followed by overrides, on chips that need not be here."""
     settings = [f"preset={name.split()[0]}", *name.split()[1:], "task=plan", f"plan.compiler={compiler}"]
     config = compose([*settings, "compile.store=null"])
     validate(config)
@@ -43,18 +43,18 @@ def resolve(name: str, compiler: str):
 
 
 def compiled(resolved) -> dict:
-    """What libtpu says of a step."""
+    """libtpu's report on a step."""
     name = main_stage(resolved.graph)
     with jax.sharding.use_abstract_mesh(resolved.mesh):
         stage = Session().build(resolved, [name])[name]
     return plan.compile_stage(resolved, stage)
 
 
-def estimated(resolved, told: dict) -> dict:
-    """What task=plan makes of it."""
+def estimated(resolved, step: dict) -> dict:
+    """task=plan's estimate from libtpu's report on a step."""
     main = main_stage(resolved.graph)
     report = {
-        "compiler": {main: told}, "flops_per_step": find(main).flops(resolved),
+        "compiler": {main: step}, "flops_per_step": find(main).flops(resolved),
         "chips": device_count(resolved.config.mesh), "axes": resolved.placement["axes"],
     }
     made = plan.estimate(resolved, report)
@@ -63,9 +63,9 @@ def estimated(resolved, told: dict) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("presets", nargs="*", help="default: those that were compiled before")
+    parser.add_argument("presets", nargs="*", help="default: those compiled before")
     parser.add_argument("--compiler", help="a Python with JAX and libtpu; without it nothing is compiled")
-    parser.add_argument("--smoke", action="store_true", help="one preset's estimate again, and nothing written")
+    parser.add_argument("--smoke", action="store_true", help="only one preset's estimate, without writing")
     options = parser.parse_args()
     kept = json.loads(RESULTS.read_text())["presets"] if RESULTS.exists() else {}
     for name in list(kept)[:1] if options.smoke else options.presets or list(kept):

@@ -16,8 +16,8 @@ from wan_torchax.config.commandline import compose  # noqa: E402
 from wan_torchax.tasks.port import port  # noqa: E402
 
 MODELS = (
-    "WanTransformer3DModel", "HunyuanVideo15Transformer3DModel", "AutoencoderKLHunyuanVideo15", "FluxTransformer2DModel",
-    "Flux2Transformer2DModel", "LTX2VideoTransformer3DModel", "CogVideoXTransformer3DModel",
+    "WanTransformer3DModel", "HunyuanVideo15Transformer3DModel", "AutoencoderKLHunyuanVideo15",
+    "FluxTransformer2DModel", "Flux2Transformer2DModel", "LTX2VideoTransformer3DModel", "CogVideoXTransformer3DModel",
     "QwenImageTransformer2DModel", "SD3Transformer2DModel", "MochiTransformer3DModel", "ZImageTransformer2DModel",
 )
 KINDS = {

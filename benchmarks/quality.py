@@ -1,11 +1,11 @@
-"""What a mode that computes less costs in quality, beside what it saves: the demo model's held-out prompts.
+"""What modes that compute less cost in quality, and what they save: the demo model's held-out prompts.
 
-    python benchmarks/quality.py outputs/quality                    # 73 prompts x 2 seeds; goes on where it stopped
+    python benchmarks/quality.py outputs/quality                    # 73 prompts x 2 seeds; resumes where it stopped
     python benchmarks/quality.py outputs/quality --modes magcache   # some of the modes
     python benchmarks/quality.py --smoke                            # one prompt, one mode, few steps
 
-The reference is the exact float32 video of 50 steps. Beside each mode stands the honest alternative: exact with as many
-steps as the mode computes forwards for. Writes quality.json, quality.md and index.html, where videos play side by side.
+The reference is the exact float32 video of 50 steps. Each mode is compared with the alternative at equal cost: exact
+steps with as many forwards. Writes quality.json, quality.md and index.html, where videos play side by side.
 """
 import argparse
 import datetime
@@ -55,8 +55,8 @@ SHOWN = 6  # prompts on the page
 
 
 def make(folder: Path, mode: str, overrides: list[str], clips: list, extra: list[str]) -> list[float]:
-    """Every clip of a mode as <folder>/<mode>/<number>.npy, those that are there already left alone; gives the forwards
-    of each."""
+    """Make every clip of a mode as <folder>/<mode>/<number>.npy, skipping those that exist; returns the forwards of
+    each."""
     place = folder / mode.replace(" ", "_")
     place.mkdir(parents=True, exist_ok=True)
     forwards = json.loads((place / "forwards.json").read_text()) if (place / "forwards.json").is_file() else {}
@@ -90,7 +90,7 @@ def read(folder: Path, mode: str, number: int) -> numpy.ndarray:
 
 
 def compare(arguments) -> dict:
-    """One clip against the reference, and what the judge says of it."""
+    """One clip against the reference, and the judge's verdict."""
     import judge_demo
 
     folder, mode, number, scene = arguments
@@ -138,7 +138,7 @@ def pooled(array, scale):
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-    """The interval of a rate at 95 %."""
+    """The 95 % confidence interval of a rate."""
     z = 1.96
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count)) / (1 + z * z / count)
@@ -182,7 +182,7 @@ def percent(aspect: dict) -> str:
 
 
 def page(folder: Path, rows: list[dict], clips: list) -> None:
-    """Videos of a few prompts side by side, one column a mode, playing in step."""
+    """A page with videos of a few prompts side by side, one column per mode, playing in sync."""
     heads = "".join(f"<th>{row['mode']}<br>{row['forwards']:.0f} forwards, {row['psnr']:.1f} dB</th>" for row in rows)
     body = []
     for number in range(0, len(clips), max(len(clips) // SHOWN, 1)):
@@ -204,9 +204,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("outputs/quality"))
     parser.add_argument("--modes", nargs="*", default=list(MODES), help="names, or parts of them")
-    parser.add_argument("--prompts", type=int, help="only so many")
-    parser.add_argument("--make", action="store_true", help="only the videos: several processes may share the modes")
-    parser.add_argument("--no-videos", action="store_true", help="no page: this machine has no ffmpeg")
+    parser.add_argument("--prompts", type=int, help="use only this many")
+    parser.add_argument("--make", action="store_true", help="only make videos: several processes may share the modes")
+    parser.add_argument("--no-videos", action="store_true", help="no page, for machines without ffmpeg")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     extra, held_out = [], world.held_out_prompts()[: 1 if options.smoke else options.prompts]

@@ -1,10 +1,11 @@
-"""Whether videos that are denoised together (serve.batch) take less time than one after the other.
+"""Whether videos denoised as a batch (serve.batch) take less time than one after the other.
 
-    python benchmarks/serve_batch.py                                        # the demo, one to four together
-    python benchmarks/serve_batch.py model=wan21_t2v_1_3b resolution=480p   # another, by its overrides
+    python benchmarks/serve_batch.py                                        # the demo, batches of one to four
+    python benchmarks/serve_batch.py model=wan21_t2v_1_3b resolution=480p   # another model, by overrides
     python benchmarks/serve_batch.py --smoke                                # small and short
 
-Medians over all steps, the sizes in turns; CPU seconds are of this process, all its threads. Ends in a JSON line.
+Medians over all steps, batch sizes interleaved; CPU seconds are those of all threads of this process. Ends with a JSON
+line.
 """
 import argparse
 import json
@@ -30,7 +31,7 @@ SMOKE = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "
 
 
 def denoise(resolved, values: dict, videos: int) -> tuple[list[float], float]:
-    """Seconds of each step of so many videos at once, and CPU seconds of all."""
+    """Seconds of each step of a batch of videos, and CPU seconds of all steps."""
     steps, began = [], time.process_time()
 
     def emit(event):
@@ -43,7 +44,7 @@ def denoise(resolved, values: dict, videos: int) -> tuple[list[float], float]:
 
 
 def measure(resolved, values: dict, sizes: list[int], repeats: int) -> list[dict]:
-    """A row for every number of videos. The first round compiles and does not count."""
+    """A row for every batch size. The first round compiles and does not count."""
     steps, processor = ({videos: [] for videos in sizes} for _ in range(2))
     for turn in range(repeats + 1):
         for videos in sizes:
@@ -67,7 +68,7 @@ def row(videos: int, steps: list[float], processor: list[float]) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--most", type=int, default=4, help="videos together")
+    parser.add_argument("--most", type=int, default=4, help="largest batch")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()

@@ -1,10 +1,10 @@
-"""How soon a run starts: weights from disk against a plain reader, and whole runs of the demo, first and again.
+"""How fast a run starts: reading weights against a plain reader, and whole runs of the demo, with cold and warm caches.
 
     python benchmarks/start.py                              # 4 GiB in the temporary folder; runs of the demo
-    python benchmarks/start.py --gib 16 --folder /data      # of the disk that holds the checkpoints
+    python benchmarks/start.py --gib 16 --folder /data      # on the disk with the checkpoints
     python benchmarks/start.py --smoke                      # small, no runs
 
-The file is put out of the system's memory before each reading. Medians, the two readers in turns; ends in a JSON line.
+The file is dropped from the page cache before each read. Medians, the two readers interleaved; ends with a JSON line.
 """
 import argparse
 import json
@@ -34,7 +34,7 @@ ROW, TENSORS = 4096, 16
 
 
 def write_file(path: Path, total: int) -> None:
-    """A safetensors file of random bfloat16 numbers, on the disk when this returns."""
+    """Write a safetensors file of random bfloat16 numbers; fsynced when this returns."""
     rows = max(total // (2 * ROW * TENSORS), 1)
     size, random = 2 * ROW * rows, numpy.random.default_rng(0)
     layout = {
@@ -51,13 +51,13 @@ def write_file(path: Path, total: int) -> None:
 
 
 def forget(path: Path) -> None:
-    """Have the system drop what it holds of the file."""
+    """Drop the file from the page cache."""
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read_plainly(path: Path) -> None:
-    """From the first byte to the last, into one buffer."""
+    """Read from the first byte to the last, into one buffer."""
     buffer = bytearray(PIECE_BYTES)
     with path.open("rb", buffering=0) as file:
         while file.readinto(buffer):
@@ -65,7 +65,7 @@ def read_plainly(path: Path) -> None:
 
 
 def read_as_weights(path: Path) -> None:
-    """As loading reads it, into memory that it would be sent from."""
+    """Read like weight loading does, into the memory from which it would be sent."""
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     for _ in read_ahead(Load([stored], "bfloat16", stored.shape, here) for stored in read_header(path).values()):
         pass
@@ -88,7 +88,8 @@ def reading(folder: Path, total: int, repeats: int) -> dict[str, float]:
 
 
 def runs(repeats: int, *overrides: str) -> list[dict]:
-    """`python run.py …`: the first finds an empty store, the others what it left. `outside` denoise and decode."""
+    """`python run.py …`: the first with an empty store, the others with a warm one. `outside`: seconds outside denoise
+    and decode."""
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         places = [f"compile.store={scratch}/store", f"compile.cache_dir={scratch}/jax", f"hydra.run.dir={scratch}/run"]
@@ -112,8 +113,8 @@ def cpu_seconds() -> float:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=4.0, help="of weights to read")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to read from")
+    parser.add_argument("--gib", type=float, default=4.0, help="size of the weights to read")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to read")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--smoke", action="store_true", help="small, no runs")
     options = parser.parse_args()

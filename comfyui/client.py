@@ -16,7 +16,7 @@ import aiohttp
 
 
 class Failed(Exception):
-    """The server refused the workflow, a node failed, or someone cancelled it."""
+    """The server rejected the workflow, a node failed, or it was cancelled."""
 
 
 def parse_arguments(arguments=None):
@@ -24,12 +24,12 @@ def parse_arguments(arguments=None):
     parser.add_argument("workflow", type=Path, help="a workflow in API format")
     parser.add_argument("changes", nargs="*", metavar="NODE.INPUT=VALUE", help="inputs to set first")
     parser.add_argument("--server", default="127.0.0.1:8188")
-    parser.add_argument("--output", type=Path, help="where to save the video; by default under its own name, here")
+    parser.add_argument("--output", type=Path, help="where to save the video; default: under its own name, here")
     return parser.parse_args(arguments)
 
 
 def change(workflow: dict, assignment: str) -> None:
-    """Set one input: `3.seed=7`. The value is JSON if it can be read as such, else text."""
+    """Set one input: `3.seed=7`. The value is parsed as JSON if possible, else it is text."""
     target, _, value = assignment.partition("=")
     node, _, name = target.partition(".")
     if name not in workflow.get(node, {}).get("inputs", {}):
@@ -42,7 +42,7 @@ def change(workflow: dict, assignment: str) -> None:
 
 
 async def run_workflow(server: str, workflow: dict, output: Path | None) -> Path:
-    """The whole errand; returns where the video was saved."""
+    """Queue a workflow, follow it and save its video; returns the file's path."""
     client = uuid.uuid4().hex
     path = f"/ws?clientId={client}"
     async with (
@@ -55,7 +55,7 @@ async def run_workflow(server: str, workflow: dict, output: Path | None) -> Path
 
 
 async def queue(session, workflow: dict, client: str) -> str:
-    """Returns the id that the server gives the prompt."""
+    """Queue a workflow; returns the prompt's id."""
     async with session.post("/prompt", json={"prompt": workflow, "client_id": client}) as answer:
         body = await answer.json()
         if answer.status != 200:
@@ -64,7 +64,7 @@ async def queue(session, workflow: dict, client: str) -> str:
 
 
 async def follow(socket, prompt: str) -> None:
-    """Tell progress until the prompt is done."""
+    """Print progress until the prompt is done."""
     async for message in socket:
         if message.type is not aiohttp.WSMsgType.TEXT:
             continue  # a preview picture
@@ -85,7 +85,7 @@ async def follow(socket, prompt: str) -> None:
 
 
 async def save(session, prompt: str, output: Path | None) -> Path:
-    """Fetch the first file the prompt saved."""
+    """Download the first file that the prompt saved."""
     async with session.get(f"/history/{prompt}") as answer:
         outputs = (await answer.json())[prompt]["outputs"]
     listed = [file for saved in outputs.values() for files in saved.values() for file in files]

@@ -1,5 +1,5 @@
-"""Pictures and videos of a workflow as files, which is how the runner takes them: in a folder that only this process
-reads, and that is gone when the node is done."""
+"""A workflow's pictures and videos as files, the form in which the runner takes them: in a private folder that is
+deleted when the node is done."""
 import tempfile
 from pathlib import Path
 
@@ -14,18 +14,18 @@ SHAPES = {4: "IMAGE (frames, height, width, channels)", 3: "MASK (frames, height
 
 
 def private_folder() -> tempfile.TemporaryDirectory:
-    """A new folder, mode 700. It is deleted at the end of a `with`, or when the process ends before that."""
+    """A new folder, mode 700, deleted at the end of the `with` block or when the process exits."""
     return tempfile.TemporaryDirectory(prefix=PREFIX)
 
 
 def write_picture(path: Path, frame: numpy.ndarray) -> str:
-    """uint8 (height, width, 3) as PNG; gives its path."""
+    """Write uint8 (height, width, 3) as PNG; returns its path."""
     Image.fromarray(frame).save(path.with_suffix(".png"))
     return str(path.with_suffix(".png"))
 
 
 def write_video(path: Path, frames: numpy.ndarray, fps: int) -> str:
-    """uint8 (frames, height, width, 3) without loss; gives its path."""
+    """Write uint8 (frames, height, width, 3) as lossless video; returns its path."""
     path = path.with_suffix(".mkv")
     sizes = dict(size=frames.shape[2:0:-1], fps=fps, codec="libx264rgb", pix_fmt_in="rgb24", pix_fmt_out="rgb24")
     exact = dict(quality=None, output_params=["-crf", "0"], macro_block_size=1)
@@ -38,7 +38,7 @@ def write_video(path: Path, frames: numpy.ndarray, fps: int) -> str:
 
 
 def pixels(name: str, tensor, dimensions: int) -> numpy.ndarray:
-    """ComfyUI's IMAGE (four dimensions) or MASK (three), 0 to 1, as uint8 with three channels."""
+    """ComfyUI's IMAGE (four dimensions) or MASK (three), from 0 to 1, as uint8 with three channels."""
     shape = tuple(getattr(tensor, "shape", ()))
     if len(shape) != dimensions or 0 in shape or (dimensions == 4 and shape[3] not in (1, 3, 4)):
         given = f"of shape {shape}" if shape else f"a {type(tensor).__name__}"

@@ -1,4 +1,4 @@
-"""What ComfyUI offers a node: progress, previews, cancelling, and word that memory is needed. All of it optional."""
+"""What ComfyUI offers a node: progress, previews, cancellation and memory requests. All of it optional."""
 import functools
 import logging
 
@@ -7,7 +7,7 @@ from wan_torchax.events import Advanced, Began, Compiled, Previewed
 try:
     import comfy.model_management as management
     from comfy.utils import ProgressBar
-except ImportError:  # a test or a script: nobody watches and nobody cancels
+except ImportError:  # a test or a script: no progress, no cancellation
     management = ProgressBar = None
 try:
     import folder_paths
@@ -15,11 +15,11 @@ except ImportError:
     folder_paths = None
 
 log = logging.getLogger("wan")
-PREVIEW_PIXELS = 512  # ComfyUI shrinks a preview to this many a side
+PREVIEW_PIXELS = 512  # ComfyUI shrinks previews to this size
 
 
 class Listener:
-    """Shows a Session's events on the node that is running. A cancelled prompt raises here, so between steps."""
+    """Shows a Session's events on the running node. If the prompt is cancelled, it raises here, between steps."""
 
     def __init__(self, steps: int):
         self.steps, self.bar = steps, None
@@ -37,7 +37,7 @@ class Listener:
 
 
 def adapter_files() -> dict[str, str]:
-    """The safetensors in the folders where ComfyUI keeps LoRAs: names as its own nodes show them -> paths."""
+    """The safetensors files in ComfyUI's LoRA folders: names as its own nodes show them -> paths."""
     names = folder_paths.get_filename_list("loras") if folder_paths is not None else []
     return {name: folder_paths.get_full_path("loras", name) for name in names if name.endswith(".safetensors")}
 
@@ -48,7 +48,7 @@ def raise_if_cancelled() -> None:
 
 
 def show_preview(steps: int, step: int, frame) -> None:
-    """A frame (height, width, 3) as it looks after `step` of `steps`, on the node that is running."""
+    """Show a frame (height, width, 3) on the running node, after `step` of `steps`."""
     if ProgressBar is None:
         return
     from PIL import Image
@@ -57,10 +57,10 @@ def show_preview(steps: int, step: int, frame) -> None:
 
 
 def on_memory_request(release) -> None:
-    """Call `release()` when ComfyUI wants more memory than it could free itself: by its button, POST /free, or a model.
+    """Call `release()` when ComfyUI needs more memory than it can free itself: for its button, POST /free, or a model.
 
-    ComfyUI has no hook for memory it does not manage. Every such request goes through `free_memory`, with a size no
-    machine has when everything is to be unloaded.
+    ComfyUI has no hook for memory that it does not manage. Every such request goes through `free_memory`; to unload
+    everything, it asks for more than any machine has.
     """
     if management is None:
         return

@@ -1,7 +1,7 @@
-"""Wan 2.1 in ComfyUI: nodes that compose the configs of run.py and ask the Session that run.py asks.
+"""Wan 2.1 in ComfyUI: nodes that compose the same configs and use the same Session as run.py.
 
-Node ids, input names and their order are those of the TPU nodes these replace, so that saved workflows load. What a
-widget says wins over the config; everything else comes from the config, by default the embedded demo model.
+Node ids, input names and their order are those of the TPU nodes these replace, so that saved workflows load. Widgets
+override the config; everything else comes from the config, by default the embedded demo model.
 """
 import gc
 import os
@@ -18,11 +18,11 @@ from wan_torchax.config.validation import SEEDS
 from . import files, host, settings
 from .settings import ANY_SIZE, check_files, choose, compose, from_files, from_prompts, from_widgets, in_words_of_nodes
 
-# JAX would take most of a GPU's memory at once, and ComfyUI's other models need some.
+# JAX would preallocate most of a GPU's memory, but ComfyUI's other models need some.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 try:
-    START = compose()  # what the widgets start with
+    START = compose()  # the widgets' defaults
 except (ConfigError, ValueError) as error:  # no workflow is open yet
     raise ImportError(f"{settings.OWNER}: {error}") from error
 
@@ -39,18 +39,18 @@ MODEL_ID = settings.model_paths()[START.model.name]
 
 
 def run_stages(names, config, values=None, helpers=()):
-    """Run some stages of the pipeline on values at hand; returns all values (numpy).
+    """Run some stages of the pipeline on given values; returns all values (numpy).
 
-    `helpers` are stages whose weights may be used on the way: the decoder, for previews. Torch is what it was before
-    and after, whatever happens: torchax is on only while a program is traced, in the session's own thread.
+    `helpers` are further stages whose weights may be used: the decoder, for previews. Torch is left unchanged:
+    torchax is on only while a program is traced, in the session's own thread.
     """
     import torch
 
     from wan_torchax.session import session
 
     values = values or {}
-    # ComfyUI runs nodes in inference mode, which is a thread's own, and the session builds and traces modules in two
-    # threads: in both, torch is here as it is under run.py.
+    # ComfyUI runs nodes in inference mode, which is per thread, but the session builds and traces modules in two
+    # threads: turned off, so that torch behaves in both as under run.py.
     with torch.inference_mode(False):
         config = inputs.with_texts(config)
         resolved = session.resolve(config, [*names, *helpers])
@@ -58,7 +58,7 @@ def run_stages(names, config, values=None, helpers=()):
 
 
 def compose_part(overrides):
-    """The config of a node that runs a part of the pipeline."""
+    """The config of a node that runs only a part of the pipeline."""
     config = compose(overrides)
     if taken := inputs.taken(config):
         raise ConfigError(f"{config.model.name} starts from {', '.join(taken)}: use Wan 2.1 TPU Full Pipeline for it")
@@ -66,7 +66,7 @@ def compose_part(overrides):
 
 
 def check_tensor(name, tensor, shape, remedy) -> None:
-    """A tensor must have a model's shape, in which None is any number; a workflow can hand over anything."""
+    """Check a tensor against a model's shape, in which None is any size; a workflow can pass anything."""
     import torch
 
     is_tensor = isinstance(tensor, torch.Tensor)
@@ -76,7 +76,7 @@ def check_tensor(name, tensor, shape, remedy) -> None:
 
 
 def release() -> None:
-    """Let go of weights, programs and embeddings."""
+    """Release weights, programs and embeddings."""
     if "wan_torchax.session" in sys.modules:
         sys.modules["wan_torchax.session"].session.clear()
         gc.collect()
@@ -100,7 +100,7 @@ def text_widgets() -> dict:
     texts = {"prompt": START.prompt.text, "negative_prompt": START.prompt.negative}
     tooltips = {
         "prompt": "What the video shows",
-        "negative_prompt": "What it should not show; not looked at where guidance_scale is 1 or less",
+        "negative_prompt": "What it should not show; ignored if guidance_scale is 1 or less",
     }
     return {
         name: ("STRING", {"multiline": True, "default": text or "", "tooltip": tooltips[name]})
@@ -109,13 +109,13 @@ def text_widgets() -> dict:
 
 
 def sampling_widgets() -> dict:
-    """Ranges for every model; the config's own checks say which part of them a model takes."""
+    """Ranges that cover every model; validation checks the model's own."""
     scale, multiples, size = GEOMETRY.frame_scale, GEOMETRY.multiples, START.resolution
     sides, model_sizes = {"min": 64, "max": 1280}, "the demo model takes 64 to 256, the others 256 to 1280"
     return {
         "height": number(size.height, f"Pixels; {model_sizes}", **sides, step=multiples["height"]),
         "width": number(size.width, f"Pixels; {model_sizes}", **sides, step=multiples["width"]),
-        "num_frames": number(size.frames, f"Frames: 1 and a multiple of {scale}", min=1, max=121, step=scale),
+        "num_frames": number(size.frames, f"Frames: a multiple of {scale}, plus 1", min=1, max=121, step=scale),
         "num_inference_steps": number(START.steps, "Denoising steps: more take longer and look better", min=1, max=100),
         "guidance_scale": number(
             START.guidance_scale, "How closely the video follows the prompt; 1 turns guidance off: half the work",
@@ -133,26 +133,26 @@ def number(default, tooltip, **limits) -> tuple:
 
 
 def model_widget() -> dict:
-    tooltip = f"Where no Config node is connected: {', '.join(settings.model_paths().values())}"
+    tooltip = f"Used if no Config node is connected: {', '.join(settings.model_paths().values())}"
     return {"model_id": ("STRING", {"default": MODEL_ID, "tooltip": tooltip})}
 
 
 def flow_shift_widget() -> dict:
-    tooltip = "How much of the steps goes to the coarse shapes: 3 for 480p, 5 for 720p"
+    tooltip = "How far sampling leans towards high noise, the coarse shapes: 3 for 480p, 5 for 720p"
     return {"flow_shift": number(START.resolution.flow_shift, tooltip, min=1.0, max=10.0, step=0.5)}
 
 
 def fps_widget() -> dict:
-    return {"fps": number(START.resolution.fps, "Frames a second, for the node that writes the video", min=1, max=120)}
+    return {"fps": number(START.resolution.fps, "Frames per second, for the node that writes videos", min=1, max=120)}
 
 
 def file_inputs() -> dict:
     """Pictures and videos, for models that take them."""
     tooltips = {
-        "image": ("IMAGE", "A picture the video starts with, for image-to-video models"),
-        "last_image": ("IMAGE", "A picture it ends with, for first-and-last-frame models"),
+        "image": ("IMAGE", "The picture that the video starts with, for image-to-video models"),
+        "last_image": ("IMAGE", "The picture that it ends with, for first-and-last-frame models"),
         "video": ("IMAGE", "Frames of a video to change, or to be guided by, for video-to-video and VACE"),
-        "mask": ("MASK", "What is made anew of the video, for VACE: one for every frame, or one for all"),
+        "mask": ("MASK", "The parts of the video to regenerate, for VACE: a mask per frame, or one for all"),
         "references": ("IMAGE", "Pictures of what should appear, for VACE: a batch"),
     }
     return {name: (kind, {"tooltip": tooltip}) for name, (kind, tooltip) in tooltips.items()}
@@ -163,8 +163,9 @@ CONFIG_INPUT = {"config": ("WAN_CONFIG", {"tooltip": CONFIG_TOOLTIP})}
 
 
 def check_seed(node, seed) -> bool | str:
-    """ComfyUI asks before it queues; earlier nodes saved seeds of up to 53 bits, of which torch takes the last 32."""
-    if seed is None:  # it comes over a link, and the config's own check will see it
+    """ComfyUI calls this before queueing; earlier nodes saved seeds of up to 53 bits, of which torch uses the last 32.
+    """
+    if seed is None:  # it comes from a link; the config's validation will check it
         return True
     if type(seed) is not int:
         return f"{seed!r} is not a whole number"
@@ -177,7 +178,7 @@ def check_seed(node, seed) -> bool | str:
 
 
 CHOICES = {  # groups of conf/ -> tooltips
-    "preset": "A whole configuration; leave the three below at default, or change parts of it with them",
+    "preset": "A complete configuration; the three choices below override parts of it",
     "model": "default: the preset's, or the embedded demo model",
     "resolution": "Size, frames, fps and flow shift; default: the preset's, or the demo model's",
     "mesh": "The chips to use; default: the preset's, or what this machine has",
@@ -191,7 +192,7 @@ CONFIG_NAMES = (
 
 
 def with_numbers(chosen) -> tuple:
-    """What a Config or an Adapter node gives: the settings, and the numbers among them for other nodes' widgets."""
+    """The outputs of a Config or an Adapter node: the settings, and their numbers for other nodes' widgets."""
     values = settings.widget_values(compose(chosen.overrides))
     return chosen, *(values[name] for name in CONFIG_NAMES[1:])
 
@@ -199,8 +200,8 @@ def with_numbers(chosen) -> tuple:
 class Wan21Config:
     CATEGORY = "TPU/Wan2.1"
     DESCRIPTION = (
-        "Settings for the other Wan 2.1 nodes: a preset, or a model, a resolution and a mesh, and further settings one "
-        "a line. Connect config to all of them; the numbers can be connected to their widgets."
+        "Settings for the other Wan 2.1 nodes: a preset, or a model, a resolution and a mesh, and further settings, "
+        "one per line. Connect config to all of them; the numbers can be connected to their widgets."
     )
     FUNCTION = "configure"
     RETURN_TYPES, RETURN_NAMES = CONFIG_TYPES, CONFIG_NAMES
@@ -211,7 +212,7 @@ class Wan21Config:
             group: ([settings.UNCHANGED, *commandline.options(group)], {"tooltip": tooltip})
             for group, tooltip in CHOICES.items()
         }
-        tooltip = "Further settings, one a line, like steps=40 or scheduler=euler. A line after # is left out"
+        tooltip = "Further settings, one per line, like steps=40 or scheduler=euler. Lines with # in front are ignored"
         text = {"multiline": True, "default": "", "placeholder": "key=value", "tooltip": tooltip}
         return {"required": choices | {"overrides": ("STRING", text)}}
 
@@ -230,20 +231,20 @@ class Wan21Adapter:
     CATEGORY = "TPU/Wan2.1"
     DESCRIPTION = (
         "An adapter (LoRA) for the transformer, merged into its weights while they load. Goes between a Wan 2.1 Config "
-        "and the Wan 2.1 TPU Sampler; several one after the other add up. Link the Sampler's numbers to the last of "
-        "them: some adapters are made for few steps without guidance."
+        "and the Wan 2.1 TPU Sampler; several in a row add up. Link the Sampler's numbers to the last of them: some "
+        "adapters are made for few steps without guidance."
     )
     FUNCTION = "adapt"
     RETURN_TYPES, RETURN_NAMES = CONFIG_TYPES, CONFIG_NAMES
 
     @classmethod
     def INPUT_TYPES(cls):
-        tooltip = "The project's own, and the safetensors in ComfyUI's folders for LoRAs"
-        experts = "Of two transformers the one for much noise (high) or little (low); default: as the adapter says"
+        tooltip = "The project's own, and the safetensors files in ComfyUI's LoRA folders"
+        experts = "For models with two transformers: the one for high or low noise; default: as the adapter says"
         return {"required": {
             "config": ("WAN_CONFIG", {"tooltip": "From a Wan 2.1 Config node, or another of these"}),
             "adapter": (settings.adapter_names(), {"tooltip": tooltip}),
-            "strength": number(1.0, "What it adds is multiplied by this; 0 is off", min=-10.0, max=10.0, step=0.05),
+            "strength": number(1.0, "Factor of the adapter's update; 0 is off", min=-10.0, max=10.0, step=0.05),
             "target": ([settings.UNCHANGED, "all", "high", "low"], {"tooltip": experts}),
         }}
 
@@ -268,7 +269,7 @@ class Wan21TextEncoder:
         import torch
 
         texts = from_prompts(prompt, negative_prompt)
-        # The sampler chooses guidance later, and previews: the negative prompt is encoded whatever the config says.
+        # The sampler decides about guidance and previews later, so the negative prompt is always encoded.
         later = "guidance_scale=2", "preview_every=0"
         composed = compose_part([*choose(config, model_id), *texts, *later, *ANY_SIZE])
         embeddings = torch.tensor(run_stages(["text"], composed)["embeddings"])
@@ -277,9 +278,9 @@ class Wan21TextEncoder:
 
 class Wan21TPUSampler:
     CATEGORY = "TPU/Wan2.1"
-    DESCRIPTION = "Embeddings to the latents of a video, for the Wan 2.1 TPU VAE Decoder. Shows how it comes along."
+    DESCRIPTION = "Embeddings to the latents of a video, for the Wan 2.1 TPU VAE Decoder. Shows previews."
     FUNCTION = "sample"
-    RETURN_TYPES = ("LATENT", "INT")  # (1, channels, frames, height, width), normalised as the model has them
+    RETURN_TYPES = ("LATENT", "INT")  # (1, channels, frames, height, width), normalised as in the model
     RETURN_NAMES = ("latents", "num_frames")
 
     @classmethod

@@ -1,7 +1,7 @@
-"""Where the runner is, and its package, imported from there.
+"""Locates the runner and imports its package from there.
 
-ComfyUI and all its custom nodes share one Python process, so nothing is put on sys.path: `wan_torchax` is the one name
-taken, and its modules find each other through it.
+ComfyUI and all its custom nodes share one Python process, so nothing is added to sys.path: `wan_torchax` is the only
+top-level name used, and its modules import each other through it.
 """
 import importlib.util
 import os
@@ -13,7 +13,7 @@ PACKAGES = ("hydra", "jax", "torchax", "diffusers", "transformers", "safetensors
 
 
 def find_root() -> Path:
-    """The project's folder: where WAN_TORCHAX_HOME says, or the one this folder lies in."""
+    """The project's folder: WAN_TORCHAX_HOME, or the parent of this folder."""
     home = os.environ.get("WAN_TORCHAX_HOME")
     root = Path(home).expanduser().resolve() if home else HERE.parent
     if not (root / "conf" / "config.yaml").is_file():
@@ -30,7 +30,7 @@ def find_root() -> Path:
 
 
 def import_package(root: Path) -> None:
-    """Make `import wan_torchax` mean the project's, from now on."""
+    """Make `import wan_torchax` load the project's package."""
     if "wan_torchax" not in sys.modules:
         folder = root / "wan_torchax"
         spec = importlib.util.spec_from_file_location(
@@ -40,7 +40,7 @@ def import_package(root: Path) -> None:
         spec.loader.exec_module(sys.modules[spec.name])
     loaded = sys.modules["wan_torchax"].ROOT
     if root != loaded:
-        raise ImportError(f"wan_torchax is loaded from {loaded} already; remove one of the two")
+        raise ImportError(f"wan_torchax is already loaded from {loaded}; remove one of the two")
 
 
 ROOT = find_root()

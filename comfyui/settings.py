@@ -1,6 +1,6 @@
-"""What a workflow says, as overrides that a config is composed with.
+"""A workflow's settings, as overrides for composing a config.
 
-A workflow may be a stranger's, so it chooses among what the project offers and nothing else: all it says goes through
+A workflow is untrusted, so it may only choose what the project offers: all its settings go through
 wan_torchax/config/trust.py. Paths, flags and code come from whoever starts ComfyUI, in WAN_TORCHAX_OVERRIDES.
 """
 import contextlib
@@ -20,12 +20,12 @@ from wan_torchax.config.wording import flatten
 from . import files, host
 
 OWNER = "WAN_TORCHAX_OVERRIDES"
-SERVER_DEFAULTS = ("keep_resident=true", "preview_every=5")  # what suits a server better than a command
-# Where the size does not matter, or is not known yet: one that the model takes.
+SERVER_DEFAULTS = ("keep_resident=true", "preview_every=5")  # better for a server than run.py's defaults
+# A valid size, for when the size does not matter or is not known yet.
 ANY_SIZE = ("resolution.height=${model.min_size}", "resolution.width=${model.min_size}")
-UNCHANGED = "default"  # a choice of the Config node: as the preset says, else the owner, else conf/config.yaml
+UNCHANGED = "default"  # a choice in the Config node: the preset's value, else the owner's, else conf/config.yaml's
 
-# Widgets, by their names in the earlier TPU nodes -> keys of the config.
+# Widgets, by their names in the earlier TPU nodes -> config keys.
 WIDGETS = {
     "prompt": "prompt.text", "negative_prompt": "prompt.negative", "height": "resolution.height",
     "width": "resolution.width", "num_frames": "resolution.frames", "fps": "resolution.fps",
@@ -33,7 +33,7 @@ WIDGETS = {
     "seed": "seed",
 }
 
-# What the runner tells people at a command line -> what it means to those who look at a graph.
+# Phrases in the runner's messages for the command line -> their equivalents in a graph.
 WORDS = {
     "on the command line": f"by whoever starts ComfyUI, in {OWNER}",
     "not an override": "not a setting of the form key=value",
@@ -47,15 +47,15 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a Config node has checked, and the Adapter nodes behind it. ComfyUI lets a workflow write any list into an
-    input, but not one of these."""
+    """Checked settings of a Config node and the Adapter nodes after it. ComfyUI lets a workflow write any list into an
+    input, but it cannot forge one of these."""
 
     overrides: tuple[str, ...]
-    recipe: dict = field(default_factory=dict)  # widgets -> what an adapter was made for
+    recipe: dict = field(default_factory=dict)  # widgets -> the values that an adapter was made for
 
 
 def compose(overrides=(), files="none"):
-    """The config of this server with what a workflow says on top, checked; pictures and videos as `files` says."""
+    """This server's config with a workflow's overrides on top, validated; `files` as in validation.validate."""
     config = compose_unchecked(overrides)
     if list(config.stages) != list(config.pipeline.stages):
         raise ConfigError(f"stages={list(config.stages)}: every node has its own; leave the line out")
@@ -69,7 +69,7 @@ def compose_unchecked(overrides):
 
 
 def check_files(config, given) -> None:
-    """What is connected to the inputs for pictures and videos must be what the model starts from."""
+    """The connected pictures and videos must be those that the model starts from."""
     taken, model = inputs.taken(config), config.model.name
     for name, tensor in given.items():
         if tensor is not None and name not in taken:
@@ -80,7 +80,7 @@ def check_files(config, given) -> None:
 
 
 def from_files(folder, fps, given) -> list[str]:
-    """The same as overrides that name files in a folder of our own."""
+    """Write them to a folder of our own; returns overrides that name the files."""
     said: dict[str, str | list[str]] = {}
     for name, tensor in given.items():
         if tensor is None:
@@ -96,7 +96,7 @@ def from_files(folder, fps, given) -> list[str]:
 
 
 def from_config_node(overrides="", **choices) -> Chosen:
-    """What the widgets of a Config node say: options of groups, and a setting a line."""
+    """The settings of a Config node's widgets: options of groups, and one setting per line."""
     chosen = [trust.override(group, name) for group, name in choices.items() if name != UNCHANGED]
     lines = [line.strip() for line in overrides.splitlines()]
     settings = [trust.repeated(line) for line in lines if line and not line.startswith("#")]
@@ -104,12 +104,12 @@ def from_config_node(overrides="", **choices) -> Chosen:
 
 
 def adapter_names() -> list[str]:
-    """What an Adapter node chooses among: the project's own, and the files in ComfyUI's folders for LoRAs."""
+    """An Adapter node's choices: the project's own, and the files in ComfyUI's LoRA folders."""
     return [*(name for name in commandline.options("adapter") if name != "none"), *host.adapter_files()]
 
 
 def adapter_option(name) -> tuple[dict, list[str]]:
-    """Rows of a file of conf/adapter, and as overrides the recipe that some bring."""
+    """The rows of a file of conf/adapter, and the recipe that some include, as overrides."""
     said = OmegaConf.to_container(OmegaConf.load(commandline.CONF / "adapter" / f"{name}.yaml"))
     if "adapter" not in said:
         return said, []
@@ -119,28 +119,29 @@ def adapter_option(name) -> tuple[dict, list[str]]:
 
 
 def widget_values(config) -> dict:
-    """What a config says of all that has a widget; and of the scheduler, which goes with them in a recipe."""
+    """A config's values for all widgets, and its scheduler, which is part of a recipe too."""
     keys = WIDGETS | {"scheduler": "scheduler.name"}
     return {widget: OmegaConf.select(config, key) for widget, key in keys.items()}
 
 
 def recipe_of(adapter) -> dict:
-    """What a file of conf/adapter was made for, by widget: that which it changes in a plain config."""
+    """The values that a file of conf/adapter was made for, by widget: those it changes in a default config."""
     plain = widget_values(commandline.compose([]))
     adapted = widget_values(commandline.compose([f"adapter={adapter}"]))
     return {widget: value for widget, value in adapted.items() if value != plain[widget]}
 
 
 def check_recipe(recipe, values, remedy) -> None:
-    """An adapter for four steps without guidance spoils the video at any others, and nothing would say why."""
+    """Check widgets against an adapter's recipe: with other steps or guidance the video is ruined, without a hint why.
+    """
     for widget, needed in recipe.items():
         if widget in values and values[widget] != needed:
-            way = remedy.format(widget=widget, line=f"{WIDGETS.get(widget, widget)}={needed}")
-            raise ConfigError(f"{widget}={values[widget]}: the adapter was made for {needed}; {way}")
+            advice = remedy.format(widget=widget, line=f"{WIDGETS.get(widget, widget)}={needed}")
+            raise ConfigError(f"{widget}={values[widget]}: the adapter was made for {needed}; {advice}")
 
 
 def from_adapter_node(config, adapter, strength, target) -> Chosen:
-    """What an Adapter node adds to a Config node's settings: rows of a file that its owner has, by the file's name."""
+    """A Config node's settings with an Adapter node's rows added, from one of the owner's files, by name."""
     chosen, own = checked(config), host.adapter_files()
     if adapter not in adapter_names():
         raise ConfigError(f"adapter={adapter}: no such adapter; one of: {', '.join(adapter_names())}")
@@ -162,7 +163,7 @@ def from_adapter_node(config, adapter, strength, target) -> Chosen:
 
 
 def unused_name(text, names) -> str:
-    """A name like this text for a row of adapters: a word of Hydra's grammar that is not among `names`."""
+    """A name for a row of adapters, derived from a text: a word in Hydra's grammar that is not among `names`."""
     word = re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_")
     word = word if word[:1].isalpha() else f"lora_{word}".rstrip("_")
     numbered = (f"{word}_{number}" for number in range(2, len(names) + 3))
@@ -170,7 +171,7 @@ def unused_name(text, names) -> str:
 
 
 def from_widgets(config=None, **values) -> list[str]:
-    """What widgets say: they win over the config, but must fit an adapter in it."""
+    """Overrides from widgets: they take precedence over the config, but must match its adapter's recipe."""
     if config is not None:
         check_recipe(checked(config).recipe, values, "link it to {widget} of the last Wan 2.1 Adapter node")
     return [trust.override(WIDGETS[name], value) for name, value in values.items()]
@@ -182,7 +183,7 @@ def from_prompts(prompt, negative_prompt) -> list[str]:
 
 
 def choose(config, model_id) -> list[str]:
-    """What the Config node says, or without one what chooses a model by its path or Hub id."""
+    """The Config node's overrides, or without one an override for the model with this path or Hub id."""
     if config is not None:
         return list(checked(config).overrides)
     paths = model_paths()
@@ -199,21 +200,21 @@ def checked(config) -> Chosen:
 
 
 def model_paths() -> dict[str, str]:
-    """Names of models -> their paths in conf/model."""
+    """Models' names -> their paths in conf/model."""
     folder = commandline.CONF / "model"
     return {name: OmegaConf.load(folder / f"{name}.yaml").path for name in commandline.options("model")}
 
 
 @contextlib.contextmanager
 def in_words_of_nodes(widgets=WIDGETS):
-    """Errors that name widgets, and what can be done about them in ComfyUI."""
+    """Reword errors: they name widgets, and remedies that exist in ComfyUI."""
     try:
         yield
     except ConfigError as error:
         message = str(error)
         for theirs, ours in WORDS.items():
             message = message.replace(theirs, ours)
-        message = re.sub(rf"=[^=\n]*{files.PREFIX}\S+:", ":", message)  # what is connected is no file to its owner
+        message = re.sub(rf"=[^=\n]*{files.PREFIX}\S+:", ":", message)  # to the user, what is connected is not a file
         for widget, key in widgets.items():
             message = re.sub(rf"(?<![\w.]){re.escape(key)}=", f"{widget}=", message)
         raise ConfigError(message) from error

@@ -8,9 +8,9 @@
     keys        how many of the tokens are valid; the rest is padding, which must be finite
 
 The fast kernel's softmax reference is the maximum of a row's first block of keys, not a running maximum: that saves the
-maxima and corrections of all later blocks. A row whose later scores are so far above it that its weights come near
-overflow is lost. The guarded kernel recomputes such rows, from where their sums grew, and exits at once for other
-tiles: it checks every block's sums before adding the block, and raises the reference if needed.
+maxima and corrections of all later blocks. A row is lost if later scores exceed the reference by so much that its
+weights come near overflow. The guarded kernel recomputes lost rows, starting at the block where their sums grew: it
+checks every block's sums before adding the block, and raises the reference if needed. It skips tiles without lost rows.
 
 Copies clip at an array's end: they read zeros beyond it and write nothing there.
 """
@@ -28,21 +28,22 @@ from jax.extend.mlir.dialects import arith, vector
 from wan_torchax import private
 
 mosaic = private.mosaic_gpu()
-ROWS = 64  # queries of a warpgroup
-GROUPS = 2  # compute warpgroups of a block of threads
-STAGES = 2  # buffers of a ring: one is filled while the other is used
-BLOCKS = 132  # blocks of threads of the guarded kernel, one for each multiprocessor of an H200
+ROWS = 64  # queries per warpgroup
+GROUPS = 2  # compute warpgroups per thread block
+STAGES = 2  # buffers per ring: one is filled while the other is used
+BLOCKS = 132  # thread blocks of the guarded kernel, one for each multiprocessor of an H200
 LOG2_E = 1.4426950408889634
 TRUSTED_SUM = 2.0**100  # the fast kernel's largest row sum: well below overflow, also of the sum times a value
-# Where a row's sum first passes this on its way to more than is trusted, all keys before count less than 2**-60.
+# If a row's sum ends above TRUSTED_SUM, the keys before the block where it first exceeded this have less than 2**-60 of
+# its weight.
 STEEP_SUM = 2.0**40
-NOTHING = 2**30  # no block of keys is that far
+NOTHING = 2**30  # larger than any block index: nothing to recompute
 
 
 def attention(query, key, value, keys, head_dim, kernel, first_pass=None):
     """`first_pass` replaces `fast`."""
     queries = query.shape[1]
-    # Copies move tiles of 8 tokens, so only their number may overhang. Wan's token counts need no padding.
+    # Copies move tiles of 8 tokens, and only whole tiles may overhang. Wan's token counts need no padding.
     query, key, value = inputs = [jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0))) for x in (query, key, value)]
     out, log_sum, steep = (first_pass or fast)(*inputs, keys, head_dim, kernel.block_kv)
     lost = jnp.isnan(log_sum[..., :queries])
@@ -53,15 +54,15 @@ def attention(query, key, value, keys, head_dim, kernel, first_pass=None):
 
 
 def first_blocks(lost, steep, steps):
-    """From which block of keys on each tile of queries is computed again, flat (batch * heads * tiles,): the first one
-    that counts in any of its lost rows."""
+    """The block of keys from which each tile of queries is recomputed, flat (batch * heads * tiles,): the first block
+    that matters to any of the tile's lost rows."""
     first = jnp.where(lost, jnp.minimum(steep[..., : lost.shape[2]], steps - 2), NOTHING)
     first = jnp.pad(first, ((0, 0), (0, 0), (0, steep.shape[2] - lost.shape[2])), constant_values=NOTHING)
     return jnp.min(first.reshape(-1, GROUPS * ROWS), axis=1).astype(jnp.int32)
 
 
 def tiles_for_products(dtype, swizzle=128):
-    """Shared memory as the tensor cores read it; `swizzle` is how many bytes deep a product goes at a time."""
+    """Shared memory in the tensor cores' layout; `swizzle` is the depth in bytes that a product covers at a time."""
     transforms = plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
     return partial(plgpu.SMEM, dtype=dtype, transforms=transforms)
 
@@ -73,7 +74,7 @@ def masked(scores, keys):
 
 
 def row(value):
-    """A value for each query, where the scores' row reductions live."""
+    """The same value for each query, in the layout of the scores' row reductions."""
     return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
 
 
@@ -107,8 +108,8 @@ def memory(block_kv, head_dim, dtype):
 
 
 def fast(query, key, value, keys, head_dim, block_kv):
-    """(out, log_sum, steep): attention, where lost rows have NaN as their log_sum, and the number of the block from
-    which on a row's keys count. In the grid query tiles are fastest, so that a head's keys and values stay in L2."""
+    """(out, log_sum, steep): lost rows have a log_sum of NaN; `steep` is the index of the first block whose keys matter
+    to a row. Query tiles vary fastest in the grid, so that a head's keys and values stay in L2."""
     batch, queries, width = query.shape
     heads, tiles = width // head_dim, pl.cdiv(queries, GROUPS * ROWS)
     rows = jax.ShapeDtypeStruct((batch, heads, tiles * GROUPS * ROWS), jnp.float32)
@@ -130,9 +131,10 @@ def fast(query, key, value, keys, head_dim, block_kv):
 
 
 def compute_again(begins, inputs, results, keys, head_dim, block_kv):
-    """The results with lost rows recomputed, for tiles that have any.
+    """The results, with lost rows recomputed.
 
-    Decided on the device: with lax.cond, XLA would synchronize with the host in every transformer block.
+    Which tiles have any is decided on the device: with lax.cond, XLA would synchronize with the host in every
+    transformer block.
     """
     batch, queries, width = inputs[0].shape
     heads, tiles = width // head_dim, pl.cdiv(queries, GROUPS * ROWS)
@@ -159,8 +161,8 @@ def compute_again(begins, inputs, results, keys, head_dim, block_kv):
 
 def walk(tiles, attend, keys, query, key, value, out, log_sum, steep, *, query_tile, key_ring, value_ring, row_tile,
          query_ready, key_ready, value_ready, key_free, value_free):
-    """A block of threads: its compute warpgroups share a tile of queries and walk over the keys, from a first block on;
-    one more warpgroup does nothing but fetch blocks of keys and values into rings of buffers."""
+    """The work of a thread block: its compute warpgroups share a tile of queries and walk over the keys, from a given
+    block on; one more warpgroup only fetches blocks of keys and values into rings of buffers."""
     _, block_kv, head_dim = key_ring.shape
     blocks, group = pl.cdiv(keys, block_kv), lax.axis_index("group")
     key_blocks, value_blocks = Ring(key_ring, key_ready, key_free), Ring(value_ring, value_ready, value_free)
@@ -179,7 +181,7 @@ def walk(tiles, attend, keys, query, key, value, out, log_sum, steep, *, query_t
             fetch_block(key, key_blocks)
             fetch_block(value, value_blocks)
 
-        @pl.loop(0, jnp.minimum(steps, STAGES))  # so that barriers are as they were, for the next tile
+        @pl.loop(0, jnp.minimum(steps, STAGES))  # leaves the barriers as the next tile expects them
         def wait(slot):
             plgpu.barrier_wait(key_free.at[slot])
             plgpu.barrier_wait(value_free.at[slot])
@@ -204,7 +206,7 @@ def walk(tiles, attend, keys, query, key, value, out, log_sum, steep, *, query_t
         result = sums / along(total, sums.shape)
         sound = (total < TRUSTED_SUM) & (jnp.sum(jnp.abs(result), axis=1) < jnp.inf)
         own_log_sum = jnp.where(sound, maximum / LOG2_E + jnp.log(total), jnp.nan)
-        if steep is None:  # rows that were not lost are not changed
+        if steep is None:  # the guarded kernel: keep rows that were not lost
             plgpu.commit_smem()  # all warps are done with the queries
             take(out.at[batch, rows, lanes], own_query)
             take(log_sum.at[batch, head, rows], own_row)
@@ -216,7 +218,7 @@ def walk(tiles, attend, keys, query, key, value, out, log_sum, steep, *, query_t
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(own_query, out.at[batch, rows, lanes])
         give(own_log_sum, log_sum)
-        if steep is not None:  # a sum that is trusted is lost for its values, and all of its keys count
+        if steep is not None:  # a lost row whose sum is in range overflowed in its values: all of its keys matter
             give(jnp.where(total < TRUSTED_SUM, 0.0, *steep_at), steep)
 
     @pl.when(group == GROUPS)
@@ -231,7 +233,7 @@ def walk(tiles, attend, keys, query, key, value, out, log_sum, steep, *, query_t
 
 
 class Walk(NamedTuple):
-    """What one warpgroup walks with: its queries, the rings, and how many blocks hold how many keys."""
+    """State of one warpgroup's walk: its queries, the rings, the number of keys and of blocks."""
 
     query: object
     key_blocks: Ring
@@ -279,12 +281,12 @@ class Walk(NamedTuple):
         return pl.run_scoped(product, plgpu.ACC((ROWS, self.block_kv), jnp.float32))
 
     def step(self, sums, index, weights, maximum, old_total, last=False):
-        """The next block's weights, not rounded, and the new total; the last block's values are in the sums then.
+        """The next block's weights, not rounded, and the new total; adds the previous block's values to the sums.
 
-        It starts the score product of its block and the value product of the previous one, and takes the softmax while
-        the second still runs. The compiler keeps to that order only because (a) the softmax ends in an optimization
-        barrier, (b) the wait for the next keys, a branch, parts it from the wait for the value product, and (c) the
-        weights are rounded behind that wait, since no register that a product reads may be written before it is done.
+        Starts this block's score product and the previous block's value product, and computes the softmax while the
+        latter still runs. The compiler keeps this order only because (a) the softmax ends in an optimization barrier,
+        (b) the wait for the next keys, a branch, separates it from the wait for the value product, and (c) the weights
+        are rounded after that wait, since registers that a product reads must not be written before it is done.
         """
         slot, previous = lax.rem(index, STAGES), lax.rem(index - 1, STAGES)
 
@@ -316,8 +318,8 @@ class Walk(NamedTuple):
 
 
 def attend_fast(walk, sums):
-    """One warpgroup's rows over all blocks: weighted values, reference (times log2 e), the weights' sum, and the block
-    at which that was steep."""
+    """One warpgroup's rows over all blocks: weighted values, reference (times log2 e), the sum of the weights, and the
+    block where it became steep."""
 
     def step(index, state, last=False):
         weights, maximum, total, steep = state
@@ -336,10 +338,11 @@ def attend_fast(walk, sums):
 
 
 def attend_guarded(walk, sums):
-    """The same for any scores: a block whose weights are too large is weighed again before its values count."""
+    """The same for any scores: a block whose weights are too large is reweighed before its values are added."""
 
     def weigh_again(index, maximum, old_total, last=False):
-        """A block's weights against the highest of its scores, or what is known before; its keys are still there."""
+        """A block's weights relative to its highest score, or to the log-sum-exp so far if that is higher; its keys are
+        still in the ring."""
 
         def product(scores):
             walk.multiply_keys(scores, lax.rem(index, STAGES))
@@ -353,7 +356,7 @@ def attend_guarded(walk, sums):
         return weights.astype(walk.query.dtype), highest, old_total * correction + jnp.sum(weights, axis=1)
 
     def step(index, state, last=False):
-        """Of a block that may be too steep: then its weights and total are of no use."""
+        """One block, and whether it is too steep: if so, its weights and total are unusable."""
         walk.release_keys(index - 1)
         weights, maximum, old_total = state
         weights, total = walk.step(sums, index, weights, maximum, old_total, last)
@@ -364,7 +367,8 @@ def attend_guarded(walk, sums):
         return index + 1, *step(index, state)
 
     def stretch(progress):
-        """Blocks up to one that is too steep, or the last but one, and that one again: to ask would cost registers."""
+        """Blocks up to the first that is too steep, or to the last but one. That block is reweighed in either case:
+        testing for it would cost registers."""
         index, state = progress
         index, (_, maximum, _), old_total, _ = lax.while_loop(
             lambda progress: (progress[0] < walk.steps - 1) & ~progress[3], until_steep, (index, state, state[2], False)
@@ -380,14 +384,14 @@ def attend_guarded(walk, sums):
 
 
 def any_above(sums, limit):
-    """Whether any row of a warpgroup has a sum that is not below the limit."""
+    """Whether any row of a warpgroup has a sum that is not below the limit, or NaN."""
     types = plgpu.Layout.WGMMA.reduce(1),
     result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
     return plgpu.inline_mgpu(arg_types=types, return_type=result)(partial(vote_any, limit))(sums) != 0
 
 
 def vote_any(limit, _, sums):
-    """1 in all threads of a warpgroup if one has such a sum: a reducing barrier (bar.red.or).
+    """1 in all threads of a warpgroup if any has such a sum: a reducing barrier (bar.red.or).
 
     The shuffle is for the compiler, which would otherwise treat the branch as divergent and serialize later products.
     """
@@ -397,11 +401,11 @@ def vote_any(limit, _, sums):
         arith.extui(number, arith.cmpf(arith.CmpFPredicate.UGE, vector.extract(register, [], [0]), limit))
         for register in sums.registers.flat
     ]
-    barrier = arith.addi(mosaic.warpgroup_idx(sync=False), arith.constant(number, 1))  # as Mosaic numbers them
-    told = mosaic.llvm.inline_asm(
+    barrier = arith.addi(mosaic.warpgroup_idx(sync=False), arith.constant(number, 1))  # Mosaic's numbering
+    vote = mosaic.llvm.inline_asm(
         number, [reduce(arith.ori, flags), barrier],
         "{ .reg .pred own, any; .reg .b32 told; setp.ne.s32 own, $1, 0; bar.red.or.pred any, $2, 128, own;"
         "selp.b32 told, 1, 0, any; shfl.sync.idx.b32 $0, told, 0, 31, -1; }",
         "=r,r,r", has_side_effects=True,
     )
-    return mosaic.FragmentedArray.splat(told, (), is_signed=True)
+    return mosaic.FragmentedArray.splat(vote, (), is_signed=True)

@@ -2,15 +2,16 @@
 
     out, log_sum, steep = fast(query, key, value, keys, head_dim, block_kv)     # as hopper.fast
 
-Scores are int8 products, with one scale per query and one per block of keys: four times as exact as e4m3. Weights and
+Scores are int8 products, with one scale per query and one per block of keys: a quarter of e4m3's error. Weights and
 values are e4m3, values with a scale and a mean per channel. XLA does the quantization.
 
 Order: a thread holds other columns of the scores than an e4m3 product expects. The softmax does not depend on the order
 of keys: weights stay in place, and values are permuted to match.
 
-Range: weights above 448 would be cut off. The reference is such that a block's sum up to 32 by a sample of the keys; it
-is raised, and what is summed up so far lowered, before a block counts whose weights sum up to more than 448. Weights
-below 2**-10 become zero: a row whose average is no more than 2**-9 is lost, and computed again in bf16 (hopper.py).
+Range: weights above 448 would saturate. The reference is chosen such that a block's weights sum to about 32, judging by
+a sample of the keys. Before a block is added whose weights sum to more than 448, the reference is raised and the sums
+so far are scaled down. Weights below 2**-10 become zero: a row whose average weight is at most 2**-9 is lost, and
+recomputed in bf16 (hopper.py).
 
 Sums: e4m3 products accumulate with about 14 bits and truncate what is small relative to the sum: of 75,600 values
 around 1, half are lost. So the mean is subtracted from values, and sums are flushed to float32 every few blocks.
@@ -32,24 +33,25 @@ from jax.extend.mlir.dialects import vector
 from wan_torchax import private
 from wan_torchax.kernels.hopper import GROUPS, LOG2_E, ROWS, STAGES, Ring, along, any_above, masked, mosaic, row
 
-FEWEST_KEYS = 2048  # of fewer, the sample would be a large part
+FEWEST_KEYS = 2048  # below this, the sample would be a large share of the keys
 BLOCK = 192  # keys at a time
-SAMPLES = 2  # blocks of keys that the reference is taken from: a whole round of the ring
+SAMPLES = 2  # blocks of keys sampled for the reference: a whole round of the ring
 STRETCH = 32  # blocks between two flushes of the sums
 E4M3, LARGEST = jnp.float8_e4m3fn, 448.0
-# Of a block's weights: in the sample, and where the reference was raised. One weight alone is that sum, and exact.
+# Sum of a block's weights: in the sample, and after the reference is raised. Powers of two, so that a row with a single
+# large weight is exact.
 SAMPLE_SUM, RAISED_SUM = 2.0**5, 2.0**8
 LEAST_AVERAGE = 2.0**-9  # of a row's weights
-# As a float this is ZERO, and an integer added to its bits is added to that: scores come out as floats for nothing.
+# The bits of the float ZERO. Adding an integer to the bits adds it to the float: scores become floats at no cost.
 ZERO_BITS, ZERO = 0x4B400000, 1.5 * 2.0**23
 
 
 def fast(query, key, value, keys, head_dim, _):
-    """(out, log_sum, steep); in the grid query tiles are fastest, as in hopper.fast. Of a lost row all keys count."""
+    """(out, log_sum, steep), with the grid of hopper.fast. `steep` is 0: lost rows are recomputed over all keys."""
     batch, queries, width = query.shape
     heads, tiles = width // head_dim, pl.cdiv(queries, GROUPS * ROWS)
     rows = jax.ShapeDtypeStruct((batch, heads, tiles * GROUPS * ROWS), jnp.float32)
-    small_query, query_scale = quantise_queries(query, head_dim)
+    quantized_query, query_scale = quantise_queries(query, head_dim)
     query_scale = jnp.pad(query_scale, ((0, 0), (0, 0), (0, rows.shape[2] - queries)))
     out, log_sum = plgpu.kernel(
         partial(walk, keys),
@@ -61,12 +63,12 @@ def fast(query, key, value, keys, head_dim, _):
         thread_name="group",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="hopper_eight",
-    )(small_query, query_scale, *quantise_keys(key, head_dim), *quantise_values(value))
+    )(quantized_query, query_scale, *quantise_keys(key, head_dim), *quantise_values(value))
     return out, log_sum, jnp.zeros(log_sum.shape)
 
 
 def quantise_queries(query, head_dim):
-    """int8, and (batch, heads, queries) what scores have to be multiplied with, in units of the exponent."""
+    """int8, and the factor of each query's scores (batch, heads, queries), which includes log2 e / √head_dim."""
     query = query.reshape(*query.shape[:2], -1, head_dim).astype(jnp.float32)
     scale = scale_to(127, jnp.max(jnp.abs(query), axis=3))
     quantized = jnp.round(query / scale[..., None]).astype(jnp.int8)
@@ -74,7 +76,7 @@ def quantise_queries(query, head_dim):
 
 
 def quantise_keys(key, head_dim):
-    """int8, and a scale for each block of keys: (batch, heads, blocks)."""
+    """int8, and one scale per block of keys (batch, heads, blocks)."""
     batch, tokens, width = key.shape
     blocks = jnp.pad(key, ((0, 0), (0, -tokens % BLOCK), (0, 0))).astype(jnp.float32)
     blocks = blocks.reshape(batch, -1, BLOCK, width // head_dim, head_dim)
@@ -84,20 +86,20 @@ def quantise_keys(key, head_dim):
 
 
 def quantise_values(value):
-    """e4m3 (batch, width, tokens), keys in the order of `to_e4m3`; (batch, 2, width) what has to be multiplied with the
-    result and added to it."""
+    """e4m3 (batch, width, tokens), keys in the order of `to_e4m3`; and (batch, 2, width): a scale and an offset for the
+    result."""
     tokens, value = value.shape[1], value.astype(jnp.float32)
     mean, high, low = jnp.mean(value, axis=1), jnp.max(value, axis=1), jnp.min(value, axis=1)
     scale = scale_to(LARGEST, jnp.maximum(high - mean, mean - low))
     quantized = ((value - mean[:, None]) / scale[:, None]).astype(E4M3)
-    # Words of four keys first: XLA is slow at transposing single bytes.
+    # Pack four keys into a word first: XLA is slow at transposing single bytes.
     parts = lax.bitcast_convert_type(quantized, jnp.uint8).astype(jnp.uint32)
     parts = jnp.pad(parts, ((0, 0), (0, -tokens % 128), (0, 0)))
     parts = parts.reshape(parts.shape[0], -1, 2, 4, 2, parts.shape[2])
     words = sum(parts[:, :, i, :, j] << 8 * (2 * i + j) for i in (0, 1) for j in (0, 1))
     words = words.reshape(words.shape[0], -1, words.shape[3]).swapaxes(1, 2)
     quantized = lax.bitcast_convert_type(words, E4M3).reshape(*words.shape[:2], -1)
-    rest = jnp.sum(quantized.astype(jnp.float32), axis=2) / tokens * scale  # rounding does not keep the mean
+    rest = jnp.sum(quantized.astype(jnp.float32), axis=2) / tokens * scale  # rounding shifts the mean
     return quantized, jnp.stack([scale, mean - rest], axis=1)
 
 
@@ -132,14 +134,14 @@ def memory(head_dim, dtype):
 
 def walk(keys, query, query_scale, key, key_scale, value, channel, out, log_sum, *, query_tile, out_tile, sum_tile,
          key_ring, value_ring, row_tile, channel_tile, query_ready, key_ready, value_ready, key_free, value_free):
-    """A block of threads, as in hopper.walk; the sample comes through the ring of keys first."""
+    """The work of a thread block, as in hopper.walk; the sample goes through the ring of keys first."""
     head_dim, group = key_ring.shape[2], lax.axis_index("group")
     batch, head, tile = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("tile")
     steps, lanes = pl.cdiv(keys, BLOCK), pl.ds(head * head_dim, head_dim)
     key_blocks, value_blocks = Ring(key_ring, key_ready, key_free), Ring(value_ring, value_ready, value_free)
 
     def sampled(number):
-        return number * (steps - 1) // SAMPLES  # never the last block, which may not be full
+        return number * (steps - 1) // SAMPLES  # never the last block, which may be partial
 
     def fetch(source, number, ring):
         slot = lax.rem(number, STAGES)
@@ -206,8 +208,8 @@ def walk(keys, query, query_scale, key, key_scale, value, channel, out, log_sum,
 
 
 class Walk(NamedTuple):
-    """What one warpgroup walks with, as in hopper.py: its queries, the rings, where sums are added up, how many keys
-    count, and what a block's scores have to be multiplied with."""
+    """State of one warpgroup's walk, as in hopper.py: its queries, the rings, the float32 sums, the number of keys, and
+    a function from a block to the factor of its scores."""
 
     query: object
     key_blocks: Ring
@@ -217,7 +219,7 @@ class Walk(NamedTuple):
     scale: Callable
 
     def multiply_keys(self, scores, slot):
-        """Scores, ZERO added to each."""
+        """Scores, each plus ZERO."""
         scores[...] = plgpu.layout_cast(jnp.full(scores.shape, ZERO_BITS, jnp.int32), plgpu.Layout.WGMMA)
         plgpu.wgmma(scores, self.query, self.key_blocks.buffer.at[slot].transpose((1, 0)))
 
@@ -229,9 +231,9 @@ class Walk(NamedTuple):
         return jnp.exp2(scores * along(scale, scores.shape) - along(reference + scale * ZERO, scores.shape))
 
     def reference(self, blocks):
-        """What a row's weights are relative to, by a sample of blocks."""
+        """The softmax reference of each row, from a sample of blocks."""
 
-        def look(number, block):
+        def sample_sum(number, block):
             slot, scale = number % STAGES, self.scale(block)
 
             def product(scores):
@@ -241,15 +243,15 @@ class Walk(NamedTuple):
                 maximum = (jnp.max(values, axis=1) - ZERO) * scale
                 return maximum + log2(jnp.sum(self.weigh(values, scale, maximum), axis=1))
 
-            found = pl.run_scoped(product, plgpu.ACC((ROWS, BLOCK), jnp.int32))
+            log_sum = pl.run_scoped(product, plgpu.ACC((ROWS, BLOCK), jnp.int32))
             plgpu.barrier_arrive(self.key_blocks.free.at[slot])
-            return found
+            return log_sum
 
-        sums = [look(*block) for block in enumerate(blocks)]
+        sums = [sample_sum(*block) for block in enumerate(blocks)]
         return reduce(jnp.maximum, sums) - math.log2(SAMPLE_SUM)
 
     def attend(self, reference, offset, sums):
-        """Weighted values over all blocks, the weights' sum, and the reference that they have in the end."""
+        """Weighted values over all blocks, the sum of the weights, and the final reference."""
         steps, tail = pl.cdiv(self.keys, BLOCK), self.keys % BLOCK
 
         def first(scores):
@@ -262,8 +264,8 @@ class Walk(NamedTuple):
             return results
 
         def step(index, weights, block, total, reference, last=False):
-            """The next block's weights, not rounded, and their sum; the last block's are in the sums then. In the order
-            of hopper.Walk.step, for the same reasons."""
+            """The next block's weights, not rounded, and their sum; adds the previous block's values to the sums. In
+            the order of hopper.Walk.step, for the same reasons."""
             slot, previous, scale = lax.rem(index, STAGES), lax.rem(index - 1, STAGES), self.scale(index)
             quantized = to_e4m3(weights)
 
@@ -294,7 +296,7 @@ class Walk(NamedTuple):
             return weights * along(factor, weights.shape), block * factor, total * factor, raised
 
         def stretch(progress):
-            """Blocks until one is too large, or until sums have to be flushed."""
+            """Blocks until one's weights are too large or the sums are due to be flushed."""
             index, state, reference, is_large = progress
             # Warpgroups flush their sums at different times.
             end = jnp.minimum(index + jnp.where(index == 1, STRETCH - offset, STRETCH), steps - 1)
@@ -337,8 +339,8 @@ def zeros(shape):
 
 
 def to_e4m3(weights):
-    """Weights as a product takes them, each thread's own: of 16 keys, the thread q of four has 2q, 2q + 1, 2q + 8 and
-    2q + 9, and they become the keys 4q to 4q + 3."""
+    """Weights as operand of a product, without moving them between threads: of 16 keys, thread q of four holds 2q,
+    2q + 1, 2q + 8 and 2q + 9, which become the keys 4q to 4q + 3."""
     result = plgpu.ShapeDtypeStruct(weights.shape, E4M3, layout=plgpu.Layout.WGMMA_8BIT)
     return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=result)(pack)(weights)
 

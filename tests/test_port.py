@@ -29,7 +29,8 @@ def test_the_traps_of_hunyuanvideo_are_found_by_line(hunyuan):
         "branch on a value", "shape depends on values", "tokens x tokens", "widens activations",
     )}
     assert lines["branch on a value"] == ["if is_t2v:"]
-    assert len(lines["shape depends on values"]) == 12 and "text[text_mask],  # valid mllm" in lines["shape depends on values"]
+    assert len(lines["shape depends on values"]) == 12
+    assert "text[text_mask],  # valid mllm" in lines["shape depends on values"]
     assert any("repeat(1, 1, seq_len, 1)" in line for line in lines["tokens x tokens"])
     assert ["timesteps_proj.to(dtype=timestep.dtype)" in line for line in lines["widens activations"]] == [True]
     assert report["traces"].startswith("no: ConcretizationTypeError at diffusers/models/transformers/")
@@ -57,9 +58,8 @@ def test_the_files_to_begin_with_say_what_is_missing(hunyuan):
     model = yaml.safe_load((hunyuan / "conf/model/hunyuan_video15.yaml").read_text())
     assert model["architecture"]["transformer"]["num_layers"] == 54
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(hunyuan), "--tb=line"]
-    answer = subprocess.run(
-        [*command, str(hunyuan / "tests/test_hunyuan_video15.py")], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    command.append(str(hunyuan / "tests/test_hunyuan_video15.py"))
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert answer.returncode == 1, answer.stdout + answer.stderr
     for missing in ("missing: geometry", "missing: denoiser", "missing: transformer_blocks_block: one of 54 blocks",
                     "branch on a value at diffusers/"):

@@ -1,4 +1,4 @@
-"""Adapters that a config names, each a row of conf/adapter. No JAX, no torch.
+"""The adapters of a config, each a row of conf/adapter. No JAX, no torch.
 
     rows(config)                    # {"style": Adapter(path="x.safetensors", strength=0.8, target=["high"]), …}
     components(row, experts)        # ["transformer"]
@@ -14,7 +14,7 @@ from wan_torchax import own_path
 from wan_torchax.config.schema import Adapter
 from wan_torchax.config.wording import one_of
 
-ALLOW = "allow_unmatched"  # the one key of the group that is no row
+ALLOW = "allow_unmatched"  # the only key of the group that is not a row
 TARGETS = ("all", "high", "low", "transformer", "transformer_2")
 MOST_STRENGTH = 10
 SHAPE = "a path, or repo and file; it may have revision, strength and target"
@@ -24,7 +24,7 @@ PEFT_FILE, PEFT_SETTINGS = IN_FOLDERS[0], "adapter_config.json"  # lora_alpha is
 
 
 def rows(config: DictConfig) -> dict[str, Adapter]:
-    """Every adapter, also those of strength 0, in the order they are named."""
+    """Every adapter, including those of strength 0, in config order."""
     return {name: OmegaConf.to_object(typed(row)) for name, row in config.adapter.items() if name != ALLOW}
 
 
@@ -33,7 +33,7 @@ def typed(row) -> DictConfig:
 
 
 def components(row: Adapter, experts: list[str]) -> list[str]:
-    """The transformers that an adapter changes."""
+    """The transformers that an adapter applies to."""
     high, low = experts[0], experts[-1]
     names = {"all": experts, "high": [high], "low": [low]}
     return [name for name in experts if any(name in names.get(target, [target]) for target in row.target)]
@@ -43,7 +43,7 @@ def components(row: Adapter, experts: list[str]) -> list[str]:
 
 
 def adapter_problems(config: DictConfig) -> Iterator[str]:
-    """Rows that are none, files that are not there; what is in them is looked at with the checkpoints."""
+    """Invalid rows and missing files; file contents are checked when the checkpoints are found."""
     if not isinstance(config.adapter.get(ALLOW, False), bool):
         yield f"adapter.{ALLOW}={config.adapter[ALLOW]}: must be true or false"
     for name in config.adapter:
@@ -62,14 +62,14 @@ def adapter_problems(config: DictConfig) -> Iterator[str]:
 
 
 def named(config: DictConfig) -> str:
-    """The adapters that have a file, for those who name another."""
-    files = {name: row for name, row in config.adapter.items() if OmegaConf.is_dict(row)}
-    having = [name for name, row in files.items() if row.get("path") or row.get("repo")]
-    return f"those that are configured: {', '.join(having) or 'none'}"
+    """The adapters that have a file, for messages about one that has none."""
+    entries = {name: row for name, row in config.adapter.items() if OmegaConf.is_dict(row)}
+    with_file = [name for name, row in entries.items() if row.get("path") or row.get("repo")]
+    return f"those that are configured: {', '.join(with_file) or 'none'}"
 
 
 def place_problems(key: str, row: DictConfig, planned: bool, configured: str) -> Iterator[str]:
-    """Where the file is. A plan needs none."""
+    """Problems with a file's location. A plan does not need the file."""
     if row.path is None and None in (row.repo, row.file):
         yield f"{key}: needs {SHAPE}; {configured}"
     elif row.path is not None and (row.repo or row.file):
@@ -86,19 +86,19 @@ def place_problems(key: str, row: DictConfig, planned: bool, configured: str) ->
 
 
 def folder_problems(key: str, folder: Path) -> Iterator[str]:
-    """A folder is what PEFT or diffusers saved."""
+    """A folder must be one that PEFT or diffusers saved."""
     if not file_of(folder).is_file():
         pickles = "".join(f" ({path.name} can run code when opened)" for path in folder.glob("adapter_model.bin"))
         yield f"{key}: a folder without {' or '.join(IN_FOLDERS)}{pickles}; name a .safetensors file"
 
 
 def file_of(path: Path) -> Path:
-    """An adapter's file: the path itself, or the one that PEFT or diffusers saved in that folder."""
+    """An adapter's file: the path itself, or in a folder the file that PEFT or diffusers saved."""
     return next((path / name for name in IN_FOLDERS if (path / name).is_file()), path)
 
 
 def number_problems(key: str, row: DictConfig, experts: list[str]) -> Iterator[str]:
-    if not abs(row.strength) <= MOST_STRENGTH:  # not a number neither
+    if not abs(row.strength) <= MOST_STRENGTH:  # also rejects NaN
         yield f"{key}.strength={row.strength}: must be from -{MOST_STRENGTH} to {MOST_STRENGTH}; usual 1.0, 0 is off"
     if not row.target:
         yield f"{key}.target=[]: name at least one of {', '.join(TARGETS)}; strength=0 turns an adapter off"

@@ -1,4 +1,4 @@
-"""Which attention kernel serves which device, and what is wrong with a kernel's settings. No JAX, no torch."""
+"""The choice of attention kernel for a device, and the validation of kernel settings. No JAX, no torch."""
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -11,12 +11,12 @@ from wan_torchax.config.wording import nearest_multiple, one_of
 from wan_torchax.kernels.settings import Kernel, Parallel, Question
 
 KERNELS = ("auto", "splash", "hopper", "cudnn", "xla")
-BESIDE_AUTO = ("window", "smooth_keys", "min_keys", "outline")  # what a config may say beside `kernel: auto`
-HOPPER_BLOCKS = (64, 96, 128, 160)  # keys at a time: scores and sums of 64 queries fit a warpgroup's registers
+BESIDE_AUTO = ("window", "smooth_keys", "min_keys", "outline")  # keys allowed beside `kernel: auto`
+HOPPER_BLOCKS = (64, 96, 128, 160)  # values of block_kv whose scores and sums fit a warpgroup's registers
 
 
 def parallel_of(sharding) -> Parallel:
-    """Which mesh axes share what around attention."""
+    """The mesh axes over which attention is parallelized."""
     return Parallel(heads=sharding.axes.get("heads"), **sharding.attention)
 
 
@@ -24,10 +24,10 @@ def parallel_of(sharding) -> Parallel:
 
 
 def choose(attention: Attention, devices, dtype: str, questions: dict[str, Question]) -> Attention:
-    """Replace every `kernel: auto` by what conf/attention/auto.yaml names for these devices.
+    """Replace every `kernel: auto` with the kernel that conf/attention/auto.yaml names for these devices.
 
-    A device kind ("TPU v6 lite") goes before its platform ("gpu"). Where the kernel named there does not serve the
-    dtype or the question (only `xla` has float32; splash and hopper have head dims 64 and 128), `xla` does.
+    A device kind ("TPU v6 lite") takes precedence over a platform ("gpu"). If that kernel does not support the dtype or
+    the question (only `xla` has float32; splash and hopper have head dims 64 and 128), `xla` is used.
     """
     file = attention.devices.get(devices.kind) or attention.devices.get(devices.platform)
     parts = {}
@@ -43,7 +43,7 @@ def choose(attention: Attention, devices, dtype: str, questions: dict[str, Quest
 
 
 def serving_kernel(file: str, name: str, part: Kernel, dtype: str, question: Question) -> Kernel:
-    """The kernel that a file of conf/attention names, or `xla` where that cannot serve."""
+    """The kernel in a file of conf/attention, or `xla` if that is not supported."""
     kernel = read_kernel(file, name, part)
     if not takes_dtype(kernel.kernel, dtype) or list(unserved(kernel, question)):
         kernel = read_kernel("xla", name, part)
@@ -54,13 +54,13 @@ def serving_kernel(file: str, name: str, part: Kernel, dtype: str, question: Que
 
 
 def read_kernel(file: str, name: str, part: Kernel) -> Kernel:
-    """The values of a file in conf/attention, and on top of them what the config says beside `kernel: auto`."""
+    """The values of a file in conf/attention, overridden by those that the config sets beside `kernel: auto`."""
     values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "attention" / f"{file}.yaml"))[name]
     return Kernel(**values | {key: value for key, value in set_beside(part).items() if key in BESIDE_AUTO})
 
 
 def set_beside(part: Kernel) -> dict:
-    """What a config says beside `kernel: auto`."""
+    """The values that a config sets beside `kernel: auto`."""
     plain = asdict(Kernel())
     return {key: value for key, value in asdict(part).items() if value != plain[key] and key != "kernel"}
 
@@ -69,7 +69,7 @@ def set_beside(part: Kernel) -> dict:
 
 
 def attention_problems(attention, questions: dict[str, Question], axes, parallel: Parallel) -> Iterator[str]:
-    """What is wrong with the kernels and their spread over the mesh; an axis missing from `axes` counts as 1."""
+    """Problems with the kernels and their sharding over the mesh; an axis missing from `axes` counts as 1."""
     for name, question in questions.items():
         yield from (f"attention.{name}.{problem}" for problem in kernel_problems(getattr(attention, name), question))
     if attention.cross.window is not None:
@@ -84,7 +84,7 @@ def attention_problems(attention, questions: dict[str, Question], axes, parallel
 
 
 def kernel_problems(kernel: Kernel, question: Question) -> Iterator[str]:
-    """Messages that start with the key, for one Kernel."""
+    """Problems of one Kernel, as messages that start with the key."""
     yield from one_of("kernel", kernel.kernel, KERNELS)
     if kernel.window is not None and kernel.window < 0:
         yield f"window={kernel.window}: how many tokens away a key may be; null for all"
@@ -109,14 +109,14 @@ def kernel_problems(kernel: Kernel, question: Question) -> Iterator[str]:
 
 
 def takes_dtype(kernel: str, dtype: str) -> bool:
-    """Only xla takes float32; the Hopper kernel's weights may be larger than float16 holds."""
+    """Whether a kernel supports a dtype: only xla has float32; the Hopper kernel's weights can overflow float16."""
     return kernel in ("auto", "xla") or dtype == "bfloat16" or (dtype == "float16" and kernel != "hopper")
 
 
 def unserved(kernel: Kernel, question: Question) -> Iterator[str]:
-    """What a kernel cannot do at all, whatever its blocks."""
+    """What a kernel does not support, whatever its block sizes."""
     head_dim = question.head_dim
-    if question.beside:  # tokens without a place in the grid, whose keys are merged with the others'
+    if question.beside:  # tokens without a grid position, whose keys are merged with the others
         beside = "the model's text attends together with its video"
         if kernel.window is not None:
             yield f"window={kernel.window}: {beside}, and has no place in it; set null"
@@ -161,7 +161,7 @@ def hopper_problems(kernel: Kernel) -> Iterator[str]:
 
 
 def splash_vmem_bytes(kernel: Kernel, head_dim: int) -> int:
-    """VMEM the splash kernel takes: blocks twice (one is fetched while the other is used), state, two score chunks."""
+    """VMEM of the splash kernel: blocks twice (one is fetched while the other is used), state, two score chunks."""
     blocks = 2 * 2 * head_dim * (2 * kernel.block_q + 2 * kernel.block_kv)  # query, out, key, value in bf16
     query_terms = 2 if kernel.fold_scale else 1
     # Transposed query and sums; two statistics and log_sum twice.
@@ -182,5 +182,5 @@ def spread_problems(heads: int, axes: dict[str, int], parallel: Parallel) -> Ite
         best, kinds = math.gcd(heads, ways), " and ".join(key.rpartition(".")[2] for key in split)
         yield (
             f"{named}: {heads} heads do not divide over {ways} devices; sizes that work: {works}; "
-            f"or ring, which splits no heads, e.g. axes of {best} for {kinds} and {ways // best} for ring"
+            f"or use ring, which does not split heads, e.g. axes of {best} for {kinds} and {ways // best} for ring"
         )

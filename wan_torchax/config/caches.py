@@ -1,4 +1,4 @@
-"""What can be wrong with a step cache (conf/cache). No JAX, no torch."""
+"""Validation of a step cache (conf/cache). No JAX, no torch."""
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +15,12 @@ MODES = ("magcache", "easycache")
 
 
 def is_on(config) -> bool:
-    """Whether any step is not computed as it always is."""
+    """Whether any step is not computed in full."""
     return config.cache.mode is not None or rests(config)
 
 
 def rests(config) -> bool:
-    """Whether guidance rests in some steps."""
+    """Whether some steps skip the negative prompt."""
     cache = config.cache
     return guided(config) and (cache.guidance_every > 1 or (cache.guidance_start, cache.guidance_stop) != (0, 1))
 
@@ -53,7 +53,8 @@ def cache_problems(config) -> Iterator[str]:
     if cache.mode == "magcache":
         yield from curve_problems(config)
     if config.scheduler.target == "FlowMatchLCMScheduler" and is_on(config):
-        yield f"cache={cache.name}: scheduler=renoise draws noise in every step, so that nothing stays the same"
+        reason = "scheduler=renoise draws noise in every step, so no step can be reused"
+        yield f"cache={cache.name}: {reason}; use cache=none or another scheduler"
 
 
 def curve_problems(config) -> Iterator[str]:
@@ -64,7 +65,7 @@ def curve_problems(config) -> Iterator[str]:
 
 
 def curve_warnings(config, curve: Path) -> Iterator[str]:
-    """Where a run is not what its curve was measured with."""
+    """How a run differs from those its curve was measured with."""
     stored = yaml.safe_load(curve.read_text())
     size, solver = config.resolution, config.scheduler.name
     if stored["shift"] != size.flow_shift:

@@ -1,4 +1,4 @@
-"""Videos that the user gives, decoded by ffmpeg. No JAX, no torch."""
+"""Input videos, decoded by ffmpeg. No JAX, no torch."""
 import contextlib
 import functools
 import subprocess
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from wan_torchax.config.schema import ConfigError
 
-if TYPE_CHECKING:  # --help does without it
+if TYPE_CHECKING:  # not at run time: --help must be fast
     import numpy
 
-# Containers that hold their own frames: a playlist would have ffmpeg open what it lists.
+# Self-contained formats only: a playlist would make ffmpeg open the files it lists.
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpegts,mpeg,ogg,flv"
 REMEDY = "pip install --force-reinstall imageio-ffmpeg, or name one with the variable IMAGEIO_FFMPEG_EXE"
 SAFE = ["-protocol_whitelist", "file", "-format_whitelist", FORMATS]
@@ -32,16 +32,16 @@ def ffmpeg() -> str:
 
 @functools.cache
 def version_of(command: str) -> str:
-    """What ffmpeg says of itself. Raises OSError, RuntimeError or SubprocessError."""
-    told = subprocess.run([command, "-version"], capture_output=True, text=True, check=True, timeout=30).stdout
-    if not told.startswith("ffmpeg version"):
-        raise RuntimeError(f"{command} is no ffmpeg")
-    return told.split("Copyright")[0].strip()
+    """ffmpeg's version line. Raises OSError, RuntimeError or SubprocessError."""
+    output = subprocess.run([command, "-version"], capture_output=True, text=True, check=True, timeout=30).stdout
+    if not output.startswith("ffmpeg version"):
+        raise RuntimeError(f"{command} is not ffmpeg")
+    return output.split("Copyright")[0].strip()
 
 
 @dataclass(frozen=True)
 class Clip:
-    """What a video's header says."""
+    """A video's header."""
 
     width: int
     height: int
@@ -49,7 +49,7 @@ class Clip:
 
 
 def probe(path: Path) -> Clip:
-    """Raises OSError, with what ffmpeg says, for what is no video."""
+    """A video's header. Raises OSError with ffmpeg's message if the file is not a video."""
     with opened(path) as frames:
         meta = next(frames)
         width, height = meta["size"]
@@ -57,26 +57,26 @@ def probe(path: Path) -> Clip:
 
 
 def read_frames(path: Path, count: int, fps: float) -> "Iterator[numpy.ndarray]":
-    """Up to `count` frames (height, width, 3) in uint8 at so many a second, each the one nearest in time."""
+    """Up to `count` uint8 frames (height, width, 3), resampled to `fps`: each is the one nearest in time."""
     import numpy
 
     with opened(path) as frames:
         meta = next(frames)
         width, height = meta["size"]
         rate = meta["fps"] / fps if meta["fps"] else 1.0
-        places = (int(index * rate + 0.5) for index in range(count))
-        wanted = next(places, None)
+        sources = (int(index * rate + 0.5) for index in range(count))
+        source = next(sources, None)
         for index, frame in enumerate(frames):
-            while index == wanted:  # more than once, where the video has fewer a second
+            while index == source:  # repeated if the video has fewer frames per second
                 yield numpy.frombuffer(frame, numpy.uint8).reshape(height, width, 3)
-                wanted = next(places, None)
-            if wanted is None:
+                source = next(sources, None)
+            if source is None:
                 return
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator:
-    """imageio-ffmpeg's generator: what the header says, then frames as bytes. ffmpeg ends with the block."""
+    """imageio-ffmpeg's generator: the header, then frames as bytes. ffmpeg exits with the context."""
     import imageio_ffmpeg
 
     frames = imageio_ffmpeg.read_frames(f"file:{path}", pix_fmt="rgb24", input_params=SAFE)

@@ -19,7 +19,7 @@ from wan_torchax.config.wording import nearest
 
 CONF = ROOT / "conf"
 HYDRA_VERSION = "1.3"
-# Swept without compiling or loading anything again.
+# Keys that can be swept without recompiling or reloading anything.
 CHEAP = (
     "seed", "prompt", "prompt.text", "prompt.negative", "guidance_scale", "steps", "resolution.fps",
     "resolution.flow_shift", "output.quality",
@@ -31,7 +31,7 @@ TEXT_KEYS = {
     "negative_prompt": "prompt.negative",
     "prompt.negative": "prompt.negative",
 }
-# What diffusers, ComfyUI and others call a key of ours.
+# Names that diffusers, ComfyUI and others use -> our keys.
 FOREIGN = {
     "num_inference_steps": "steps", "num_steps": "steps", "sample_steps": "steps", "sampling_steps": "steps",
     "cfg": "guidance_scale", "cfg_scale": "guidance_scale", "true_cfg_scale": "guidance_scale",
@@ -51,7 +51,7 @@ FLAGS = (  # Hydra's
     "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info",
     "--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun",
 )
-# What OmegaConf says of a value of the wrong type, in our words.
+# OmegaConf's messages about wrong types -> ours.
 WRONG_TYPES = {
     r"Value '(?P<value>.*)' of type '\w+' could not be converted to Integer": "a whole number",
     r"Value '(?P<value>.*)' of type '\w+' could not be converted to Float": "a number",
@@ -61,7 +61,7 @@ WRONG_TYPES = {
     r"Cannot assign \w+ to Dict": "a mapping, e.g. {name: value}",
 }
 USER_ERRORS = (HydraException, OmegaConfBaseException)
-composing = threading.RLock()  # Hydra keeps its state for the whole process
+composing = threading.RLock()  # Hydra's state is global
 
 ConfigStore.instance().store("schema", schema.root())
 
@@ -72,8 +72,8 @@ ConfigStore.instance().store("schema", schema.root())
 def compose(overrides: Iterable[str]) -> DictConfig:
     """The config that `python run.py` would run with, from overrides in Hydra's grammar (see `rewrite`).
 
-    Hydra takes a third of a second for the files of conf/: it is asked once for each set of options, and values are
-    put into a copy of what it gave.
+    Hydra takes a third of a second to compose the files of conf/, so its result is cached for each set of options, and
+    values are applied to a copy.
     """
     overrides = list(overrides)
     options = tuple(text for text in overrides if is_option(text))
@@ -87,7 +87,7 @@ def compose(overrides: Iterable[str]) -> DictConfig:
 
 @functools.lru_cache(maxsize=64)
 def compose_options(overrides: tuple[str, ...]) -> DictConfig:
-    """The config of some options of conf/'s groups."""
+    """The config for some options of conf/'s groups."""
     with composing, private.hydra_apart(), hydra.initialize_config_dir(str(CONF), version_base=HYDRA_VERSION):
         config = hydra.compose("config", list(overrides), return_hydra_config=True)
     choices = dict(config.hydra.runtime.choices)
@@ -97,7 +97,7 @@ def compose_options(overrides: tuple[str, ...]) -> DictConfig:
 
 
 def with_names(config: DictConfig, choices: Mapping[str, str]) -> DictConfig:
-    """The config in which each group has the name of the option that was chosen, as messages and metrics call it."""
+    """The config, with each group's `name` set to the chosen option, for messages and metrics."""
     for group, choice in choices.items():
         node = config.get(group.partition("@")[0])
         if OmegaConf.is_dict(node) and "name" in node and choice is not None:
@@ -106,7 +106,7 @@ def with_names(config: DictConfig, choices: Mapping[str, str]) -> DictConfig:
 
 
 def is_option(override: str) -> bool:
-    """Whether an override chooses an option of a group, and does not set a value."""
+    """Whether an override chooses an option of a group rather than setting a value."""
     key = key_of(override)
     return "@" in key or key.startswith("hydra") or (CONF / key).is_dir()
 
@@ -131,10 +131,10 @@ Examples:
   python run.py model=wan21_t2v_14b resolution=480p mesh=v6e_8 prompt="a cat walks on the grass, realistic"
   python run.py -m seed=1,2,3 scheduler=unipc,euler
 
-Tasks (task=generate if none is named):
+Tasks (default: task=generate):
 {tasks}
 
-Keys most used:
+Common keys:
 {keys}
 
 Groups (group=option):
@@ -148,43 +148,43 @@ Hydra's own flags: python run.py --hydra-help
 """
 TASKS = {
     "generate": "make a video",
-    "serve": "an HTTP API and a page",
-    "plan": "does it fit these chips, and how fast would it be; needs neither chips nor weights",
+    "serve": "serve an HTTP API and a web page",
+    "plan": "estimate whether it fits these chips and how fast it is; needs neither chips nor weights",
     "presets": "list the published configurations",
-    "doctor": "what is wrong with this machine",
-    "tune": "the fastest attention blocks for this shape and device",
+    "doctor": "check this machine for problems",
+    "tune": "find the fastest attention blocks for this shape and device",
     "calibrate": "measure a curve for cache=magcache",
     "port": "what a diffusers model needs to run here, and the files to begin with",
 }
 KEYS = {
-    "prompt": "any text",
-    "negative_prompt": "what to keep away from",
+    "prompt": "what the video shows",
+    "negative_prompt": "what the video should not show",
     "model": "which model",
-    "preset": "a published configuration: model, size, mesh and all",
+    "preset": "a published configuration: model, size, mesh and everything else",
     "resolution": "size and length by name: 480p, 720p",
     "resolution.width": "pixels",
     "resolution.height": "pixels",
-    "resolution.frames": "4n+1 of them",
-    "resolution.fps": "frames a second",
-    "steps": "of denoising",
-    "guidance_scale": "how closely it follows the prompt",
+    "resolution.frames": "number of frames, 4n+1",
+    "resolution.fps": "frames per second",
+    "steps": "denoising steps",
+    "guidance_scale": "how closely the video follows the prompt",
     "seed": "same seed, same video",
     "seeds": "several videos: seeds=4",
-    "prompts": "many videos: a file, or a JSON list",
+    "prompts": "many videos: a file or a JSON list",
     "image": "a picture to start from",
     "video": "a video to change or to follow",
     "adapter": "a LoRA",
     "sampling": "a recipe for few steps",
-    "mesh": "the chips",
-    "resume": "a run's folder: make what is missing of it",
+    "mesh": "the chips and how they are arranged",
+    "resume": "a run's folder: finish what is missing",
     "replay": "a video: make it again",
-    "hydra.run.dir": "the folder for what is made",
+    "hydra.run.dir": "the output folder",
 }
 
 
 def help_text() -> str:
-    """What --help prints. Hydra's own way there takes seconds: it copies the whole schema for every group."""
-    inner = ("hydra", "chip")  # of Hydra itself, and what meshes are made from
+    """The text of --help. Hydra's own help takes seconds: it copies the whole schema for every group."""
+    inner = ("hydra", "chip")  # Hydra's own, and the chips that meshes refer to
     groups = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name not in inner)
     listed = {group: ", ".join(options(group)) for group in groups}
     return HELP.format(tasks=table(TASKS), keys=table(KEYS), groups=table(listed, ": "))
@@ -196,11 +196,11 @@ def table(rows: Mapping[str, str], between: str = "") -> str:
 
 
 def rewrite(arguments: list[str]) -> list[str]:
-    """Turn what people type into what Hydra's grammar takes.
+    """Rewrite arguments as typed into Hydra's grammar.
 
     prompt="a cat, running = fun" becomes a quoted prompt.text; prompt=<name> still picks conf/prompt/<name>.yaml.
-    In a sweep the axes that cost nothing to change go last, where they vary fastest: programs and weights are then
-    used by one job after the other instead of being made again.
+    In a sweep, axes that are cheap to change go last, where they vary fastest: consecutive jobs then reuse programs and
+    weights.
     """
     rewritten = []
     check_flags(arguments)
@@ -227,7 +227,7 @@ def rewrite(arguments: list[str]) -> list[str]:
 
 
 def check_flags(arguments: list[str]) -> None:
-    """Refuse `--steps 5` and `--steps=5`, as other programs have it. Flags are Hydra's, which may be shortened."""
+    """Reject `--steps 5` and `--steps=5`, the syntax of other programs. Hydra's own flags may be abbreviated."""
     for argument, following in zip(arguments, [*arguments[1:], ""]):
         name, separator, value = argument.partition("=")
         if not name.startswith("--") or any(flag.startswith(name) for flag in FLAGS):
@@ -247,21 +247,21 @@ def key_of(override: str) -> str:
 
 
 def quote(text: str) -> str:
-    """A string literal of Hydra's grammar that means exactly this text (line breaks become spaces)."""
+    """A string literal in Hydra's grammar for exactly this text (line breaks become spaces)."""
     text = literal(text.replace("\n", " "))
     text = re.sub(r"(\\*)('|$)", lambda match: match.group(1) * 2 + (r"\'" if match.group(2) else ""), text)
     return f"'{text}'"
 
 
 def literal(text: str) -> str:
-    """A value for OmegaConf that reads as exactly this text: `${…}` in it is no interpolation."""
-    if text == "???":  # OmegaConf's word for what is missing, which no escape helps
+    """An OmegaConf value that reads as exactly this text: `${…}` in it is not interpolated."""
+    if text == "???":  # OmegaConf's marker of a missing value, which cannot be escaped
         return '${text:"???"}'
     return re.sub(r"(\\*)\$\{", lambda match: match.group(1) * 2 + r"\${", text)
 
 
 def plain_text(value: str) -> str:
-    """The text that `literal` made a value of; what looks like an interpolation is text too."""
+    """The inverse of `literal`; what looks like an interpolation is text too."""
     if value == literal("???"):
         return "???"
     return re.sub(r"(\\*)\$\{", lambda match: match.group(1)[: len(match.group(1)) // 2] + "${", value)
@@ -270,15 +270,15 @@ def plain_text(value: str) -> str:
 # ---------------------------------------------------------------- sweeps
 
 
-sweep_folders: dict[Path, bool] = {}  # folders of several jobs, for the report; True: a launcher may run them elsewhere
+sweep_folders: dict[Path, bool] = {}  # folders with several jobs, for the report; True: may be run by another launcher
 
 
 class SweepFolder(Callback):
-    """Hydra tells it where the jobs of a sweep will be, whichever launcher runs them (hydra.callbacks in conf)."""
+    """A Hydra callback that records the folder of a sweep, whichever launcher runs it (hydra.callbacks in conf)."""
 
     def on_multirun_start(self, config, **_) -> None:
         sweep_folders[Path(config.hydra.sweep.dir)] = True
-        if not config.hydra.launcher._target_.endswith(".BasicLauncher"):  # its workers have to find the package
+        if not config.hydra.launcher._target_.endswith(".BasicLauncher"):  # workers must be able to import the package
             paths = str(ROOT), os.environ.get("PYTHONPATH")
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
@@ -287,12 +287,12 @@ class SweepFolder(Callback):
 
 
 def explain(error: Exception) -> str:
-    """An error of Hydra's or OmegaConf's as one message: key, value and the nearest that exists."""
+    """An error of Hydra or OmegaConf as one message: key, value and the nearest valid choice."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
         if group == "hydra/launcher" and name in LAUNCHERS:
-            return f"{group}={name}: comes with a plugin that is not installed; pip install {LAUNCHERS[name]}"
+            return f"{group}={name}: needs a plugin that is not installed; pip install {LAUNCHERS[name]}"
         return f"{group}={name}: no such option; {nearest(name, options(group))}"
     if isinstance(error, OverrideParseException):
         return f"{error.override}: {str(error).splitlines()[0]}; put quotes around the value: 'key=\"value\"'"
@@ -317,7 +317,7 @@ def explain(error: Exception) -> str:
 
 @functools.cache
 def known_keys() -> list[str]:
-    """Every key that can be overridden, dotted, and every group."""
+    """Every key that can be overridden, as a dotted path, and every group."""
 
     def walk(node, prefix):
         for name, child in node.items():

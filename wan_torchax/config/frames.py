@@ -1,4 +1,4 @@
-"""Pictures and videos that the user gives, decoded once a run: validation looks at what stages will take. No JAX."""
+"""Input pictures and videos, decoded once per run: validation and stages share the result. No JAX."""
 import functools
 import logging
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from wan_torchax.config import clips
 
-if TYPE_CHECKING:  # --help does without them
+if TYPE_CHECKING:  # not at run time: --help must be fast
     import numpy
     from PIL import Image
 
@@ -14,7 +14,7 @@ log = logging.getLogger("wan")
 
 
 def open_picture(path: Path) -> "Image.Image":
-    """In RGB, upright as the camera held it, what is transparent over white."""
+    """A picture in RGB, rotated as its EXIF orientation says, with transparency over white."""
     status = path.stat()
     return decode_picture(path, status.st_mtime_ns, status.st_size)
 
@@ -26,14 +26,15 @@ def decode_picture(path: Path, *changed: int) -> "Image.Image":
     with Image.open(path) as file:
         picture = in_eight_bits(ImageOps.exif_transpose(file))
         if "A" in picture.getbands() or "transparency" in picture.info:
-            log.info("%s: what is transparent in it becomes white", path)
+            log.info("%s: transparency becomes white", path)
             picture = picture.convert("RGBA")
             picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
         return picture.convert("RGB")
 
 
 def in_eight_bits(picture: "Image.Image") -> "Image.Image":
-    """A greyscale picture of more bits, which Pillow would cut off at 255, with eight of them; any other as it is."""
+    """A greyscale picture with more than 8 bits, scaled down to 8, where Pillow would clip at 255; any other
+    unchanged."""
     import numpy
     from PIL import Image
 
@@ -45,8 +46,8 @@ def in_eight_bits(picture: "Image.Image") -> "Image.Image":
 
 
 def fitted(picture: "Image.Image", size: tuple[int, int], fit: str) -> "Image.Image":
-    """In the size (width, height): cover (scaled, what is too much cut off on both sides), contain (scaled, the rest
-    black) or stretch."""
+    """A picture fitted to the size (width, height): cover (scaled and cropped), contain (scaled, with black borders) or
+    stretch."""
     from PIL import Image, ImageOps
 
     filtering = Image.Resampling.LANCZOS
@@ -56,19 +57,19 @@ def fitted(picture: "Image.Image", size: tuple[int, int], fit: str) -> "Image.Im
 
 
 def read_frames(path: Path, size, fit: str, first: int = 0) -> "numpy.ndarray":
-    """Uint8 (frames, height, width, 3): as many frames from the first on as the resolution says, fewer where the video
-    ends, at its rate, in its size."""
+    """uint8 (frames, height, width, 3) from frame `first` on, with the resolution's size, rate and number of frames;
+    fewer if the video ends."""
     status = path.stat()
-    wanted = (size.frames, size.fps, (size.width, size.height), fit, first)
-    return decode_frames(path, wanted, status.st_mtime_ns, status.st_size)
+    settings = (size.frames, size.fps, (size.width, size.height), fit, first)
+    return decode_frames(path, settings, status.st_mtime_ns, status.st_size)
 
 
 @functools.lru_cache(maxsize=2)
-def decode_frames(path: Path, wanted: tuple, *changed: int) -> "numpy.ndarray":
+def decode_frames(path: Path, settings: tuple, *changed: int) -> "numpy.ndarray":
     import numpy
     from PIL import Image
 
-    count, fps, size, fit, first = wanted
+    count, fps, size, fit, first = settings
     frames = [
         numpy.asarray(fitted(Image.fromarray(frame), size, fit))
         for number, frame in enumerate(clips.read_frames(path, first + count, fps)) if number >= first

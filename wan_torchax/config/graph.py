@@ -1,4 +1,5 @@
-"""A pipeline as a graph: which stage needs which, from what each takes and gives (conf/pipeline). No JAX, no torch."""
+"""A pipeline as a graph: stages depend on each other through the values they take and give (conf/pipeline). No JAX, no
+torch."""
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -9,10 +10,10 @@ from wan_torchax.config.schema import Pipeline, PipelineStage
 class Graph:
     """The stages of a pipeline, in the order they run."""
 
-    inputs: dict[str, str]  # a value's name -> the config key the user gives it by
+    inputs: dict[str, str]  # a value's name -> its config key
     stages: dict[str, PipelineStage]
-    repeated: tuple[str, ...] = ()  # stages that are run again for every segment of a video
-    carry: dict[str, str] = field(default_factory=dict)  # a value that a segment takes -> what the one before gave
+    repeated: tuple[str, ...] = ()  # stages that run once per segment of a video
+    carry: dict[str, str] = field(default_factory=dict)  # a value that a segment takes -> the previous segment's output
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> "Graph":
@@ -24,7 +25,7 @@ class Graph:
         return next((name for name, stage in self.stages.items() if value in stage.gives), None)
 
     def upstream(self, name: str) -> list[str]:
-        """The stage and every stage it depends on, in their order."""
+        """The stage and every stage it depends on, in order."""
         needed = {name}
         for stage in reversed(self.stages):
             if stage in needed:
@@ -32,16 +33,16 @@ class Graph:
         return [stage for stage in self.stages if stage in needed]
 
     def input_keys(self, name: str) -> list[str]:
-        """The config keys of the inputs that reach a stage, by itself or through others."""
+        """The config keys of the inputs that reach a stage, directly or through other stages."""
         taken = {value for stage in self.upstream(name) for value in self.stages[stage].takes}
         return [key for value, key in self.inputs.items() if value in taken]
 
     def components(self, names: Iterable[str]) -> list[str]:
-        """What the named stages use, each once."""
+        """The components of the named stages, each once."""
         return list(dict.fromkeys(component for name in names for component in self.stages[name].uses))
 
     def missing(self, names: Iterable[str], at_hand: Iterable[str] = ()) -> list[tuple[str, str]]:
-        """(stage, value) for every value that one of the stages takes and neither an input nor an earlier one gives."""
+        """(stage, value) for every value that a stage takes but neither an input nor an earlier stage gives."""
         given, absent = {*self.inputs, *self.carry, *at_hand}, []
         for name in names:
             absent += [(name, value) for value in self.stages[name].takes if value not in given]

@@ -1,4 +1,4 @@
-"""What the user gives a pipeline: texts, typed or from files, pictures and videos. No JAX, no torch."""
+"""A pipeline's inputs: texts, typed or from files, pictures and videos. No JAX, no torch."""
 import contextlib
 import functools
 import re
@@ -22,7 +22,7 @@ LEAST_SIDE = 16
 
 
 def with_texts(config: DictConfig) -> DictConfig:
-    """The config with the texts of its prompt files in it, as if they had been typed."""
+    """The config with its prompt files read, as if their texts had been typed."""
     texts, prompt = config.copy(), config.prompt
     for key, file in (("text", prompt.file), ("negative", prompt.negative_file)):
         text = prompt[key] if file is None else Path(file).read_text(encoding="utf-8")
@@ -32,19 +32,19 @@ def with_texts(config: DictConfig) -> DictConfig:
 
 
 def taken(config: DictConfig) -> list[str]:
-    """The keys of files that the config's pipeline takes."""
+    """The file keys that the config's pipeline takes."""
     return [key for key in config.pipeline.inputs.values() if key in FILES]
 
 
 def paths(config: DictConfig, key: str) -> list[Path]:
-    """The files that a key names: none, one or several."""
+    """A key's files: none, one or several."""
     value = config[key]
     return [Path(path) for path in ([] if value is None else [value] if isinstance(value, str) else value)]
 
 
 def copies(folder: Path, key: str) -> list[Path]:
-    """What a run folder holds of the files that a key named, in their order: inputs/image.png, inputs/references.0.png.
-    Links to somewhere else are left out."""
+    """The copies of a key's files in a run folder, in order: inputs/image.png, inputs/references.0.png. Links out of
+    the folder are ignored."""
     numbered = {}
     for path in folder.glob(f"inputs/{key}.*"):
         match = re.fullmatch(rf"{key}(?:\.(\d+))?\.\w+", path.name)
@@ -54,7 +54,7 @@ def copies(folder: Path, key: str) -> list[Path]:
 
 
 def input_problems(config: DictConfig, whole: bool = True) -> Iterator[str]:
-    """Files that are missing, not taken, or none of what they should be: by their headers, or by all they hold."""
+    """Files that are missing, not taken by the pipeline, or invalid; checks headers only unless `whole`."""
     yield from one_of("fit", config.fit, FITS)
     name, optional = config.pipeline.name, config.pipeline.optional
     for key, problems in FILES.items():
@@ -68,14 +68,14 @@ def input_problems(config: DictConfig, whole: bool = True) -> Iterator[str]:
         for path in files:
             yield from problems(f"{key}={path}", path, config, whole)
     if "mask" in taken(config) and config.mask is not None and config.video is None:
-        yield f"mask={config.mask}: says which parts of a video are kept; give video=clip.mp4 too"
+        yield f"mask={config.mask}: says which parts of a video to keep; give video=clip.mp4 too"
     if len(config.references) > MOST_REFERENCES:
         yield f"references: {len(config.references)} pictures; at most {MOST_REFERENCES}"
 
 
 def picture_problems(key: str, path: Path, config: DictConfig, whole: bool) -> Iterator[str]:
-    """From the file's header, before anything decodes it: a small file may claim to be a huge picture."""
-    from PIL import Image  # --help does without it
+    """Checks the header before decoding: a small file may claim to be a huge picture."""
+    from PIL import Image  # not at import time: --help must be fast
 
     if not path.is_file():
         yield f"{key}: no such file"
@@ -86,11 +86,11 @@ def picture_problems(key: str, path: Path, config: DictConfig, whole: bool) -> I
             with Image.open(path) as picture:
                 width, height = picture.size
             if whole and width * height <= MOST_PIXELS:
-                open_picture(path)  # all of it: half a file has a good header
+                open_picture(path)  # decode all of it: a truncated file has a valid header
         except Image.DecompressionBombError:
             yield f"{key}: more than {MOST_PIXELS // 10**6} million pixels; save it smaller"
             return
-        except Exception as error:  # whatever Pillow's decoders make of it
+        except Exception as error:  # Pillow's decoders raise all kinds
             yield f"{key}: not a picture that Pillow reads ({error}); save it as PNG or JPEG"
             return
         if width * height > MOST_PIXELS:
@@ -100,7 +100,7 @@ def picture_problems(key: str, path: Path, config: DictConfig, whole: bool) -> I
 
 
 def video_problems(key: str, path: Path, config: DictConfig, whole: bool) -> Iterator[str]:
-    """A video has as many frames as are asked for, at the rate of the video that will be made."""
+    """A video must have enough frames at the output's frame rate."""
     size = config.resolution
     if not path.is_file():
         yield f"{key}: no such file"
@@ -117,14 +117,14 @@ def video_problems(key: str, path: Path, config: DictConfig, whole: bool) -> Ite
                 yield f"{key}: is one picture; give a video of at least {size.frames} frames"
                 return
             count = len(read_frames(path, size, config.fit)) if whole else size.frames
-        except Exception as error:  # whatever ffmpeg makes of it
+        except Exception as error:  # imageio-ffmpeg raises all kinds
             yield f"{key}: not a video that ffmpeg reads ({str(error).strip().splitlines()[-1][:200]}); save it as MP4"
             return
         if count < size.frames:
             scale = family_of(config).geometry(config.model.architecture).frame_scale
             remedy = f"use resolution.frames={(count - 1) // scale * scale + 1}" if count else "it is empty"
             fewer = f"fewer than resolution.frames={size.frames}"
-            yield f"{key}: has {count} frames at {size.fps} a second, {fewer}; {remedy}"
+            yield f"{key}: has {count} frames at {size.fps} per second, {fewer}; {remedy}"
 
 
 def mask_problems(key: str, path: Path, config: DictConfig, whole: bool) -> Iterator[str]:
@@ -133,17 +133,17 @@ def mask_problems(key: str, path: Path, config: DictConfig, whole: bool) -> Iter
 
 
 def is_picture(path: Path) -> bool:
-    """By its name; a GIF by its frames, since ffmpeg makes ten or more of a single one."""
+    """By its suffix; a GIF by its number of frames, since ffmpeg reads a still one as ten or more."""
     from PIL import Image
 
     if path.suffix.lower() == ".gif":
-        with contextlib.suppress(Exception), Image.open(path) as picture:  # input_problems tells what is wrong with it
+        with contextlib.suppress(Exception), Image.open(path) as picture:  # input_problems reports errors
             return getattr(picture, "n_frames", 1) == 1
     return path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 
 
 def side(name: str, area: int, multiple: int, *files: str | None) -> int:
-    """Height or width of a video of about this area with the aspect of the first file there is; 0 where there is none.
+    """Height or width of a video of about this area, with the aspect ratio of the first file given; 0 if none is.
     ${side:…} in conf/resolution/auto.yaml."""
     width, height = next((aspect(Path(file)) for file in files if file is not None), (0, 0))
     if not (width and height):
@@ -153,7 +153,7 @@ def side(name: str, area: int, multiple: int, *files: str | None) -> int:
 
 
 def aspect(path: Path) -> tuple[int, int]:
-    """Width and height of a picture or video, upright; zeros where there is none."""
+    """Width and height of a picture or video, after EXIF rotation; zeros if it cannot be read."""
     with contextlib.suppress(OSError):
         status = path.stat()
         return read_aspect(path, status.st_mtime_ns, status.st_size)
@@ -164,7 +164,7 @@ def aspect(path: Path) -> tuple[int, int]:
 def read_aspect(path: Path, *changed: int) -> tuple[int, int]:
     from PIL import Image, ImageOps
 
-    with contextlib.suppress(Exception):  # input_problems tells what is wrong with the file
+    with contextlib.suppress(Exception):  # input_problems reports errors
         if is_picture(path):
             with Image.open(path) as picture:
                 return ImageOps.exif_transpose(picture).size
@@ -175,7 +175,7 @@ def read_aspect(path: Path, *changed: int) -> tuple[int, int]:
 
 OmegaConf.register_new_resolver("side", side, replace=True)
 
-# Keys of the config that name files, and what can be wrong with one.
+# Config keys that name files, and the checks of a file.
 FILES = {
     "image": picture_problems, "last_image": picture_problems, "video": video_problems, "mask": mask_problems,
     "references": picture_problems,

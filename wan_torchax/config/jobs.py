@@ -1,11 +1,11 @@
-"""Many prompts in one run: a list or a file becomes a list of jobs, each the overrides of one video. No JAX, no torch.
+"""Many prompts in one run: a list or file becomes a list of jobs, each with the overrides of a video. No JAX, no torch.
 
-    python run.py prompts=prompts.txt                     # one prompt a line
+    python run.py prompts=prompts.txt                     # one prompt per line
     python run.py prompts=jobs.csv seeds=4                # columns: prompt, negative_prompt, seed, or another key
-    python run.py prompts=jobs.jsonl shard=3/12           # every twelfth job, from the third: one machine's of twelve
+    python run.py prompts=jobs.jsonl shard=3/12           # every twelfth job from the third on, for one of 12 machines
 
-A list may be a stranger's: what a line may say is what trust.py lets an artefact say, and files that lie beside the
-list: columns image, last_image, video, mask, references.
+A list is untrusted: a line may set what trust.py allows an artefact to set, and name files in the list's folder, in the
+columns image, last_image, video, mask and references.
 """
 import csv
 import hashlib
@@ -34,19 +34,19 @@ NAME_LETTERS = 40  # of the prompt in a folder's name
 class Job:
     """One video: its overrides, or why it cannot be made."""
 
-    name: str  # its folder, by what it is made from: a line more in the list leaves the others where they are
+    name: str  # its folder, derived from the line's content: adding a line does not move the others
     overrides: list[str]
     error: str | None = None
 
 
-# What a host that has some shows under /dev.
+# Device files of a host with such chips.
 CHIPS = {"tpu": ("accel[0-9]*", "vfio/[0-9]*"), "gpu": ("nvidia[0-9]*",)}
 
 
 def check_launcher(launcher, mesh) -> None:
-    """Refuse a Hydra launcher that would put two jobs on the chips of one host, which take one process.
+    """Reject a Hydra launcher that could start two jobs on the chips of one host: they allow only one process.
 
-    Hydra's own launcher runs one job after the other; on CPUs jobs may share a machine.
+    Hydra's own launcher runs one job after the other; on CPUs, jobs may share a machine.
     """
     name, platform = launcher._target_.rpartition(".")[2], mesh.platform or chips_here()
     if name == "BasicLauncher" or platform == "cpu":
@@ -70,7 +70,7 @@ def check_launcher(launcher, mesh) -> None:
 
 
 def chips_here() -> str:
-    """The platform JAX would choose, without starting it."""
+    """The platform that JAX would choose, without starting JAX."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return "cpu"
     for kind, patterns in CHIPS.items():
@@ -98,14 +98,14 @@ def read(config) -> list[Job]:
             if seed is not None and row.get("seed") is not None:
                 log.warning("line %d: its own seed=%s gives way to seeds=%s", number, row["seed"], seed)
             names[job.name] += 1
-            if names[job.name] > 1:  # the same line again
+            if names[job.name] > 1:  # a duplicate line
                 job.name += f"-{names[job.name]}"
             jobs.append(job)
     return jobs
 
 
 def make_job(number: int, row: dict, folder: Path | None, error: str | None) -> Job:
-    """One line of the list, which lies in a folder if it is a file."""
+    """One line of the list; `folder` is the list's, if it is a file."""
     said = {TEXT_KEYS.get(key, key): value for key, value in row.items() if value is not None}
     try:
         files = {key: files_of(key, said.pop(key), folder) for key in inputs.FILES if key in said}
@@ -119,12 +119,12 @@ def make_job(number: int, row: dict, folder: Path | None, error: str | None) -> 
 
 
 def folder_of(source: str | None) -> Path | None:
-    """Where a list lies that is a file."""
+    """The folder of a list that is a file."""
     return None if source is None or source.lstrip().startswith("[") else Path(source).resolve().parent
 
 
 def files_of(key: str, value, folder: Path | None) -> list[Path]:
-    """What a line says of a picture or video: a file in the list's folder, or several (references)."""
+    """A line's picture or video: a file in the list's folder, or several (references)."""
     names = trust.read_literal(value) if isinstance(value, str) and value.startswith("[") else value
     names = names if isinstance(names, list) else [names]
     named = [name for name in names if isinstance(name, str) and name and "\0" not in name]
@@ -183,7 +183,7 @@ def read_file(path: Path):
 
 
 def read_lines(content):
-    for number, line in enumerate(content.split("\n"), start=1):  # not at the line ends that Unicode has inside texts
+    for number, line in enumerate(content.split("\n"), start=1):  # not splitlines: it also splits at Unicode separators
         if line.strip():
             yield number, {"prompt": line.strip()}, None
 
@@ -211,7 +211,7 @@ READERS = {".txt": read_lines, ".csv": read_csv, ".jsonl": read_jsonl}
 
 
 def checked(row, number):
-    """The row, and what is wrong with it."""
+    """The row, and its error if it is invalid."""
     if not isinstance(row, dict):
         return {}, f"line {number}: not a mapping of keys to values"
     if not isinstance(row.get("prompt"), str):
@@ -220,7 +220,7 @@ def checked(row, number):
 
 
 def read_seeds(config) -> list:
-    """`seeds=8`: eight from `seed` on; `seeds=[3,5]`: those; unset: whatever each job says."""
+    """`seeds=8`: eight from `seed` on; `seeds=[3,5]`: those; unset: each job's own."""
     if config.seeds is None:
         return [None]
     if isinstance(config.seeds, int) and 0 < config.seeds <= MOST_JOBS:
@@ -232,7 +232,7 @@ def read_seeds(config) -> list:
 
 
 def share(jobs: list[Job], shard: str | None) -> list[Job]:
-    """The jobs of this machine: with `3/12` every twelfth, from the third."""
+    """This machine's jobs: with `3/12` every twelfth, from the third on."""
     part, parts = read_shard(shard)
     return jobs[part - 1 :: parts]
 

@@ -1,4 +1,4 @@
-"""The keys of a server: the lines of a file, and WAN_TORCHAX_KEYS, with commas between them. No JAX, no torch."""
+"""A server's API keys: the lines of a file, and WAN_TORCHAX_KEYS, separated by commas. No JAX, no torch."""
 import ipaddress
 import os
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ VARIABLE = "WAN_TORCHAX_KEYS"
 
 
 def read_keys(path: str | None) -> list[str]:
-    """Who names a source of keys means one to be there: without any it is an error, not an open server."""
+    """All keys. A source of keys without any is an error: the server must not be open by mistake."""
     variable = os.environ.get(VARIABLE, "")
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines() if path is not None else []

@@ -1,6 +1,6 @@
-"""Which class or function does what, by the name a config uses. Strings, so that asking for the names imports nothing.
+"""Classes and functions by the names that configs use. As strings, so that listing the names imports nothing.
 
-Only this table says what is imported: a name that an artefact brings can choose among its rows and nothing else.
+Only these tables decide what is imported: a name from an artefact can select one of their rows and nothing else.
 """
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -37,5 +37,5 @@ def load(table: dict[str, str], name: str) -> Any:
 
 
 def family_of(config) -> "Family":
-    """What the model of a config belongs to."""
+    """The family of a config's model."""
     return load(FAMILIES, config.model.family)

@@ -1,11 +1,11 @@
-"""From a composed config to one frozen object that everything else is made from.
+"""From a composed config to one frozen object from which everything else is built.
 
-    job = Job.of(config, checkpoints, contents)     # what is asked for, its files found
-    resolved = resolve(job, devices)                # nothing left open
+    job = Job.of(config, checkpoints, contents)     # a config with its files located
+    resolved = resolve(job, devices)                # mesh sizes and kernels decided
     recipe = resolved.recipe(("model.dtype.vae", "ops"), latent=(1, 16, 1, 16, 16))
 
-Nothing writes into a config after this, and nothing is made but from a recipe: what a recipe does not hold cannot be
-read, so its key cannot forget it. No JAX, no torch.
+After this nothing writes to a config, and everything is built from a recipe: what is not in the recipe cannot be read,
+so its cache key is always complete. No JAX, no torch.
 """
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = logging.getLogger("wan")
 
 
 class Devices(Protocol):
-    """What the devices are, here or elsewhere, and how to lay a mesh over them (devices/mesh.py)."""
+    """The devices, here or elsewhere, and how to arrange them in a mesh (devices/mesh.py)."""
 
     platform: str
     kind: str
@@ -50,22 +50,22 @@ class Checkpoint:
     """One component of a checkpoint on this machine."""
 
     folder: Path
-    architecture: dict  # its config.json and what conf/model says of it
-    fingerprint: str  # changes with its weights, and with what adapters add to them
+    architecture: dict  # its config.json, merged with conf/model
+    fingerprint: str  # of its weights and of the adapters merged into them
     adapters: tuple = ()  # runtime.adapters.File
 
     def beside(self, name: str) -> Path:
-        """A folder that belongs to the component."""
+        """A sibling folder, such as the tokenizer's."""
         return self.folder.parent / name
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that a program, the arrays of a component or a stage's result are made from."""
+    """Everything that a program, a component's arrays or a stage's result depends on."""
 
-    settings: dict[str, Any]  # keys of the config and their values
+    settings: dict[str, Any]  # config keys and their values
     mesh: Any = None
-    placement: dict = field(default_factory=dict)  # the mesh in words
+    placement: dict = field(default_factory=dict)  # the mesh as plain data
     derived: dict = field(default_factory=dict)  # numbers that follow from other parts of the config
 
     @functools.cached_property
@@ -74,7 +74,7 @@ class Recipe:
 
     @functools.cached_property
     def config(self) -> DictConfig:
-        """A config of the settings alone, read-only; asking it for another key raises."""
+        """A read-only config with only these settings; reading another key raises."""
         config = OmegaConf.create({})
         for key, value in self.settings.items():
             OmegaConf.update(config, key, value, force_add=True)
@@ -85,16 +85,16 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked for: a config, read-only, and the files it names, as far as they are on this machine."""
+    """A request: a read-only config and the files it names, as far as they are on this machine."""
 
     config: DictConfig
     graph: Graph
     family: Family
     geometry: Geometry
     checkpoints: Mapping[str, Checkpoint]  # by component
-    contents: Mapping[str, str]  # by the key of an input file: a digest of what it holds
-    seeds: tuple[int, ...]  # of the videos that are denoised together; they differ in nothing but these and their texts
-    segment: int = 0  # which part of a video that is made in several
+    contents: Mapping[str, str]  # by the key of an input file: a digest of its content
+    seeds: tuple[int, ...]  # of the videos denoised as a batch, which differ only in these and their prompts
+    segment: int = 0  # the index of this part, if the video is made in several
 
     @classmethod
     def of(
@@ -111,7 +111,7 @@ class Job:
         return cls(complete, graph, family, geometry, dict(checkpoints), dict(contents or {}), (config.seed,))
 
     def with_checkpoints(self, more: Mapping[str, Checkpoint]) -> Job:
-        """The same with components that were found since."""
+        """The same job with more components located."""
         return Job.of(self.config, {**self.checkpoints, **more}, self.contents)
 
     @property
@@ -124,7 +124,7 @@ class Job:
 
     @property
     def denoised_shape(self) -> tuple[int, int, int, int, int]:
-        """Of the latents while they are made: with those that a family puts in front of the video's."""
+        """The latents during denoising: with the frames that a family puts in front of the video's."""
         return self.geometry.latent_shape(self.config.resolution, self.family.extra_frames(self.config))
 
     @property
@@ -137,7 +137,7 @@ class Job:
         return math.prod(self.grid)
 
     def segments(self) -> list[Self]:
-        """The parts that a video is made in, each a job like this of fewer frames; of most videos this one alone."""
+        """The segments of a video, each a job like this with fewer frames; for most videos only this job."""
         if segment_count(self.config) == 1:
             return [self]
         config = self.config.copy()
@@ -147,18 +147,18 @@ class Job:
         return [replace(self, config=config, segment=number) for number in range(segment_count(self.config))]
 
     def inputs(self) -> dict[str, Any]:
-        """What the user gives, by the names the stages take it by."""
+        """The user's inputs, under the names by which stages take them."""
         return {value: plain(OmegaConf.select(self.config, key)) for value, key in self.graph.inputs.items()}
 
     def recipe(self, keys: Iterable[str], **derived) -> Recipe:
-        """A recipe of some keys of the config and of numbers derived from others."""
+        """A recipe of some config keys and of numbers derived from others."""
         settings = {key: plain(OmegaConf.select(self.config, key)) for key in keys}
         return Recipe(settings, derived=derived)
 
 
 @dataclass(frozen=True)
 class Resolved(Job):
-    """A job on its devices, with nothing left open."""
+    """A job on its devices, with mesh sizes and kernels decided."""
 
     mesh: Any = None
     placement: dict = field(default_factory=dict)
@@ -169,16 +169,16 @@ class Resolved(Job):
 
 @dataclass(frozen=True)
 class View:
-    """What a stage sees of a job while it runs: keys of the config that it has declared, the files of its components,
-    and what all stages know. What it has not declared it cannot read, so the key of its result cannot forget it."""
+    """What a stage sees of a job while it runs: the config keys it declared, its components' files, and what all stages
+    know. It cannot read undeclared keys, so the cache key of its result is always complete."""
 
     config: DictConfig
     geometry: Geometry
     checkpoints: Mapping[str, Checkpoint]
-    files: Mapping[str, Path]  # that it has declared
+    files: Mapping[str, Path]  # those it declared
     seeds: tuple[int, ...]
-    segment: int  # which part of a video that is made in several
-    first_frame: int  # of that part in the whole
+    segment: int  # the index of this part, if the video is made in several
+    first_frame: int  # of this part, in the whole video
     store: Any  # records.store.Store, or None
 
     @property
@@ -187,17 +187,17 @@ class View:
 
 
 def key_of(parts) -> str:
-    """A short text that differs where the parts do."""
+    """A hash of the parts, as short text."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
 def plain(value) -> Any:
-    """A value of a config as Python's own lists and dicts."""
+    """A config value as plain lists and dicts."""
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def literals(value) -> Any:
-    """A value in which texts are texts: OmegaConf would take `${…}` in a checkpoint's config.json for a reference."""
+    """A value with its texts escaped: OmegaConf would interpolate `${…}` in a checkpoint's config.json."""
     if isinstance(value, dict):
         return {key: literals(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -206,7 +206,7 @@ def literals(value) -> Any:
 
 
 def resolve(job: Job, devices: Devices) -> Resolved:
-    """Every axis with its size, every kernel chosen; checked once more."""
+    """Decide axis sizes and kernels, and validate once more."""
     complete = job.config.copy()
     OmegaConf.set_readonly(complete, False)
     complete.mesh.axes = size_axes(complete.mesh, devices)
@@ -222,7 +222,7 @@ def resolve(job: Job, devices: Devices) -> Resolved:
 
 
 def size_axes(mesh, devices: Devices) -> dict[str, int]:
-    """The mesh's axes with their sizes; one of -1 takes whatever the others leave."""
+    """The sizes of the mesh's axes; -1 means all devices that the others leave."""
     fixed = math.prod(size for size in mesh.axes.values() if size != -1)
     open_axis = -1 in mesh.axes.values()
     needed = devices.count if open_axis else fixed
@@ -233,6 +233,6 @@ def size_axes(mesh, devices: Devices) -> dict[str, int]:
         owner = "this machine has" if devices.hosts == 1 else f"{devices.hosts} hosts have"
         raise ConfigError(
             f"mesh={mesh.name}: axes {sizes}, and {owner} {count} ({devices.kind}); "
-            "change mesh.axes, or use mesh=auto as it is"
+            "change mesh.axes, or use mesh=auto unchanged"
         )
     return {axis: needed // fixed if size == -1 else size for axis, size in mesh.axes.items()}

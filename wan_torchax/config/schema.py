@@ -1,7 +1,7 @@
 """The config's dataclasses: pure, no JAX, no torch.
 
 Hydra composes the files under conf/ against these classes, so a misspelt key or a wrong type fails before anything
-heavy loads. What types cannot say, validation.py checks.
+heavy loads. validation.py checks what types cannot express.
 """
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 
 
 def longer_side(height: int, width: int, axes: list) -> ListConfig:
-    """The spec of a video (batch, channels, frames, height, width) whose longer side is spread: ${longer_side:…}."""
+    """The spec of a video (batch, channels, frames, height, width) with its longer side sharded: ${longer_side:…}."""
     sides = [list(axes), None] if height > width else [None, list(axes)]
     return OmegaConf.create([None, None, None, *sides])
 
 
 def first_given(*values):
-    """The first that is not null: ${first:${model.flow_shift},5.0}."""
+    """The first value that is not null: ${first:${model.flow_shift},5.0}."""
     return next((value for value in values if value is not None), None)
 
 
 def length(values) -> int | None:
-    """Of a list, null of null: ${length:${scheduler.sigmas}}."""
+    """The length of a list; null for null: ${length:${scheduler.sigmas}}."""
     return None if values is None else len(values)
 
 
 def home() -> str:
-    """The user's folder. Where HOME is not set, as in containers and cron, the user's entry in the system has it."""
+    """The home folder. If HOME is not set, as in containers and cron, it comes from the user database."""
     folder = os.path.expanduser("~")
     return folder if folder != "~" else tempfile.gettempdir()
 
@@ -50,31 +50,32 @@ OmegaConf.register_new_resolver("longer_side", longer_side, replace=True)
 OmegaConf.register_new_resolver("home", home, replace=True)
 OmegaConf.register_new_resolver("first", first_given, replace=True)
 OmegaConf.register_new_resolver("length", length, replace=True)
-OmegaConf.register_new_resolver("text", lambda text: text, replace=True)  # "???" is no text to OmegaConf
+OmegaConf.register_new_resolver("text", lambda text: text, replace=True)  # "???" means missing to OmegaConf
 
 
 class ConfigError(Exception):
-    """What the user can fix: shown as one paragraph, without a traceback."""
+    """An error the user can fix: shown as one paragraph, without a traceback."""
 
 
 class FolderError(ConfigError):
-    """A folder that this run must not write anything into."""
+    """A folder that this run must not write to."""
 
 
-# What a stranger's video, folder, list, workflow or request may choose; all else is the owner's (trust.py).
+# Metadata of keys that an untrusted video, folder, list, workflow or request may set; all others are the owner's
+# (trust.py).
 OFFERED, KIND, GROUP, ROWS = "offered", "kind", "group", "rows"
 
 
 def offered(default: Any = MISSING, kind: Any = None) -> Any:
-    """A key whose value an artefact may say; of this kind, where OmegaConf has no type for it."""
+    """A key that an artefact may set; `kind` is its type, if OmegaConf cannot express it."""
     if callable(default):
         return field(default_factory=default, metadata={OFFERED: True})
     return field(default=default, metadata={OFFERED: True, KIND: kind})
 
 
 def group(kind: Callable[[], Any], rows: type | None = None) -> Any:
-    """A part of the config of which an artefact may choose one of conf/'s files by name; of one that is a table of
-    rows, several."""
+    """A config group of which an artefact may choose an option by name, or several options if the group is a table of
+    rows."""
     return field(default_factory=kind, metadata={GROUP: True, ROWS: rows})
 
 
@@ -92,13 +93,13 @@ class PipelineStage:
 
 @dataclass
 class Segments:
-    """A stretch of a pipeline's stages that is run again for every segment of a long video. Stages see a segment as
-    they see a video: its frames, and from which frame of the whole it begins."""
+    """Consecutive stages that run once per segment of a long video. To a stage, a segment is a video with a number of
+    frames and a first frame in the whole."""
 
     stages: list[str] = field(default_factory=list)  # empty: the video is made in one piece
     frames: int = 0  # of a segment
-    overlap: int = 0  # frames that a segment shares with the one before, which made them
-    carry: dict[str, str] = field(default_factory=dict)  # a value that a segment takes -> what the one before gave
+    overlap: int = 0  # frames that a segment shares with the previous one, which makes them
+    carry: dict[str, str] = field(default_factory=dict)  # a value that a segment takes -> the previous segment's output
 
 
 @dataclass
@@ -106,8 +107,8 @@ class Pipeline:
     """A small graph of stages, in the order they run; graph.py reads it."""
 
     name: str = ""
-    inputs: dict[str, str] = field(default_factory=dict)  # a value's name -> the config key the user gives it by
-    optional: list[str] = field(default_factory=list)  # inputs that may be left out
+    inputs: dict[str, str] = field(default_factory=dict)  # a value's name -> its config key
+    optional: list[str] = field(default_factory=list)  # inputs that may be omitted
     stages: dict[str, PipelineStage] = field(default_factory=dict)
     segments: Segments = field(default_factory=Segments)
 
@@ -118,22 +119,22 @@ class Model:
     family: str = MISSING  # conf/family, wan_torchax/models/<family>
     weights: dict[str, Any] = field(default_factory=dict)  # by component: rows of Rule
     path: str = MISSING  # a folder in diffusers layout, or a Hub id
-    paths: dict[str, str] = field(default_factory=dict)  # by component: of those that lie elsewhere
+    paths: dict[str, str] = field(default_factory=dict)  # by component: for those stored elsewhere
     revision: Optional[str] = None
     scan_blocks: bool = offered(True)
     text_tokens: int = offered(512)
     dtype: dict[str, str] = offered(dict)  # by component
-    experts: list[str] = field(default_factory=lambda: ["transformer"])  # components that denoise, from much noise on
-    boundary: Optional[float] = None  # of the noise, from 0 to 1: below it the second expert works
+    experts: list[str] = field(default_factory=lambda: ["transformer"])  # denoising components, from high noise to low
+    boundary: Optional[float] = None  # noise level from 0 to 1, below which the second expert is used
     steps: int = 50
     guidance_scale: float = 5.0
     guidance_scale_2: Optional[float] = None  # of the second expert; null: the same
-    flow_shift: Optional[float] = None  # null: as the resolution says
+    flow_shift: Optional[float] = None  # null: the resolution's
     area: int = 480 * 832  # pixels, frames and rate of resolution=auto
     frames: int = 81
     fps: int = 16
     size_multiple: int = 16
-    curve: Optional[str] = None  # for cache=magcache; null: that of its own name
+    curve: Optional[str] = None  # for cache=magcache; null: the one with the model's name
     min_size: int = 256
     max_size: int = 1280
     max_frames: int = 121
@@ -142,19 +143,19 @@ class Model:
 
 @dataclass
 class Chip:
-    kind: Optional[str] = None  # what JAX calls it
-    devices: int = 1  # of JAX, a chip; the figures are of one
+    kind: Optional[str] = None  # JAX's name for it
+    devices: int = 1  # JAX devices per chip; the figures below are per device
     hbm_gib: Optional[float] = None
     peak_tflops: Optional[float] = None  # dense bf16
-    topology: Optional[str] = None  # what the TPU compiler calls the slice
+    topology: Optional[str] = None  # the TPU compiler's name of the slice
     clock_ghz: Optional[float] = None
     hbm_gbs: Optional[float] = None  # GB/s of its memory
     link_gbs: Optional[float] = None  # GB/s of one link to a neighbour, one way
-    self_attention_share: Optional[float] = None  # of peak, that the kernels reach
+    self_attention_share: Optional[float] = None  # share of peak that the kernels reach
     cross_attention_share: Optional[float] = None
     product_share: Optional[float] = None
     transposed_product_share: Optional[float] = None
-    int8_product_share: Optional[float] = None  # of the peak in bf16, so that 2 is all there is
+    int8_product_share: Optional[float] = None  # of the bf16 peak, so the maximum is 2
     int8_transposed_product_share: Optional[float] = None
     fp8_product_share: Optional[float] = None
     fp8_transposed_product_share: Optional[float] = None
@@ -165,10 +166,10 @@ class Chip:
 class Mesh:
     name: str = ""
     platform: Optional[str] = None  # cpu | gpu | tpu; null: whatever JAX finds
-    hosts: Optional[int] = None  # null: as many as there are processes
+    hosts: Optional[int] = None  # null: one per process
     axes: dict[str, int] = offered(dict)
     chip: Chip = field(default_factory=Chip)
-    xla_flags: list[str] = field(default_factory=list)  # that this hardware wants; compile.xla_flags come after them
+    xla_flags: list[str] = field(default_factory=list)  # for this hardware; compile.xla_flags come after them
 
 
 @dataclass
@@ -183,16 +184,16 @@ class Distributed:
 
 @dataclass
 class Rule:
-    """What the dimensions of some weights are: conf/family."""
+    """The dimensions of some weights: conf/family."""
 
     pattern: str
     axes: list[Any]  # a name for each dimension, or null
-    optional: bool = False  # may match nothing: of a part that some models have
+    optional: bool = False  # may match nothing: not all models have this part
 
 
 @dataclass
 class Tokens:
-    """Which mesh axes share a batch and its tokens around attention."""
+    """The mesh axes over which attention shards batch and tokens."""
 
     batch: Optional[str] = None
     ulysses: Optional[str] = None
@@ -201,7 +202,7 @@ class Tokens:
 
 @dataclass
 class Sharding:
-    """conf/sharding/tp.yaml says what each key means."""
+    """conf/sharding/tp.yaml explains each key."""
 
     name: str = ""
     axes: dict[str, Any] = field(default_factory=dict)  # a name of conf/family -> mesh axes
@@ -222,7 +223,7 @@ class Resolution:
 
 @dataclass
 class Op:
-    """One torchax override: the op, the function that takes its place, and why."""
+    """One torchax override: the op, the function that replaces it, and why."""
 
     op: str
     implementation: str
@@ -235,25 +236,25 @@ class Scheduler:
     name: str = ""
     target: str = MISSING  # a class in diffusers
     arguments: dict[str, Any] = field(default_factory=dict)
-    sigmas: Optional[list[float]] = offered(None)  # noise at the start of each step, before the shift; null: its own
-    noise_scale: float = offered(1.0)  # of the first latents
+    sigmas: Optional[list[float]] = offered(None)  # noise at the start of each step, before the shift; null: default
+    noise_scale: float = offered(1.0)  # of the initial latents
 
 
 @dataclass
 class Adapter:
-    """One file that adds to a transformer's weights."""
+    """An adapter (LoRA): one file, merged into a transformer's weights."""
 
     path: Optional[str] = None  # a .safetensors file; or on the Hub:
     repo: Optional[str] = None
     file: Optional[str] = None  # in the repository
     revision: Optional[str] = None
-    strength: float = offered(1.0)  # what it adds is multiplied by this; 0 is off
+    strength: float = offered(1.0)  # factor of its update; 0 is off
     target: list[str] = offered(lambda: ["all"])  # all | high | low | transformer | transformer_2
 
 
 @dataclass
 class Cache:
-    """Which steps are not computed in full; conf/cache says what each key means."""
+    """Which steps are not computed in full; conf/cache explains each key."""
 
     name: str = ""
     mode: Optional[str] = offered(None)  # magcache | easycache
@@ -272,7 +273,7 @@ class Cache:
 
 @dataclass
 class Precision:
-    """Which linear layers of the transformer have eight bits; conf/precision says what each key means."""
+    """Which linear layers of the transformer are quantized; conf/precision explains each key."""
 
     name: str = ""
     weights: Optional[str] = None  # float8_e4m3fn | int8
@@ -311,7 +312,7 @@ ENDS = ("low", "likely", "high")  # of an estimate
 
 @dataclass
 class Assumed:
-    """What a plan takes for granted where only a chip could tell: conf/config.yaml."""
+    """A plan's assumptions about what only a chip can show: conf/config.yaml."""
 
     xla: float = MISSING
     attention: float = MISSING
@@ -359,7 +360,7 @@ class Serve:
     port: int = MISSING
     keys_file: Optional[str] = None
     origins: list[str] = field(default_factory=list)
-    choices: dict[str, list[str]] = field(default_factory=dict)  # group -> the options that a request may choose among
+    choices: dict[str, list[str]] = field(default_factory=dict)  # group -> the options that a request may choose from
     queue_limit: int = MISSING
     batch: int = MISSING
     preview_every: int = MISSING
@@ -385,7 +386,7 @@ class Output:
 class Attention:
     self: Kernel = offered(Kernel)
     cross: Kernel = offered(Kernel)
-    # Device kind or platform -> the file that `kernel: auto` takes its values from.
+    # Device kind or platform -> the file of conf/attention that `kernel: auto` stands for.
     devices: dict[str, str] = field(default_factory=dict)
 
 
@@ -394,7 +395,7 @@ class Attention:
 
 @dataclass
 class Config:
-    """The root of the config; conf/config.yaml says what each key means."""
+    """The root of the config; conf/config.yaml explains each key."""
 
     task: str = "generate"
     stages: list[str] = offered()
@@ -448,7 +449,7 @@ class Config:
 
 
 def root() -> DictConfig:
-    """The schema as a config. Frozen classes make read-only nodes; Hydra must be able to fill these."""
+    """The schema as a config. Frozen classes become read-only nodes, which Hydra must still be able to fill."""
     config = OmegaConf.structured(Config)
     attention = config.attention
     for node in (attention, attention.self, attention.cross, config.products):

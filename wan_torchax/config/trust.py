@@ -1,12 +1,12 @@
-"""What an artefact may say. No JAX, no torch.
+"""What an artefact may set. No JAX, no torch.
 
-An artefact is what a stranger may have made: a video's metadata, a run folder, a list of prompts, a workflow, a
-request. It chooses among what the project offers, and nothing else: an option of a group by its name, and the keys that
-schema.py marks as `offered`, each with a literal of the key's type. Code, commands, flags and paths come from the
-owner's command line alone. Every artefact passes through `override`; what that returns is safe to compose.
+An artefact is untrusted input: a video's metadata, a run folder, a list of prompts, a workflow, a request. It may only
+choose what the project offers: a group's option by name, and the keys that schema.py marks as `offered`, each with a
+literal of the key's type. Code, commands, flags and paths come only from the owner's command line. Every artefact
+passes through `override`, whose result is safe to compose.
 
     override("resolution.height", 64)         # "resolution.height=64"
-    override("prompt.text", "${oc.env:HOME}") # "prompt.text='\\${oc.env:HOME}'": a text is a text
+    override("prompt.text", "${oc.env:HOME}") # "prompt.text='\\${oc.env:HOME}'": not interpolated
     override("compile.xla_flags", ["…"])      # ConfigError
 """
 import contextlib
@@ -29,12 +29,12 @@ from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import flatten, nearest
 
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-MOST_LETTERS = 1000  # of a number or list that comes as text
-MOST_PROMPT = 100_000  # of an override that holds a prompt
+MOST_LETTERS = 1000  # of a number or list given as text
+MOST_PROMPT = 100_000  # of an override with a prompt
 
 
 def parsed(values: dict) -> dict[str, Any]:
-    """What an artefact says, by key, in the keys' types; an error where it may not say that. Objects may be nested."""
+    """An artefact's values by key, each of the key's type; raises if one is not allowed. Objects may be nested."""
     return {key: chosen(key, value) if key in groups() else offered_value(key, value) for key, value in flatten(values)}
 
 
@@ -56,8 +56,8 @@ def chosen(group: str, value: Any) -> str | list[str]:
 
 
 def repeated(text: str) -> list[str]:
-    """An override that an artefact carries, in Hydra's grammar, as such that are safe to compose."""
-    most = MOST_PROMPT if re.match(r"[\w.]+=['\"]", text) else MOST_LETTERS  # Hydra takes long over what has no quotes
+    """An artefact's override in Hydra's grammar, as overrides that are safe to compose."""
+    most = MOST_PROMPT if re.match(r"[\w.]+=['\"]", text) else MOST_LETTERS  # Hydra is slow at unquoted text
     if len(text) > most:
         raise ConfigError(f"{shown(text)}: longer than {most} characters")
     try:
@@ -67,13 +67,13 @@ def repeated(text: str) -> list[str]:
     if change.type.name != "CHANGE" or change.package is not None:
         raise ConfigError(f"{shown(key_of(text))}: may only be added or removed on the command line")
     if change.is_sweep_override():
-        raise ConfigError(f"{shown(text)}: several values, which may only be swept over on the command line")
+        raise ConfigError(f"{shown(text)}: several values; sweeps are only allowed on the command line")
     value = change.value()
     return overrides({change.key_or_group: plain_text(value) if isinstance(value, str) else value})
 
 
 def offered_value(key: str, value: Any) -> Any:
-    """The value, in the key's type; an error if it is of another, or the key is not offered."""
+    """The value, in the key's type; raises if it has another type or the key is not offered."""
     kind = kind_of(key)
     if kind is None:
         if key not in known_keys() and key.partition(".")[0] not in tables():
@@ -87,7 +87,7 @@ def offered_value(key: str, value: Any) -> Any:
 
 
 class PlainLoader(yaml.SafeLoader):
-    """Without aliases, by which a few letters can grow to fill the memory."""
+    """Rejects aliases: with them, a few characters can expand to fill the memory."""
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
@@ -96,7 +96,7 @@ class PlainLoader(yaml.SafeLoader):
 
 
 def read_literal(text: str) -> Any:
-    """A number or list that comes as text, as YAML writes it; the text itself where it is none."""
+    """A number or list given as YAML text; the text itself if it is neither."""
     if len(text) <= MOST_LETTERS:
         with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):
             return yaml.load(text, PlainLoader)
@@ -108,7 +108,7 @@ def is_offered(key: str) -> bool:
 
 
 def kind_of(key: str) -> Any:
-    """The type of an offered key; None for any other."""
+    """The type of an offered key; None if the key is not offered."""
     parent, _, name = key.rpartition(".")
     table, _, row = parent.partition(".")
     if table in tables():
@@ -121,20 +121,20 @@ def kind_of(key: str) -> Any:
 
 @functools.cache
 def offered() -> dict[str, Any]:
-    """Every key that schema.py marks, and its type."""
+    """Every key that schema.py marks as offered, and its type."""
     return dict(walk(schema.Config, "", False))
 
 
 @functools.cache
 def groups() -> tuple[str, ...]:
-    """The groups an artefact may choose an option of."""
+    """The groups of which an artefact may choose an option."""
     named = (entry.name for entry in dataclasses.fields(schema.Config) if schema.GROUP in entry.metadata)
     return "preset", "sampling", *named
 
 
 @functools.cache
 def tables() -> tuple[str, ...]:
-    """The groups whose options are rows: of these an artefact may choose several."""
+    """The groups whose options are rows of a table: an artefact may choose several."""
     return tuple(entry.name for entry in dataclasses.fields(schema.Config) if entry.metadata.get(schema.ROWS))
 
 
@@ -151,7 +151,7 @@ def walk(kind, prefix: str, inside: bool):
 
 
 def fits(kind, value) -> bool:
-    """Whether a value is of a type, as strictly as JSON has them."""
+    """Whether a value has a type, as strictly as in JSON: a bool is not an int."""
     if typing.get_origin(kind) is typing.Union:
         return any(fits(part, value) for part in typing.get_args(kind))
     if typing.get_origin(kind) is list:
@@ -170,13 +170,13 @@ def words(kind) -> str:
 
 
 def written(value, plain: bool = False) -> str:
-    """A literal of Hydra's grammar; `plain`: of texts that need no quotes, such as an option's name."""
+    """A literal in Hydra's grammar; `plain`: for texts that need no quotes, such as an option's name."""
     if isinstance(value, list):
         return f"[{','.join(written(item, plain) for item in value)}]"
     return (value if plain else quote(value)) if isinstance(value, str) else json.dumps(value)
 
 
 def shown(value) -> str:
-    """For a message: shortened before it is written out, however large it is."""
+    """A value for a message, truncated before formatting: it may be huge."""
     text = value if isinstance(value, str) else reprlib.repr(value)
     return text if len(text) <= 60 else f"{text[:57]}…"

@@ -1,4 +1,4 @@
-"""What types cannot say of a composed config: every problem at once, with key, value, rule and nearest valid choice.
+"""Validation of a composed config beyond types: all problems at once, with key, value, rule and nearest valid choice.
 
 Pure, like schema.py: no JAX, no torch.
 """
@@ -44,19 +44,19 @@ log = logging.getLogger("wan")
 SEEDS = 2**32
 MOST_LETTERS = 1_000_000  # of a prompt
 MOST_TOKENS = 8192
-SCHEDULERS = (  # of diffusers', those that are linear: stages/sampling.py writes them as a table
+SCHEDULERS = (  # diffusers' linear ones: stages/sampling.py expresses them as a table
     "UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler", "FlowMatchLCMScheduler",
     "DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler", "DEISMultistepScheduler",
 )
-SIGMAS_TAKEN = SCHEDULERS[:3]  # by these, and shifted as their own are
+SIGMAS_TAKEN = SCHEDULERS[:3]  # these accept sigmas, and shift them like their own
 PROBLEMS_SHOWN = 30
-# Of the peak in bf16, that a kernel can reach.
+# Shares of the bf16 peak, and the most that a kernel can reach.
 KERNEL_SHARES = {
     "self_attention_share": 1, "cross_attention_share": 1, "product_share": 1, "transposed_product_share": 1,
     "int8_product_share": 2, "int8_transposed_product_share": 2,
     "fp8_product_share": 2, "fp8_transposed_product_share": 2,
 }
-# Devices by what JAX calls them: TPUs before TPU7x, NVIDIA before Ada and Hopper.
+# Device kinds as JAX names them: TPUs before TPU7x, NVIDIA before Ada and Hopper.
 NO_FLOAT8 = r"TPU v|V100|T4|A100|A10\b|A10G|A16|A2\b|A30|A40|RTX A\d|RTX [23]0|GTX|Quadro|TITAN"
 SERVE_LEAST = {
     "queue_limit": 1, "batch": 1, "preview_every": 0, "upload_mb": 0.01, "upload_seconds": 1, "connections": 10,
@@ -65,13 +65,13 @@ SERVE_LEAST = {
 
 
 def validate(config: DictConfig, files: str = "whole") -> None:
-    """Raises one ConfigError that lists everything wrong with a composed config; returns if nothing is. Pictures and
-    videos are looked at as `files` says: `whole`, their `headers`, or `none`, if they need not be there yet."""
+    """Raise one ConfigError that lists all problems of a composed config, if there are any. `files` says how pictures
+    and videos are checked: `whole`, only their `headers`, or `none`, if they need not exist yet."""
     problems = list(one_of("model.family", config.model.family, FAMILIES))
     problems = problems or [problem for check in CHECKS for problem in check(config)]
-    if files != "none" and config.task not in ("plan", "serve"):  # a server gets them with its requests
+    if files != "none" and config.task not in ("plan", "serve"):  # a server gets files with its requests
         problems += inputs.input_problems(config, files == "whole")
-    if not problems:  # these need sound axes, heads and stages
+    if not problems:  # these need valid axes, heads and stages
         problems = [problem for check in LATER_CHECKS for problem in check(config)]
     raise_problems(problems)
 
@@ -83,7 +83,7 @@ def raise_problems(problems: list[str]) -> None:
 
 
 def validate_resolved(config: DictConfig, devices) -> None:
-    """What only the devices, and what a checkpoint's config.json adds, can show of a config that was validated."""
+    """Validate what depends on the devices and on a checkpoint's config.json."""
     problems = [problem for check in LATER_CHECKS for problem in check(config)]
     raise_problems([*problems, *platform_problems(config, devices.platform, devices.kind)])
     if idle := idle_axis(config):
@@ -116,7 +116,7 @@ def choice_problems(config: DictConfig) -> Iterator[str]:
 
 
 def pipeline_problems(config: DictConfig) -> Iterator[str]:
-    """The graph itself: every value a stage takes is there by then, and every name is one the project has."""
+    """The graph itself: every name exists, and every value a stage takes is available by then."""
     graph, family = Graph.of(config.pipeline), family_of(config)
     for name, stage in graph.stages.items():
         yield from one_of("pipeline.stages", name, STAGES)
@@ -137,7 +137,7 @@ def pipeline_problems(config: DictConfig) -> Iterator[str]:
 
 
 def segment_problems(config: DictConfig) -> Iterator[str]:
-    """A stretch of stages that is run again: consecutive ones, by whole latent frames, on values they have."""
+    """Repeated stages must be consecutive, cover whole latent frames, and carry values that they give."""
     segments, names = config.pipeline.segments, list(config.pipeline.stages)
     if not segments.stages:
         return
@@ -168,7 +168,7 @@ def stage_problems(config: DictConfig) -> Iterator[str]:
 
 
 def missing_problems(config: DictConfig) -> Iterator[str]:
-    """Values that a stage takes and that neither a stage before it nor another run gives."""
+    """Values that a stage takes but neither an earlier stage nor another run gives."""
     graph = Graph.of(config.pipeline)
     if config.task != "generate" or config.resume is not None:
         return
@@ -187,7 +187,7 @@ def resolution_problems(config: DictConfig) -> Iterator[str]:
         size = resolution[key]
         if size == 0 and resolution.area is not None:
             remedy = "give image=photo.jpg or video=clip.mp4 for a pipeline that takes it, or another resolution"
-            yield f"resolution=auto: there is no picture to take {key} from; {remedy}"
+            yield f"resolution=auto: there is no picture to derive {key} from; {remedy}"
         elif size % multiple:
             yield f"resolution.{key}={size}: must be a multiple of {multiple}; {nearest_multiple(size, multiple)}"
         elif not model.min_size <= size <= model.max_size:
@@ -206,7 +206,7 @@ def resolution_problems(config: DictConfig) -> Iterator[str]:
 
 
 def unknown_problems(config: DictConfig) -> Iterator[str]:
-    """Keys that `+key=value` added where the schema has none."""
+    """Keys that were added with `+key=value` but are not in the schema."""
 
     def walk(node, prefix):
         kind = OmegaConf.get_type(node)
@@ -231,29 +231,30 @@ def sampling_problems(config: DictConfig) -> Iterator[str]:
         yield f"guidance_scale={config.guidance_scale}: must be from 0 to 20; usual {usual} (up to 1 there is none)"
     second = config.guidance_scale_2
     if second is not None and not 0 <= second <= 20:
-        yield f"guidance_scale_2={second}: must be from 0 to 20; null is as guidance_scale"
+        yield f"guidance_scale_2={second}: must be from 0 to 20; null means the same as guidance_scale"
     elif second not in (None, config.model.guidance_scale_2) and second > 1 and not guided(config):
         scale = config.guidance_scale
-        yield f"guidance_scale_2={second}: guidance_scale={scale} decides, and is none; set it above 1, or both to 1"
+        reason = f"guidance_scale={scale} decides, and turns guidance off"
+        yield f"guidance_scale_2={second}: {reason}; set it above 1, or both to 1"
     for key, most in (("strength", 1), ("conditioning_scale", 10)):
         numbers = config[key] if OmegaConf.is_list(config[key]) else [config[key]]
         if config[key] is None:
             continue
         if key not in config.pipeline.inputs.values():
-            yield f"{key}={config[key]}: pipeline={config.pipeline.name} has no use for it; leave it out"
+            yield f"{key}={config[key]}: pipeline={config.pipeline.name} does not use it; leave it out"
         elif not all(type(number) in (int, float) and 0 <= number <= most for number in numbers):
-            yield f"{key}={config[key]}: must be from 0 to {most}; null is the usual"
+            yield f"{key}={config[key]}: must be from 0 to {most}; null is the default"
     if steps_skipped(config) >= config.steps >= 1:
         least = f"strength of at least {math.ceil(1000 / config.steps) / 1000}, or more steps"
         yield f"strength={config.strength}: leaves none of {config.steps} steps; {least}"
     if config.preview_every < 0:
         yield f"preview_every={config.preview_every}: a number of steps; 0 for no previews"
-    if not 0 <= config.seed < SEEDS:  # torch's generator takes 32 bits: larger ones would give the same noise again
+    if not 0 <= config.seed < SEEDS:  # torch's generator uses 32 bits: larger seeds would repeat noise
         yield f"seed={config.seed}: must be from 0 to {SEEDS - 1}; {config.seed % SEEDS} gives the same noise"
 
 
 def sigma_problems(config: DictConfig) -> Iterator[str]:
-    """Steps that are given by their noise."""
+    """Steps given as noise levels."""
     scheduler = config.scheduler
     if not 0 < scheduler.noise_scale <= 10:
         yield f"scheduler.noise_scale={scheduler.noise_scale}: must be above 0 and at most 10; usual 1.0"
@@ -284,12 +285,12 @@ def prompt_problems(config: DictConfig) -> Iterator[str]:
 
 
 def family_problems(config: DictConfig) -> Iterator[str]:
-    """The model against what the pipeline gives it."""
+    """The model against the pipeline's inputs."""
     yield from family_of(config).problems(config)
 
 
 def file_problems(key: str, path: str | None) -> Iterator[str]:
-    """A text file that is not there, not text, or too long to be a prompt."""
+    """A text file that is missing, not text, or too long to be a prompt."""
     if path is None:
         return
     try:
@@ -303,7 +304,7 @@ def file_problems(key: str, path: str | None) -> Iterator[str]:
 
 
 def text_problems(key: str, text: str) -> Iterator[str]:
-    """What no video's metadata can hold."""
+    """Text that a video's metadata cannot hold."""
     if "\0" in text:
         yield f"{key}: has a NUL character in it; leave it out"
     if any("\ud800" <= letter <= "\udfff" for letter in text):
@@ -327,7 +328,7 @@ def mesh_problems(config: DictConfig) -> Iterator[str]:
 
 
 def host_problems(config: DictConfig) -> Iterator[str]:
-    """Several hosts: each runs one process and holds as many devices as the others."""
+    """Several hosts: each runs one process and has the same number of devices."""
     mesh, several = config.mesh, config.distributed
     yield from one_of("distributed", several.name, ("none", "auto"))
     devices = math.prod(mesh.axes.values())
@@ -377,7 +378,7 @@ def plan_problems(config: DictConfig) -> Iterator[str]:
 
 
 def serve_problems(config: DictConfig) -> Iterator[str]:
-    """What a server is started with. Who may reach it without a key: this machine alone."""
+    """A server's settings. Without a key, only this machine may reach it."""
     serve = config.serve
     if config.task != "serve":
         return
@@ -394,12 +395,12 @@ def serve_problems(config: DictConfig) -> Iterator[str]:
 
 
 def spec_axes(spec) -> list[str]:
-    """The axis names a sharding spec mentions: [dp, null, [sp, tp]] -> dp, sp, tp."""
+    """The axis names in a sharding spec: [dp, null, [sp, tp]] -> dp, sp, tp."""
     return [axis for entry in spec for axis in ([entry] if isinstance(entry, str) else entry or [])]
 
 
 def table_problems(config: DictConfig) -> Iterator[str]:
-    """Names of conf/family against mesh axes, and the rules that name them."""
+    """The dimension names of conf/family against the mesh axes, and the rules that use them."""
     sharding, axes = config.sharding, config.mesh.axes
     for component, rules in config.model.weights.items():
         for name, rule in rules.items():
@@ -446,7 +447,7 @@ def kernel_problems(config: DictConfig) -> Iterator[str]:
 
 
 def product_problems(config: DictConfig) -> Iterator[str]:
-    """The kernel of linear layers against the model and where its weights lie."""
+    """The kernel of linear layers against the model and the sharding of its weights."""
     products, dtype = config.products, config.model.dtype["transformer"]
     yield from one_of("products.kernel", products.kernel, ("xla", "pallas"))
     if products.kernel != "pallas":
@@ -460,13 +461,13 @@ def product_problems(config: DictConfig) -> Iterator[str]:
         yield f"products.kernel=pallas: takes bfloat16, and model.dtype.transformer={dtype}; use products=xla"
     if any(config.mesh.axes.get(axis, 1) > 1 for axis in spec_axes([config.sharding.axes.get("heads")])):
         yield (
-            f"products.kernel=pallas: wants whole weights, and sharding={config.sharding.name} cuts them with the "
+            f"products.kernel=pallas: needs whole weights, and sharding={config.sharding.name} cuts them with the "
             "heads; use sharding=sequence or tokens, or products=xla"
         )
 
 
 def precision_problems(config: DictConfig) -> Iterator[str]:
-    """Eight bits against the model and what else computes its linear layers."""
+    """Quantization against the model and the kernel of its linear layers."""
     precision = config.precision
     if precision.weights is None:
         if precision.activations:
@@ -484,27 +485,27 @@ def precision_problems(config: DictConfig) -> Iterator[str]:
 
 
 def float8_problems(config: DictConfig, kind: str | None) -> Iterator[str]:
-    """XLA would compute what a device cannot in bfloat16, and say nothing."""
+    """Devices without float8 products: XLA would silently compute in bfloat16."""
     precision = config.precision
     if precision.weights == "float8_e4m3fn" and precision.activations and re.search(NO_FLOAT8, kind or ""):
         yield f"precision={precision.name}: {kind} multiplies no float8; use precision=int8 (TPUs) or int8_weights"
 
 
 def platform_problems(config: DictConfig, platform: str, kind: str | None = None) -> Iterator[str]:
-    """Kernels and formats against the devices, which mesh=auto knows only when it has seen them."""
+    """Kernels and formats against the devices, which with mesh=auto are known only at run time."""
     yield from float8_problems(config, kind)
     if config.products.kernel == "pallas" and platform != "tpu" and not config.products.interpret:
         yield f"products.kernel=pallas: a kernel for TPUs, and mesh={config.mesh.name} has none; use products=xla"
 
 
 def idle_axis(config: DictConfig) -> str | None:
-    """What to say where the axis for guidance has nothing to share: one forward at a time."""
+    """A warning if the axis for guidance has no batch to shard: one forward at a time."""
     axis, axes = config.sharding.attention.batch, config.mesh.axes
     parts = axes.get(axis, 1) if axis else 1
     if parts < 2 or (guided(config) and config.guidance == "batched"):
         return None
     ulysses, (heads, _) = config.sharding.attention.ulysses, family_of(config).heads(config.model.architecture)
-    if ulysses and heads % (parts * axes.get(ulysses, 1)) == 0:  # it takes a share of the tokens
+    if ulysses and heads % (parts * axes.get(ulysses, 1)) == 0:  # it shards tokens instead
         return None
     reason = "guidance=sequential is" if guided(config) else f"guidance_scale={config.guidance_scale} is none:"
     remedy = f"sharding=sequence mesh.axes={{dp:1,sp:{math.prod(axes.values())},tp:1}}"

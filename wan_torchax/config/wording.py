@@ -22,7 +22,7 @@ def nearest_multiple(value: int, base: int, offset: int = 0) -> str:
 
 
 def one_of(key: str, value, choices: Iterable[str]) -> Iterator[str]:
-    """One problem, or none."""
+    """A problem if the value is not among the choices."""
     choices = list(choices)
     if value not in choices:
         close = nearest(value, choices)
@@ -31,7 +31,7 @@ def one_of(key: str, value, choices: Iterable[str]) -> Iterator[str]:
 
 
 def listed(problems: list[str], most: int | None = None) -> str:
-    """Problems as lines of one message."""
+    """Problems as the lines of one message."""
     rest = 0 if most is None else max(len(problems) - most, 0)
     shown = problems[:most] + ([f"and {rest} more"] if rest else [])
     return "\n".join(f"  - {problem}" for problem in shown)

@@ -1,4 +1,4 @@
-"""The video API that OpenAI had and others have taken over, on the queue; and what it lacks."""
+"""OpenAI's former video API, which other servers have adopted, on top of the queue; with additions."""
 import asyncio
 import base64
 import itertools
@@ -24,21 +24,21 @@ from wan_torchax.serve.guard import whole_number
 from wan_torchax.serve.queue import Conflict, Full, Job, events_from
 
 VARIANTS = {"video": "video.mp4", "thumbnail": "poster.png", "spritesheet": "contact_sheet.png"}
-POLL = {"openai-poll-after-ms": "500"}  # when OpenAI's client asks again
+POLL = {"openai-poll-after-ms": "500"}  # polling interval for OpenAI's client
 FORM = dict(max_files=20, max_fields=64, max_part_size=1_000_000)
 MOST_LISTED = 100
-MOST_IMAGES = 10  # of one request
-# What else a request for pictures may say, of which there is one way here: SGLang's and vLLM-Omni's fields.
+MOST_IMAGES = 10  # per request
+# Other fields of image requests (SGLang, vLLM-Omni): values that are accepted; the first is the default.
 IMAGE_FIELDS = {
     "response_format": ("b64_json", "url"), "output_format": ("png",), "quality": ("auto", "standard"),
     "background": ("auto", "opaque"), "style": ("natural", "vivid"),
 }
-TAIL_SECONDS = 0.1  # between two looks at what has happened
-SIGN_SECONDS = 15  # without an event, after which a stream shows that it lives
+TAIL_SECONDS = 0.1  # polling interval for new events
+SIGN_SECONDS = 15  # heartbeat interval of a stream without events
 
 
 def video(front, job: Job) -> dict:
-    """OpenAI's video object, and what else there is to say."""
+    """OpenAI's video object, with additional fields."""
     request, state = job.request, front.queue.state(job)
     error = state.error and {"code": "failed", "message": without_places(state.error, job.folder)}
     return {
@@ -59,7 +59,7 @@ def find(request: Request) -> Job:
     return job
 
 
-# ---------------------------------------------------------------- asking for a video
+# ---------------------------------------------------------------- requesting a video
 
 
 async def create(request: Request) -> Answer:
@@ -68,7 +68,7 @@ async def create(request: Request) -> Answer:
 
 
 async def create_and_wait(request: Request) -> FileResponse:
-    """The video itself, once it is made. A client that goes away does not want it any more."""
+    """Respond with the video once it is finished; delete the job if the client disconnects."""
     asked = await read(request)
     job = await run_in_threadpool(submitted, request.app.state.front, *asked, request.headers.get("idempotency-key"))
     await finished(request, [job])
@@ -76,7 +76,7 @@ async def create_and_wait(request: Request) -> FileResponse:
 
 
 async def create_images(request: Request) -> Answer:
-    """Videos of one frame, as pictures."""
+    """Pictures: videos of one frame."""
     front, (fields, files) = request.app.state.front, await read(request)
     fields = {"frames": 1} | requests.plain(fields)
     said = {name: fields.pop(name, None) or usual[0] for name, usual in IMAGE_FIELDS.items()}
@@ -111,25 +111,25 @@ async def create_images(request: Request) -> Answer:
 
 
 async def finished(request: Request, jobs: list[Job]) -> None:
-    """Wait for videos. Those of a client that goes away are deleted."""
+    """Wait for videos to finish; delete them if the client disconnects."""
     front = request.app.state.front
     for job in jobs:
         while not (state := front.queue.state(job)).is_over:
             if front.stopping:
-                raise Refused(503, "the server is about to end; the video waits for it to come back", "draining")
+                raise Refused(503, "the server is shutting down; the video is finished when it is back", "draining")
             if front.queue.get(job.id) is None:
-                raise Refused(404, f"{job.id} was deleted while it was made", "not_found")
+                raise Refused(404, f"{job.id} was deleted before it was finished", "not_found")
             if await request.is_disconnected():
                 for one in jobs:
                     await run_in_threadpool(front.queue.delete, one)
-                raise Refused(499, "nobody waits for the answer any more", "cancelled")
+                raise Refused(499, "the client has disconnected", "cancelled")
             await asyncio.sleep(TAIL_SECONDS)
         if state.status == "failed":
             raise Refused(500, without_places(state.error, job.folder), "failed")
 
 
 async def remix(request: Request) -> Answer:
-    """The same again with another prompt."""
+    """The same video with another prompt."""
     front, job, (fields, files) = request.app.state.front, find(request), await read(request)
     if set(fields) != {"prompt"} or files:
         raise ConfigError("a remix takes a prompt and nothing else")
@@ -137,7 +137,7 @@ async def remix(request: Request) -> Answer:
 
 
 async def read(request: Request) -> tuple[dict, dict[str, list[bytes]]]:
-    """JSON's fields or a form's, and the files among them."""
+    """The fields of a JSON object or form, and its files."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
         async with request.form(**FORM) as form:
@@ -156,7 +156,7 @@ async def read(request: Request) -> tuple[dict, dict[str, list[bytes]]]:
 
 
 async def read_form(form: FormData) -> tuple[dict, dict[str, list[bytes]]]:
-    """Each field once; `input_reference[image_url]` and `references[]` are how a form writes objects and lists."""
+    """The same for a form, which writes objects and lists as `input_reference[image_url]` and `references[]`."""
     fields, files = {}, {}
     for name, value in form.multi_items():
         plain = name.partition("[")[0]
@@ -176,9 +176,9 @@ def submit(front, fields: dict, files: dict, key: str | None, source: Job | None
 
 
 def submitted(front, fields: dict, files: dict, key: str | None, source: Job | None = None) -> Job:
-    """Check a request as run.py would, and put it into the queue."""
+    """Validate a request like run.py, and enqueue it."""
     if front.draining:
-        raise Refused(503, "the server is about to end; ask again in a moment", "draining", {"Retry-After": "10"})
+        raise Refused(503, "the server is shutting down; try again in a moment", "draining", {"Retry-After": "10"})
     with front.queue.draft() as draft:
         requests.write_files(draft, files)
         if source is not None:
@@ -192,7 +192,7 @@ def submitted(front, fields: dict, files: dict, key: str | None, source: Job | N
             job = front.queue.submit(draft, content, front.serve.queue_limit, key)
         except Full:
             seconds = max(round(estimate.usual_seconds(front.queue)), 1)
-            message = f"{front.serve.queue_limit} videos wait already; ask again in a while"
+            message = f"the queue is full ({front.serve.queue_limit} videos); try again later"
             raise Refused(429, message, "queue_full", {"Retry-After": str(seconds)}) from None
         except Conflict as error:
             raise Refused(409, str(error), "idempotency_conflict") from None
@@ -201,7 +201,7 @@ def submitted(front, fields: dict, files: dict, key: str | None, source: Job | N
 
 
 def describe(base, fields: dict, values: dict, config) -> dict:
-    """request.json: what was asked, and what came of it."""
+    """The content of request.json: the request's fields, and the settings derived from them."""
     resolution = config.resolution
     seconds = fields.get("seconds") or f"{resolution.frames / resolution.fps:.4g}"
     return {
@@ -211,7 +211,7 @@ def describe(base, fields: dict, values: dict, config) -> dict:
     }
 
 
-# ---------------------------------------------------------------- what became of it
+# ---------------------------------------------------------------- status and results
 
 
 async def show(request: Request) -> Answer:
@@ -223,7 +223,7 @@ async def listed(request: Request) -> Answer:
 
 
 def page_of(front, query) -> dict:
-    """A page of all videos, the newest first; `after` is the last of the page before."""
+    """A page of all videos, newest first; `after` is the last id of the previous page."""
     order, limit = query.get("order", "desc"), query.get("limit", "20")
     for problem in one_of("order", order, ("asc", "desc")):
         raise ConfigError(problem)
@@ -242,7 +242,7 @@ def page_of(front, query) -> dict:
 
 
 async def delete(request: Request) -> Answer:
-    """Also of a video in the making, which OpenAI's does not do: it stops at its next step."""
+    """Delete a video. Unlike OpenAI's API, this also cancels a running one, at its next step."""
     front, job = request.app.state.front, find(request)
     await run_in_threadpool(front.queue.delete, job)
     return Answer({"id": job.id, "object": "video.deleted", "deleted": True})
@@ -254,7 +254,7 @@ async def content(request: Request) -> FileResponse:
         raise ConfigError(problem)
     state = request.app.state.front.queue.state(job)
     if state.status != "completed":
-        raise Refused(409, f"the video is not there yet: {state.phase}", "not_ready")
+        raise Refused(409, f"the video is not ready: {state.phase}", "not_ready")
     return send_file(job.folder, VARIANTS[variant])
 
 
@@ -266,7 +266,7 @@ def send_file(folder: Path, name: str, **headers: str) -> FileResponse:
 
 
 async def preview(request: Request) -> Response:
-    """In one piece: the next preview takes its place at any moment."""
+    """The last preview, read in one piece: it may be replaced at any moment."""
     path = own_file(find(request).folder, "preview.png")
     if path is None:
         raise Refused(404, "there is no preview yet", "not_ready")
@@ -274,13 +274,13 @@ async def preview(request: Request) -> Response:
 
 
 async def events(request: Request) -> StreamingResponse:
-    """Server-sent events, from the first or behind Last-Event-ID: queued, loading, …, step, preview; last done."""
+    """Server-sent events, from the first or after Last-Event-ID: queued, loading, …, step, preview; done is last."""
     front, job, last = request.app.state.front, find(request), request.headers.get("last-event-id", "0")
     return stream(follow(front, job, whole_number(last)))
 
 
 def stream(generator) -> StreamingResponse:
-    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # a proxy must not collect them
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # proxies must not buffer events
     return StreamingResponse(generator, media_type="text/event-stream", headers=headers)
 
 
@@ -289,7 +289,7 @@ async def follow(front, job: Job, sent: int):
     spoke = time.monotonic()
     while not front.stopping:
         gone = front.queue.get(job.id) is None
-        over = gone or front.queue.state(job).is_over  # before the lines are read: none comes after it
+        over = gone or front.queue.state(job).is_over  # checked before reading lines: none follow once it is true
         lines, place = events_from(job.folder, place)
         for line in lines:
             number += 1
@@ -326,10 +326,10 @@ async def alive(request: Request) -> Response:
 
 
 async def is_ready(request: Request) -> Response:
-    """Whether weights and programs are there, so that a request would wait for nothing but its turn."""
+    """Whether weights are loaded and programs compiled, so that a request waits only for its turn."""
     front = request.app.state.front
     if front.draining:
-        return PlainTextResponse("about to end\n", 503)
+        return PlainTextResponse("shutting down\n", 503)
     return PlainTextResponse("ready\n") if front.ready.value else PlainTextResponse("loading\n", 503)
 
 

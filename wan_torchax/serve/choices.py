@@ -1,5 +1,5 @@
-"""Adapters and few-step recipes of conf/ that a server offers of its own accord: their files lie on this machine, and
-fit the model it serves. serve.choices names others, or fewer."""
+"""Adapters and few-step recipes of conf/ that a server offers by default: their files are on this machine and fit the
+model it serves. serve.choices overrides them."""
 import contextlib
 from pathlib import Path
 
@@ -12,12 +12,12 @@ from wan_torchax.config.schema import Adapter, ConfigError
 from wan_torchax.runtime.adapters import find, parse, place_one
 from wan_torchax.runtime.checkpoint import find_present, index
 
-# What a recipe decides.
+# Keys that a recipe sets.
 RECIPE_KEYS = ("steps", "guidance_scale", "guidance_scale_2", "scheduler", "resolution.flow_shift")
 
 
 def at_hand(config) -> dict[str, list[str]]:
-    """By group, `none` first; nothing of a model that is not here yet, or for which there is nothing."""
+    """Options by group, `none` first; empty if the model is not on this machine or nothing fits it."""
     present = find_present(config, config.model.experts)
     if len(present) < len(config.model.experts):
         return {}
@@ -29,7 +29,7 @@ def at_hand(config) -> dict[str, list[str]]:
 
 
 def rows_of(name: str) -> dict[str, dict]:
-    """The adapters of a file in conf/adapter, which may be a recipe too."""
+    """The adapters in a file of conf/adapter, which may also be a recipe."""
     content = read(CONF / "adapter" / f"{name}.yaml")
     return content.get("adapter", content)
 
@@ -41,7 +41,7 @@ def adapter_of(recipe: str) -> str | None:
 
 
 def is_recipe(group: str, name: str) -> bool:
-    """Whether an option says how to sample, so that what the owner said of it for other videos does not count."""
+    """Whether an option sets how to sample, and so replaces the owner's sampling settings."""
     return "scheduler" in read(CONF / group / f"{name}.yaml")
 
 
@@ -50,7 +50,7 @@ def read(path: Path) -> dict:
 
 
 def fits(rows: dict[str, dict], shapes: dict[str, dict[str, tuple]], config) -> bool:
-    """Whether there are rows, the file of each is here, and all of it has a place in the model."""
+    """Whether there are rows, each with its file on this machine and all of the file's weights matching the model."""
     names = family_of(config).adapters
     with contextlib.suppress(ConfigError, OSError):
         for name, row in rows.items():

@@ -1,13 +1,13 @@
-"""A connection must bring a request soon, and one that brings none makes room for one that does."""
+"""Limits for connections: a deadline for request headers, and eviction of idle connections."""
 import h11
 
 from wan_torchax import private
 
-HEADER_SECONDS = 20  # from a connection's first moment, or a request's first byte, to the end of its headers
+HEADER_SECONDS = 20  # from the opening of a connection, or a request's first byte, to the end of its headers
 
 
 def connection_class(limit: int) -> type:
-    """uvicorn's connections, with a deadline for headers, and of those that are idle at most so many in all."""
+    """uvicorn's connections with a deadline for headers; beyond `limit` connections, the oldest idle one is closed."""
 
     class Connection(private.h11_protocol()):
         deadline = None
@@ -29,7 +29,7 @@ def connection_class(limit: int) -> type:
 
         @property
         def is_idle(self) -> bool:
-            """Nothing whole has come since its last answer."""
+            """No complete request has arrived since the last response."""
             return self.conn.their_state is h11.IDLE
 
         def set_deadline(self) -> None:

@@ -45,9 +45,9 @@ async def wrong(request: Request, error: ConfigError) -> Answer:
 
 async def failed(request: Request, error: Exception) -> Answer:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return answer(507, "the server's disk is full; ask its owner to free some space", "disk_full")
+        return answer(507, "the server's disk is full; ask its owner to free space", "disk_full")
     log.error("%s %s: %s", request.method, request.url.path, error, exc_info=error)
-    return answer(500, "the server made a mistake; its log says which", "internal_error")
+    return answer(500, "internal error; see the server's log", "internal_error")
 
 
 HANDLERS = {HTTPException: refused, ConfigError: wrong, OSError: failed, Exception: failed}

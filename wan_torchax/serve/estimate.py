@@ -1,4 +1,4 @@
-"""How long a video takes: from the last one that was made here, in proportion to the arithmetic of a step."""
+"""Estimates of a video's time: that of the last video made here, in proportion to the FLOPs of a step."""
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from wan_torchax.serve.queue import Job as Asked
 from wan_torchax.serve.queue import Queue, events_from
 from wan_torchax.stages.stage import find, main_stage
 
-LOOKED_AT = 20  # videos, the newest first
+LOOKED_AT = 20  # number of newest videos considered
 UNKNOWN_SECONDS = 30
 
 
 def usual_seconds(queue: Queue) -> float:
-    """Of a video, as the last that was finished; for clients that are asked to come again."""
+    """The time of the last finished video, for Retry-After."""
     return next((metrics["seconds"]["total"] for _, metrics in finished(queue)), UNKNOWN_SECONDS)
 
 
 def finished(queue: Queue):
-    """The newest videos with their metrics."""
+    """The newest finished videos, with their metrics."""
     over = [job for job in reversed(queue.jobs()) if queue.state(job).status == "completed"]
     for job in over[:LOOKED_AT]:
         metrics = read_json(job.folder / "metrics.json")
@@ -31,7 +31,7 @@ def finished(queue: Queue):
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds that a floating point operation takes: of a step, and beside the steps, by those of a step too."""
+    """Seconds per FLOP of a step: of each step, and of everything else together."""
 
     step: float
     beside: float
@@ -41,7 +41,7 @@ class Pace:
 
 
 def last_pace(queue: Queue, config) -> Pace | None:
-    """Of the last video that was made with a config's model."""
+    """The pace of the last video made with a config's model."""
     main = main_stage(Graph.of(config.pipeline))
     parts = [name for name in (*config.pipeline.stages, "write") if name != main]
     for _, metrics in finished(queue):
@@ -53,7 +53,7 @@ def last_pace(queue: Queue, config) -> Pace | None:
 
 
 def own_pace(job: Asked) -> Pace | None:
-    """Of a video in the making, by the steps it has done since it was begun or taken up again."""
+    """The pace of a running video, from its steps since it was started or resumed."""
     flops, steps = job.request.get("step_flops"), []
     for event in events_from(job.folder, 0)[0]:
         if event["event"] == "step" and isinstance(event.get("time"), (int, float)):
@@ -65,7 +65,7 @@ def own_pace(job: Asked) -> Pace | None:
 
 
 def seconds_left(queue: Queue, jobs: Iterable[Asked], config) -> dict[str, float | None]:
-    """By id, for videos in the order they are made; None where there is nothing to judge by."""
+    """Seconds until each video is finished, by id, for videos in queue order; None if nothing is known."""
     pace, total, left = last_pace(queue, config), 0.0, {}
     for job in jobs:
         state, flops = queue.state(job), job.request.get("step_flops")
@@ -78,7 +78,7 @@ def seconds_left(queue: Queue, jobs: Iterable[Asked], config) -> dict[str, float
 
 
 def estimate(queue: Queue, config) -> dict:
-    """Seconds of a step and of a video with this configuration, and where they are from; nulls where nothing is."""
+    """Seconds of a step and of a video with this configuration, and their source; nulls if nothing is known."""
     flops, pace = step_flops(config), last_pace(queue, config)
     if pace is not None:
         seconds = pace.seconds(flops, config.steps)

@@ -1,4 +1,4 @@
-"""All finished runs below some folders, of run.py and of servers: what was made, to look at and to find again."""
+"""The gallery: all finished runs below some folders, of run.py and of servers, with search."""
 import contextlib
 import hashlib
 import os
@@ -14,32 +14,32 @@ from wan_torchax.records.report import read_json
 from wan_torchax.records.stored import read_stored
 from wan_torchax.serve.queue import IDS, Queue
 
-DEPTH = 4  # folders below which nothing is looked for: outputs/<date>/<time>/<job>
-LOOK_SECONDS = 2  # between two looks at the disk
-# What is shown of a run, by the name the form has for it.
+DEPTH = 4  # levels of folders that are searched: outputs/<date>/<time>/<job>
+LOOK_SECONDS = 2  # least interval between two scans of the disk
+# The settings shown for a run, by the form's field names.
 SHOWN = {
     "prompt": "prompt.text", "negative_prompt": "prompt.negative", "seed": "seed", "steps": "steps",
     "guidance_scale": "guidance_scale", "frames": "resolution.frames", "fps": "resolution.fps",
     "width": "resolution.width", "height": "resolution.height", "flow_shift": "resolution.flow_shift",
 }
-SHOWN_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".mp4", ".webm")  # of inputs: a browser runs none of these
+SHOWN_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".mp4", ".webm")  # of inputs: browsers execute none of these
 
 
 class Gallery:
     def __init__(self, folders: list[Path], queue: Queue):
         self.folders, self.queue = [folder.resolve() for folder in folders], queue
         self.runs: dict[Path, dict] = {}
-        self.beside: set[Path] = set()  # folders that are not of the queue
+        self.beside: set[Path] = set()  # run folders outside the queue
         self.looked = -LOOK_SECONDS
 
     def search(self, words: str) -> list[dict]:
-        """Runs that have all the words, the newest first: of the prompt, or `seed=7`, `preset=…`, `model=…`."""
-        wanted = words.lower().split()
-        found = [run for run in self.look() if all(word in run["words"] for word in wanted)]
-        return sorted(found, key=lambda run: -run["created"])
+        """Runs that match all words, newest first: words of the prompt, or `seed=7`, `preset=…`, `model=…`."""
+        terms = words.lower().split()
+        matches = [run for run in self.look() if all(term in run["words"] for term in terms)]
+        return sorted(matches, key=lambda run: -run["created"])
 
     def look(self) -> list[dict]:
-        """The queue's videos as they are now, those of other folders as they were a moment ago."""
+        """All runs: those of the queue up to date, those of other folders as of the last scan."""
         if time.monotonic() - self.looked > LOOK_SECONDS:
             self.beside, self.looked = set(self.walk()), time.monotonic()
         there = self.beside | {job.folder for job in self.queue.jobs() if self.queue.state(job).status == "completed"}
@@ -51,7 +51,7 @@ class Gallery:
         return list(runs.values())
 
     def walk(self) -> Iterator[Path]:
-        """Folders that hold a finished video."""
+        """Folders with a finished video."""
         for root in self.folders:
             for place, below, files in os.walk(root):
                 below[:] = [name for name in below if not name.startswith(".") and name != "profile"]
@@ -63,7 +63,7 @@ class Gallery:
                     yield Path(place)
 
     def folder_of(self, identifier: str) -> Path | None:
-        """Of a run that is shown."""
+        """The folder of a run by its id."""
         if identifier not in (run["id"] for run in self.runs.values()):
             self.look()
         return next((folder for folder, run in self.runs.items() if run["id"] == identifier), None)
@@ -87,7 +87,7 @@ def read_run(folder: Path) -> dict:
 
 
 def shown_inputs(folder: Path) -> dict[str, list[Path]]:
-    """The pictures and videos that a run was made from, by key."""
+    """A run's input pictures and videos, by key."""
     copies = {key: inputs.copies(folder, key) for key in inputs.FILES}
     safe = {key: all(path.suffix.lower() in SHOWN_SUFFIXES for path in paths) for key, paths in copies.items()}
     return {key: paths for key, paths in copies.items() if paths and safe[key]}

@@ -61,7 +61,7 @@ class Guard:
         """Why a request is rejected before routing; None if it is not."""
         headers, path = Headers(scope=scope), scope["path"]
         if self.open > self.front.serve.connections and path != "/healthz":  # liveness does not depend on load
-            return 503, "too many requests are open; ask again in a moment", "too_many", {"Retry-After": "5"} | CLOSE
+            return 503, "too many open requests; try again in a moment", "too_many", {"Retry-After": "5"} | CLOSE
         if not 0 <= whole_number(headers.get("content-length", "0")) <= self.most_bytes:
             return 413, self.too_large, "too_large", CLOSE
         if not self.is_from_here(headers):

@@ -25,8 +25,8 @@ class Measures:
         self.seconds = Histogram(
             "wan_http_seconds", "Time of an answer", ["route"], buckets=ANSWER_SECONDS, registry=registry
         )
-        self.queued = Gauge("wan_queue_length", "Videos that wait or are made", ["status"], registry=registry)
-        self.ends = Counter("wan_videos", "Videos by their end", ["end"], registry=registry)
+        self.queued = Gauge("wan_queue_length", "Videos waiting or in progress", ["status"], registry=registry)
+        self.ends = Counter("wan_videos", "Finished, failed and deleted videos", ["end"], registry=registry)
         self.parts = Histogram(
             "wan_part_seconds", "Time of a video's parts", ["part"], buckets=PART_SECONDS, registry=registry
         )

@@ -1,5 +1,5 @@
-"""The page: a form made from the schema, the queue, the gallery. It asks as any other client does, and hears what is
-wrong in the form's words."""
+"""The web page: a form generated from the schema, the queue, the gallery. It uses the API like any other client, but
+errors are worded in the form's terms."""
 import asyncio
 import dataclasses
 import json
@@ -24,27 +24,27 @@ from wan_torchax.serve.gallery import shown_inputs
 from wan_torchax.serve.guard import COOKIE, given_key, is_good, whole_number
 from wan_torchax.serve.requests import FIELDS
 
-LOOK_SECONDS = 0.25  # between two looks at the queue
-RUNS = 24  # of the gallery at a time
-FAILED = 10  # of those that failed, the last
+LOOK_SECONDS = 0.25  # polling interval for the queue
+RUNS = 24  # gallery entries per request
+FAILED = 10  # number of most recent failures shown
 COOKIE_SECONDS = 30 * 24 * 3600
-# Number fields of the form, in its order: label, what it means, least, most, step.
+# Number fields of the form, in order: label, help text, least, most, step.
 NUMBERS = {
-    "frames": ("Frames", "4n+1 of them", 1, None, 4),
+    "frames": ("Frames", "a multiple of 4, plus 1", 1, None, 4),
     "steps": ("Steps", "more are finer and slower", 1, 1000, 1),
-    "guidance_scale": ("Guidance", "closeness to the prompt", 0, 20, 0.1),
+    "guidance_scale": ("Guidance", "how closely it follows the prompt", 0, 20, 0.1),
     "seed": ("Seed", "same seed, same video", 0, 2**32 - 1, 1),
-    "fps": ("Frames a second", "how fast it plays", 1, 120, 1),
+    "fps": ("Frames per second", "how fast it plays", 1, 120, 1),
     "flow_shift": ("Flow shift", "how far sampling leans towards high noise", 0.1, 20, 0.1),
 }
-MORE = ("fps", "flow_shift")  # folded away
-FILES = {  # what the form says of each
+MORE = ("fps", "flow_shift")  # collapsed by default
+FILES = {  # labels of file inputs
     "image": "Starts from a picture", "last_image": "Ends with a picture", "video": "Follows a video",
-    "mask": "Made anew where this is white", "references": "Shows what is in these pictures",
+    "mask": "Regenerated where this is white", "references": "Shows what is in these pictures",
 }
 NEEDED = {"image": "a picture to start from", "last_image": "a picture to end with", "video": "a video"}
 GROUPS = {"sampling": "Few steps", "scheduler": "Sampler"}  # labels; others by their own names
-# What keys are called in the form, for messages.
+# Labels of keys in the form, for messages.
 LABELS = {
     **{FIELDS[name]: label for name, (label, *_) in NUMBERS.items()}, "resolution.width": "Width",
     "resolution.height": "Height", "prompt.text": "Prompt", "prompt.negative": "Negative prompt",
@@ -52,7 +52,7 @@ LABELS = {
     "mask": "Mask", "references": "Pictures", "scheduler.sigmas": "noise levels of the recipe",
 }
 KEYS = "|".join(re.escape(key) for key in sorted(LABELS, key=len, reverse=True))
-EXAMPLES = (  # for models of the world; the embedded ones have conf/prompt
+EXAMPLES = (  # for real models; the embedded ones have conf/prompt
     "A cat walks on the grass, realistic style, soft morning light",
     "Aerial shot of waves breaking on black cliffs at sunset, slow motion",
     "Two anthropomorphic cats in boxing gear fight on a spotlighted stage",
@@ -78,7 +78,7 @@ class Number:
 
 
 def numbers(config) -> list[Number]:
-    """Of the keys that the schema offers, with the values that this server was started with."""
+    """The form's number fields, with the values that this server was started with."""
     made = []
     for name, (label, text, least, most, step) in NUMBERS.items():
         assert trust.is_offered(FIELDS[name]), name
@@ -89,7 +89,7 @@ def numbers(config) -> list[Number]:
 
 
 def sizes(config) -> list[str]:
-    """The size it was started with, the same upright or lying, and a square."""
+    """The server's default size, the same rotated by 90°, and a square."""
     width, height = config.resolution.width, config.resolution.height
     multiple = max(family_of(config).geometry(config.model.architecture).multiples.values())
     side = max(round((width * height) ** 0.5 / multiple) * multiple, config.model.min_size)
@@ -97,7 +97,7 @@ def sizes(config) -> list[str]:
 
 
 def examples(config) -> tuple[str, ...]:
-    """Prompts to begin with, such as the model was made for."""
+    """Example prompts that suit the model."""
     pictures = "image" in inputs.taken(config)
     if not config.model.name.startswith("demo"):
         return PICTURE_EXAMPLES if pictures else EXAMPLES
@@ -108,7 +108,7 @@ def examples(config) -> tuple[str, ...]:
 
 
 def worded(message: str) -> str:
-    """What run.py would print of a request's mistakes, in the words of the form."""
+    """run.py's message about a request, in the form's terms."""
     lines = [line.removeprefix("  - ") for line in message.splitlines()]
     if lines and re.fullmatch(r"\d+ problems? in the configuration:", lines[0]):
         del lines[0]
@@ -118,10 +118,10 @@ def worded(message: str) -> str:
 def in_words(line: str) -> str:
     if missing := re.match(r"(\w+): missing; pipeline=", line):
         return f"Choose {NEEDED.get(missing[1], 'a file')} first."
-    ours = rf"(?:{'|'.join(inputs.FILES)})[.\d]*\.\w+"  # names that files have in a job's folder
+    ours = rf"(?:{'|'.join(inputs.FILES)})[.\d]*\.\w+"  # names of files in a job's folder
     line = re.sub(rf"(?<![\w.])({KEYS})={ours}", label, line)
     line = re.sub(rf"(?<![\w.])({KEYS})=", lambda match: f"{label(match)} ", line)
-    return re.sub(rf"(?<![\w.])(({KEYS})(?=:)|(resolution|scheduler)\.\w+)", label, line)  # these are no English words
+    return re.sub(rf"(?<![\w.])(({KEYS})(?=:)|(resolution|scheduler)\.\w+)", label, line)  # these are not English words
 
 
 def label(match: re.Match) -> str:
@@ -129,7 +129,7 @@ def label(match: re.Match) -> str:
 
 
 async def create(request: Request) -> Response:
-    """The API's, for people."""
+    """api.create, with errors in the form's terms."""
     try:
         return await api.create(request)
     except ConfigError as error:
@@ -152,7 +152,7 @@ async def show(request: Request) -> Response:
 
 
 async def login(request: Request) -> Response:
-    """A key becomes a cookie that pages of other sites cannot use: videos and streams carry no header."""
+    """Store the key in a same-site cookie: requests for videos and streams cannot carry a header."""
     async with request.form(**api.FORM) as form:
         key = str(form.get("key", "")).strip()
     if not is_good(key, request.app.state.front.keys):
@@ -164,7 +164,7 @@ async def login(request: Request) -> Response:
 
 
 async def queue(request: Request) -> StreamingResponse:
-    """Every video that waits, is made or has failed, whenever something has changed: one stream for a page."""
+    """A stream of the queue's state after every change: waiting, running and failed videos."""
     front = request.app.state.front
 
     async def changes():
@@ -183,7 +183,7 @@ async def queue(request: Request) -> StreamingResponse:
 
 
 def shown_queue(front) -> list[dict]:
-    """Videos as the API has them, with the seconds until each is there, and errors in the form's words."""
+    """The API's video objects, with the seconds until each is finished, and errors in the form's terms."""
     jobs = shown_jobs(front.queue)
     left = seconds_left(front.queue, [job for job in jobs if not front.queue.state(job).is_over], front.base.config)
     videos = [api.video(front, job) | {"seconds_left": left.get(job.id)} for job in jobs]
@@ -200,8 +200,8 @@ def shown_jobs(queue) -> list:
 
 
 async def estimate(request: Request) -> Answer:
-    """What Run would do: the video's size and length, how long it would take, and the value of every field, also of
-    those that were left to the server; or what is wrong or missing, which is no error while somebody types."""
+    """A preview of Run: the video's size, length and time, and the value of every field, including defaults; or what is
+    wrong or missing, which is not an error while someone types."""
     front, (fields, files) = request.app.state.front, await api.read(request)
 
     def answer() -> dict:
@@ -224,14 +224,14 @@ async def estimate(request: Request) -> Answer:
 
 
 async def runs(request: Request) -> Answer:
-    """A page of the gallery: `query` words, `start` at which."""
+    """A page of the gallery: runs that match `query`, from index `start` on."""
     front, query = request.app.state.front, request.query_params
     start = query.get("start", "0")
     if whole_number(start) < 0:
         raise Refused(400, f"start={start[:20]}: must be a whole number")
-    found = await run_in_threadpool(front.gallery.search, query.get("query", "")[:200])
-    shown = found[int(start) : int(start) + RUNS]
-    return Answer({"total": len(found), "data": [shown_run(run) for run in shown]})
+    matches = await run_in_threadpool(front.gallery.search, query.get("query", "")[:200])
+    shown = matches[int(start) : int(start) + RUNS]
+    return Answer({"total": len(matches), "data": [shown_run(run) for run in shown]})
 
 
 def shown_run(run: dict) -> dict:

@@ -84,10 +84,10 @@ def supervise(base: Base, queue: Queue) -> None:
 def look_after(name: str, process, base: Base, queue: Queue) -> None:
     """Handle the exit of a child process."""
     if process.exitcode == CANNOT_START:
-        raise ConfigError("the worker cannot start; what is wrong is said above")
+        raise ConfigError("the worker cannot start; see the error above")
     code = process.exitcode
     reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"
-    log.error("the %s ended (%s) and is started again", name, reason)
+    log.error("the %s ended (%s) and is restarted", name, reason)
     if name == "worker":
         work.give_up(queue, work.name_of(process.pid), base.config.serve.attempts, reason)
     time.sleep(0.2)  # a crash loop must not flood the log

@@ -126,7 +126,7 @@ class Queue:
     def before(self, identifier: str, digest: str) -> Job | None:
         """The job of an earlier request with the same key."""
         if (self.folder / ".deleted" / identifier).exists():
-            raise Conflict("this Idempotency-Key made a video that was deleted since; use another key for a new one")
+            raise Conflict("this Idempotency-Key's video was deleted since; use another key for a new one")
         job = self.get(identifier)
         if job is not None and job.request["digest"] != digest:
             raise Conflict("this Idempotency-Key was used for another request; use another key for another video")

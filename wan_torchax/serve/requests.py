@@ -1,7 +1,7 @@
-"""What a request may say, and the configuration that follows from it. No JAX, no torch.
+"""What a request may set, and its video's configuration. No JAX, no torch.
 
-A request is a stranger's: each field stands for a key that trust.py offers, or for a group among whose options the
-owner lets it choose (serve.choices). It names no path, no code, no flag; a picture or a video comes as its bytes.
+A request is untrusted: each field maps to a key that trust.py offers, or to a group whose options the owner allows
+(serve.choices). It cannot name paths, code or flags; pictures and videos are sent as bytes.
 """
 import base64
 import contextlib
@@ -25,7 +25,7 @@ from wan_torchax.records.outputs import is_under
 from wan_torchax.records.report import without_places
 from wan_torchax.serve.choices import RECIPE_KEYS, at_hand, is_recipe
 
-# A field of a request -> the key of the config.
+# A request's field -> the config key.
 FIELDS = {
     "prompt": "prompt.text",
     "negative_prompt": "prompt.negative",
@@ -47,12 +47,12 @@ ALIASES = {  # of OpenAI, SGLang and vLLM-Omni
     "num_inference_steps": "steps", "num_frames": "frames", "input_reference": "image", "image_reference": "image",
     "reference_url": "image", "video_reference": "video", "video_url": "video",
 }
-NESTED = ("extra_body", "extra_params", "extra_json")  # objects, or JSON of them, whose fields are the request's own
-WITHOUT_EFFECT = ("user", "generator_device")  # on any video
-OWN = ("task", "serve", "prompt.text", "hydra")  # of the server's command line, not of its videos
-LETTERS = 32_000  # of a prompt, as OpenAI has it
+NESTED = ("extra_body", "extra_params", "extra_json")  # objects, or their JSON, with further fields of the request
+WITHOUT_EFFECT = ("user", "generator_device")  # accepted and ignored
+OWN = ("task", "serve", "prompt.text", "hydra")  # for the server itself, not for its videos
+LETTERS = 32_000  # limit of a prompt, the same as OpenAI's
 FORMATS = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp"}
-VIDEOS = {b"ftyp": ".mp4", b"\x1aE\xdf\xa3": ".webm"}  # how such files begin, or go on behind four bytes
+VIDEOS = {b"ftyp": ".mp4", b"\x1aE\xdf\xa3": ".webm"}  # magic numbers, at offset 0 or 4
 TAKE_VIDEOS = ("video", "mask")
 DATA = re.compile(r"data:(?:image|video)/[a-z0-9]+;base64,([A-Za-z0-9+/=\s]+)")
 
@@ -70,13 +70,13 @@ class Base:
 
     @property
     def model(self) -> str:
-        """What clients call that which is served: the preset, or the model."""
+        """The model's name for clients: the preset, or the model."""
         presets = [text.partition("=")[2] for text in self.overrides if key_of(text) == "preset"]
         return presets[-1] if presets else self.config.model.name
 
     @functools.cached_property
     def choices(self) -> dict[str, list[str]]:
-        """Options that a request may choose: those the owner names; of other groups what fits and lies here."""
+        """Options that a request may choose: the owner's, and for other groups those that are present and fit."""
         named = {group: list(names) for group, names in self.config.serve.choices.items()}
         return at_hand(self.config) | named
 
@@ -85,7 +85,7 @@ class Base:
         return list(dict.fromkeys([self.model, *self.choices.get("preset", [])]))
 
     def overrides_for(self, values: dict, files: dict[str, list[Path]]) -> list[str]:
-        """What to compose a video's configuration from: the owner's overrides, then what the request chose."""
+        """The overrides of a video's configuration: the owner's, then the request's."""
         said = trust.overrides(values)
         replaced = [key_of(one) for one in said]
         if any(is_recipe(group, values[group]) for group in ("adapter", "sampling") if group in values):
@@ -98,7 +98,7 @@ class Base:
 
 
 def read(base: Base, fields: dict) -> tuple[dict, float | None]:
-    """The keys that a request's fields stand for, checked, and the seconds it asks for."""
+    """The validated config values of a request's fields, and the seconds it asks for."""
     fields = {ALIASES.get(name, name): value for name, value in plain(fields).items() if value is not None}
     values, seconds = {}, None
     for name, value in fields.items():
@@ -132,7 +132,7 @@ def read(base: Base, fields: dict) -> tuple[dict, float | None]:
 
 
 def plain(fields: dict) -> dict:
-    """With the fields of the objects in NESTED beside the others."""
+    """The fields, with those of the objects in NESTED merged in."""
     fields = dict(fields)
     for name in NESTED:
         inner = fields.pop(name, None)
@@ -171,9 +171,9 @@ def read_seconds(value) -> float:
 
 
 def make(base: Base, fields: dict, folder: Path) -> tuple[dict, DictConfig]:
-    """The values that a request chose and the configuration of its video; an error as run.py would print it.
+    """A request's values and the configuration of its video; raises with run.py's message.
 
-    `folder` has the files that came with it.
+    `folder` has the request's files.
     """
     values, seconds = read(base, fields)
     try:
@@ -189,7 +189,7 @@ def make(base: Base, fields: dict, folder: Path) -> tuple[dict, DictConfig]:
 
 
 def frames_for(seconds: float, config: DictConfig) -> int:
-    """The number of frames that is nearest, of those that the model's VAE can make."""
+    """The nearest number of frames that the model's VAE can make."""
     scale = family_of(config).geometry(config.model.architecture).frame_scale
     return max(round((seconds * config.resolution.fps - 1) / scale), 0) * scale + 1
 
@@ -198,13 +198,13 @@ def frames_for(seconds: float, config: DictConfig) -> int:
 
 
 def files_in(folder: Path) -> dict[str, list[Path]]:
-    """By the key of the config that each is for: inputs/image.png, inputs/references.0.png."""
-    found = {key: inputs.copies(folder, key) for key in inputs.FILES}
-    return {key: paths for key, paths in found.items() if paths}
+    """A job's input files by config key: inputs/image.png, inputs/references.0.png."""
+    copies = {key: inputs.copies(folder, key) for key in inputs.FILES}
+    return {key: paths for key, paths in copies.items() if paths}
 
 
 def write_files(folder: Path, files: dict[str, list[bytes]]) -> None:
-    """What came with a request, under names of ours."""
+    """Save a request's files, under names of our own."""
     for name, contents in files.items():
         key = ALIASES.get(name, name)
         if name == "input_reference" and contents and video_suffix(contents[0]):
@@ -219,7 +219,7 @@ def write_files(folder: Path, files: dict[str, list[bytes]]) -> None:
 
 
 def suffix_of(name: str, content: bytes) -> str:
-    """By what it holds. Of all that Pillow and ffmpeg read: formats without programs or links in them."""
+    """The suffix for a file's content. Only formats that cannot contain programs or links are accepted."""
     from PIL import Image
 
     if ALIASES.get(name, name) in TAKE_VIDEOS and (suffix := video_suffix(content)):
@@ -227,7 +227,7 @@ def suffix_of(name: str, content: bytes) -> str:
     try:
         with Image.open(io.BytesIO(content), formats=list(FORMATS)) as picture:
             return FORMATS[picture.format]
-    except Exception as error:  # whatever Pillow makes of a stranger's bytes
+    except Exception as error:  # Pillow raises all kinds on untrusted bytes
         kinds = "PNG, JPEG or WebP" + (", MP4 or WebM" if name in TAKE_VIDEOS else "")
         raise ConfigError(f"{name}: not a file that is taken; send {kinds}") from error
 
@@ -241,8 +241,8 @@ def is_file(name: str) -> bool:
 
 
 def bytes_of(name: str, value) -> list[bytes]:
-    """Files in JSON: {"image_url": "data:image/png;base64,…"}, or the link alone, or a list of such; in a form the JSON
-    is a text. Nothing is fetched from elsewhere."""
+    """Files in JSON: {"image_url": "data:image/png;base64,…"}, only the URL, or a list of these; in a form, the JSON is
+    text. Nothing is fetched from other servers."""
     if isinstance(value, str) and value.startswith("{"):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)

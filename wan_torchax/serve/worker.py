@@ -302,4 +302,4 @@ def give_up(queue: Queue, worker: str, attempts: int, reason: str) -> None:
             log.error("%s: its worker ended (%s)", job.id, reason)
             if crashes >= attempts:
                 reserve(job.folder)
-                fail(job.folder, f"the worker ended {crashes} times while it made this video ({reason})")
+                fail(job.folder, f"the worker ended {crashes} times while making this video ({reason})")

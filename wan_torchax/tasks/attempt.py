@@ -1,4 +1,4 @@
-"""Jobs, one after the other: each config's task is tried, what fails is told and recorded, and the others are done."""
+"""Runs jobs one after the other: a job that fails is logged and recorded, and the others still run."""
 import errno
 import logging
 import traceback
@@ -16,7 +16,7 @@ failures: list[str] = []  # one line for each job of this process that failed
 
 
 def attempt(config, folder: Path, overrides: list[str]) -> float | None:
-    """Run a config's task, or each of a list; an error is told and recorded, and does not stop the jobs that follow."""
+    """Run a config's task, or every job of a list. An error is logged and recorded, and does not stop later jobs."""
     from wan_torchax.records.stored import take_over
 
     interruption.check()
@@ -34,7 +34,7 @@ def attempt(config, folder: Path, overrides: list[str]) -> float | None:
             return before
         return registry.load(registry.TASKS, config.task)(config, folder, overrides)
     except Exception as error:
-        interruption.check()  # Ctrl-C reaches ffmpeg too, and what it comes to there is no failure
+        interruption.check()  # Ctrl-C also reaches ffmpeg; its error is then not a failure of the job
         fail(folder, overrides, explain(error), record=not isinstance(error, FolderError))
         if config.traceback:
             log.error(traceback.format_exc())
@@ -42,7 +42,7 @@ def attempt(config, folder: Path, overrides: list[str]) -> float | None:
 
 
 def needs_ffmpeg(config) -> bool:
-    """Whether the task writes or reads a video."""
+    """Whether the task reads or writes a video."""
     stages = [stage for name, stage in config.pipeline.stages.items() if name in config.stages]
     if config.task == "generate" and any("frames" in stage.gives for stage in stages):
         return True
@@ -56,7 +56,8 @@ def done_before(config, folder: Path) -> float | None:
 
 
 def attempt_list(config, folder: Path, overrides: list[str]) -> float | None:
-    """Every video of a list, each in a folder of its own; what fails is told with its line and the others are made."""
+    """Every video of a list, each in its own folder; failures are reported with their line, and the others still
+    run."""
     from wan_torchax.records.outputs import write_order
     from wan_torchax.tasks.progress import bar
 
@@ -77,7 +78,7 @@ def attempt_list(config, folder: Path, overrides: list[str]) -> float | None:
 
 
 def attempt_one(job: jobs.Job, folder: Path, shared: list[str]) -> float | None:
-    """One video of a list: its own overrides on top of those of the command line."""
+    """One video of a list: its overrides on top of the command line's."""
     folder.mkdir(parents=True, exist_ok=True)
     if job.error is not None:
         return fail(folder, job.overrides, f"{job.error}; skipped")
@@ -90,7 +91,7 @@ def attempt_one(job: jobs.Job, folder: Path, shared: list[str]) -> float | None:
 
 
 def fail(folder: Path, overrides: list[str], message: str, record: bool = True) -> None:
-    """Tell and record why a job failed; the exit status and the report know of it too."""
+    """Log and record why a job failed, also for the exit status and the report."""
     from wan_torchax.records.outputs import write_failure
 
     failures.append(f"{folder}: {message}")
@@ -100,11 +101,11 @@ def fail(folder: Path, overrides: list[str], message: str, record: bool = True) 
 
 
 def explain(error: Exception) -> str:
-    """What to tell the user: our own errors as they are, a full disk with its remedy, others with their type."""
+    """The message for the user: our own errors unchanged, a full disk with its remedy, others with their type."""
     if isinstance(error, commandline.USER_ERRORS):
         return commandline.explain(error)
     if getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error):
-        remedy = "free some space and go on with resume=<run folder>, where finished stages are kept"
+        remedy = "free some space and go on with resume=<run folder>: finished stages are kept"
         return f"{error}: the disk is full; {remedy}"
     if isinstance(error, (ConfigError, OSError)) or type(error).__name__ == "NotFinite":
         return str(error)
@@ -112,7 +113,7 @@ def explain(error: Exception) -> str:
 
 
 def report(folder: Path) -> None:
-    """The page of a sweep; the plans of a sweep of plans as one table. The videos are there whatever happens to it."""
+    """The page of a sweep, or one table for a sweep of plans. If this fails, the videos are still there."""
     try:
         if next(folder.glob("*/plan.json"), None):
             from wan_torchax.tasks.plan_page import compare as write

@@ -1,10 +1,10 @@
-"""task=calibrate: a curve for cache=magcache, measured with the model, the scheduler and the shift of this config.
+"""task=calibrate: measures a curve for cache=magcache, with this config's model, scheduler and shift.
 
     python run.py task=calibrate model=wan21_t2v_14b resolution=480p mesh=v6e_8 prompt="a cat on the grass"
     python run.py task=calibrate 'calibrate.prompts=["a red heart growing","a blue star spinning"]'
 
-Every step is computed; of each, the size of what the blocks add is compared with that of the step before, token by
-token. Writes <model>.yaml, which belongs into conf/curve, and curve.png.
+Every step is computed; the magnitude of the blocks' residual is compared with that of the previous step, token by
+token. Writes <model>.yaml, which belongs in conf/curve, and curve.png.
 """
 import logging
 from pathlib import Path
@@ -32,10 +32,10 @@ def calibrate(config, folder: Path, overrides=()) -> float:
     texts = list(config.calibrate.prompts) or [None]
     with claimed(folder):
         runs = [measure(config, text) for text in texts]
-        ratios = numpy.mean(runs, axis=0)  # (steps, prompts); the first step has none before it
+        ratios = numpy.mean(runs, axis=0)  # (steps, prompts); the first step has no previous one
         name = config.model.name
         write_text(folder / f"{name}.yaml", describe(config, ratios[1:], len(runs)))
-        draw(folder / "curve.png", f"{name}: size of what the blocks add, against the step before", ratios[1:])
+        draw(folder / "curve.png", f"{name}: size of the blocks' residual, relative to the step before", ratios[1:])
     print(folder / f"{name}.yaml")
     return float(ratios[-1].mean())
 
@@ -57,10 +57,10 @@ def measure(config, text: str | None) -> numpy.ndarray:
 
 
 def describe(config, ratios: numpy.ndarray, runs: int) -> str:
-    """The curve as a file of conf/curve."""
+    """The curve as a file for conf/curve."""
     size, versions = config.resolution, provenance.versions()
     made = ", ".join(f"{name} {versions[name]}" for name in ("jax", "torch", "diffusers") if versions.get(name))
-    what = f"{config.model.name}: how fast the size of what its blocks add changes from step to step"
+    what = f"{config.model.name}: how fast the size of the blocks' residual changes from step to step"
     lines = [
         f"# {what}, for cache=magcache.",
         f"# Videos: {runs}, {size.width} x {size.height} x {size.frames}, guidance {config.guidance_scale}.",
@@ -79,7 +79,7 @@ def describe(config, ratios: numpy.ndarray, runs: int) -> str:
 
 
 def draw(path: Path, title: str, ratios: numpy.ndarray) -> None:
-    """The curve, a line for each prompt."""
+    """Plot the curve, one line per prompt."""
     width, height, margin = 900, 420, 60
     picture, font = Image.new("RGB", (width, height), "white"), ImageFont.load_default(16)
     pen = ImageDraw.Draw(picture)

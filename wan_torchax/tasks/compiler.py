@@ -1,11 +1,11 @@
-"""Compile an exported program for a TPU topology, with libtpu and without a TPU, and say what the compiler says of it.
+"""Compile an exported program for a TPU topology with libtpu, without a TPU, and report what the compiler says.
 
     python compiler.py step.bin --topology v6e:2x4 --mesh dp=2,sp=1,tp=4 --json report.json
 
 It runs in any Python that has JAX and libtpu, and imports nothing else: plan.py calls it, in this environment or
-through the command in `plan.compiler`. The report, per chip: HBM, code size, the compiler's cycle estimate of every
-op (loop bodies times their trips; Pallas kernels have none), what is known of those kernels, and the collectives with
-their bytes.
+through the command in `plan.compiler`. The report, per chip: HBM, code size, the compiler's cycle estimate for every op
+(loop bodies times their trip counts; Pallas kernels have none), the bytes and shapes of those kernels, and the
+collectives with their bytes.
 """
 import argparse
 import json
@@ -16,7 +16,7 @@ import sys
 import time
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute", "ragged-all-to-all")
-# Pallas kernels that only pass over memory, and what plans count them to.
+# Pallas kernels bound by memory, and the part of a plan that they count towards.
 PASSES = {"rotary_kernel": "rope", "norm_kernel": "norms", "copy_kernel": "attention"}
 ITEM_BYTES = {
     "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f64": 8, "s64": 8, "u64": 8,
@@ -57,14 +57,14 @@ def instructions(text: str):
                 yield from visit(loop.group(2), times * trips(line, computations.get(loop.group(1), ())))
             for callee in re.findall(r" (?:call|async-start)\(.*?(?:to_apply|calls)=%?([^\s,)]+)", line):
                 yield from visit(callee, times)
-            for branches in re.findall(BRANCHES, line):  # the first is the one to be expected, the other a fallback
+            for branches in re.findall(BRANCHES, line):  # the first is the usual one, the other a fallback
                 yield from visit(branches.split(",")[0].strip(" %"), times)
 
     yield from visit(entry, 1)
 
 
 def trips(line: str, condition) -> int:
-    """How often a loop runs: as XLA knows it, else the constant its counter is compared with."""
+    """A loop's trip count: XLA's if known, else the constant its counter is compared with."""
     known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
     if known:
         return int(known.group(1))
@@ -80,13 +80,14 @@ def result_bytes(line: str) -> int:
 
 
 def arrays(text: str) -> list[tuple[str, list[int]]]:
-    """Types and shapes, in the order in which they stand in a text."""
-    found = re.findall(r"(\w+)\[([\d,]*)\]", text)
-    return [(dtype, [int(size) for size in sizes.split(",") if size]) for dtype, sizes in found]
+    """The types and shapes in a text, in order."""
+    matches = re.findall(r"(\w+)\[([\d,]*)\]", text)
+    return [(dtype, [int(size) for size in sizes.split(",") if size]) for dtype, sizes in matches]
 
 
 def collectives(events: list[dict]) -> list[dict]:
-    """Of a timeline: what is communicated, by kind and mesh axis: how often, and the bytes one chip receives in all."""
+    """A timeline's collectives by kind and mesh axis: how often they run, and the total bytes that one chip receives.
+    """
     rows = {}
     for event in events:
         if "start" in event:
@@ -97,19 +98,19 @@ def collectives(events: list[dict]) -> list[dict]:
 
 
 def timeline(text: str, axes: dict[str, int]) -> list[dict]:
-    """In the program's order, loop bodies times their trips: where a collective is started, where it is waited for, and
-    what runs between while some are under way: cycles of XLA's ops, and FLOPs of the kernels of linear layers, by the
-    type of their weights, and of attention."""
+    """Events in program order, loop bodies times their trip counts: the start of a collective, the wait for it, and the
+    work in between: cycles of XLA's ops, and FLOPs of the kernels of linear layers, by the type of their weights, and
+    of attention."""
     events, under_way = [], {}
     for line, times in instructions(text):
-        found = re.search(r" (" + "|".join(COLLECTIVES) + r")(-start|-done)?\(%?([\w.\-]*)", line)
-        if not found:
+        collective = re.search(r" (" + "|".join(COLLECTIVES) + r")(-start|-done)?\(%?([\w.\-]*)", line)
+        if not collective:
             work = {"cycles": times * cycles_of(line)}
             work["flops"] = {kind: times * flops for kind, flops in kernel_flops(line).items()}
             if under_way and (work["cycles"] or work["flops"]):
                 events.append(work)
             continue
-        kind, state, operand = found.groups()
+        kind, state, operand = collective.groups()
         if state != "-done":
             name = operand = name_of(line)
             under_way[name] = {"start": name, "kind": kind, "axis": axis_of(line, axes), "count": times}
@@ -121,7 +122,7 @@ def timeline(text: str, axes: dict[str, int]) -> list[dict]:
 
 
 def kernel_bytes(text: str) -> dict[str, int]:
-    """What the kernels that only pass over memory read and write."""
+    """The bytes that memory-bound kernels read and write."""
     moved = {}
     for line, times in instructions(text):
         kernel = re.match(KERNEL, line)
@@ -133,7 +134,7 @@ def kernel_bytes(text: str) -> dict[str, int]:
 
 
 def product_calls(text: str) -> list[dict]:
-    """Calls of kernels/product.py: how often, of how many tokens and layers how wide, the type of the weights, and
+    """Calls of kernels/product.py: how often, the numbers of tokens, inputs and outputs, the type of the weights, and
     whether the result is added to a residual."""
     calls = []
     for line, times in instructions(text):
@@ -158,14 +159,14 @@ def name_of(line: str) -> str:
 
 
 def cycles_of(line: str) -> int:
-    """The compiler's estimate; 0 where it gives none."""
+    """The compiler's estimate; 0 if it gives none."""
     cycles = re.search(r'"estimated_cycles":"(\d+)"', line)
     return int(cycles.group(1)) if cycles else 0
 
 
 def kernel_flops(line: str) -> dict[str, int]:
-    """Of a call of kernels/product.py, by the type of its weights, or of attention's fast kernel; of other ops
-    nothing."""
+    """FLOPs of a call of kernels/product.py, by the type of its weights, or of attention's fast kernel; empty for other
+    ops."""
     kernel = re.match(KERNEL, line)
     if not kernel or kernel.group(1) not in ("product_kernel", "fast_kernel"):
         return {}
@@ -208,7 +209,7 @@ def first_group(line: str) -> list[int]:
 
 
 def devices_along(sizes: dict[str, int], varying) -> list[int]:
-    """Devices of the first group: those axes counted through, the others at 0."""
+    """Devices of the first group: all positions along the varying axes, 0 along the others."""
     group, stride = [0], 1
     for name, size in reversed(sizes.items()):
         if name in varying:
@@ -218,7 +219,7 @@ def devices_along(sizes: dict[str, int], varying) -> list[int]:
 
 
 def transposed_iota(shape: str, order: str | None) -> list[int]:
-    """0, 1, 2 … in the shape "2,4", its dimensions in the order "1,0", flat again."""
+    """0, 1, 2 … reshaped to "2,4", transposed to the order "1,0" and flattened."""
     shape = [int(size) for size in shape.split(",")]
     order = [int(axis) for axis in order.split(",")] if order else range(len(shape))
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
@@ -229,7 +230,7 @@ def transposed_iota(shape: str, order: str | None) -> list[int]:
 
 
 def cycle_rows(text: str) -> list[dict]:
-    """The compiler's cycle estimate of every op that has one, with the name it had in the program."""
+    """The compiler's cycle estimate for every op that has one, with its name in the program."""
     rows = []
     for line, times in instructions(text):
         if cycles := cycles_of(line):
@@ -243,7 +244,7 @@ def cycle_rows(text: str) -> list[dict]:
 
 
 def read(text: str, axes: dict[str, int]) -> dict:
-    """What a compiled program's text says."""
+    """The report on a compiled program, from its text."""
     rows, events = cycle_rows(text), timeline(text, axes)
     return {
         "cycles": sum(row["cycles"] for row in rows),
@@ -260,7 +261,7 @@ def read(text: str, axes: dict[str, int]) -> dict:
 
 
 def compile_for(path: str, topology_name: str, axes: dict[str, int]) -> tuple[dict, str]:
-    """Everything the compiler says of an exported program on a topology's devices, and the compiled HLO's text."""
+    """The report on an exported program compiled for a topology, and the compiled HLO's text."""
     os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-8")
@@ -299,7 +300,7 @@ def compile_for(path: str, topology_name: str, axes: dict[str, int]) -> tuple[di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("artifact", help="what jax.export(...).serialize() gave")
+    parser.add_argument("artifact", help="the output of jax.export(...).serialize()")
     parser.add_argument("--topology", required=True, help="libtpu's name: v6e:2x4, v5e:2x4, v5p:2x2x1, tpu7x:2x2x1")
     parser.add_argument("--mesh", required=True, help="axis=size,… in order")
     parser.add_argument("--json", required=True, help="where the report goes")
@@ -315,7 +316,7 @@ def main() -> None:
         with open(options.hlo, "w") as file:
             file.write(text)
     sys.stdout.flush()
-    os._exit(0)  # libtpu's teardown can crash where there is no TPU; the report is complete here
+    os._exit(0)  # libtpu's teardown can crash without a TPU; the report is complete here
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""task=doctor: what this machine has, against what the project was tested with, and what to do about each difference.
+"""task=doctor: compares this machine with what the project was tested with, and suggests a remedy for each difference.
 
-    python run.py task=doctor              # one line a check; doctor.json in the run folder is for a bug report
+    python run.py task=doctor              # one line per check; attach doctor.json from the run folder to a bug report
 """
 import importlib.metadata
 import json
@@ -23,12 +23,12 @@ from wan_torchax.records import provenance
 from wan_torchax.records.files import write_text
 
 GIB = 2**30
-PYTHONS = ((3, 11), (3, 13))  # the oldest and the newest that were tested
+PYTHONS = ((3, 11), (3, 13))  # the oldest and the newest tested
 FREE_DISK_GIB = 5  # outputs and compiled programs; a checkpoint is 17 to 80 GB besides
 FREE_MEMORY_GIB = 4  # the demo takes 2; weights stream through
 HUB = "https://huggingface.co"
 HUB_SECONDS = 5
-# Packages of others that are known to get in the way, and what to do.
+# Other packages known to conflict, and the remedy.
 CLASHES = {
     "hydra": "it is not Hydra and has its name: pip uninstall hydra, then pip install --force-reinstall hydra-core",
     "libtpu-nightly": "it shadows libtpu: pip uninstall libtpu-nightly",
@@ -39,7 +39,7 @@ CLASHES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found; what to do, where something is to be done."""
+    """The result of a check, and a remedy if one is needed."""
 
     check: str
     state: str  # ok, note (works, differs from what was tested), bad (does not work)
@@ -48,7 +48,7 @@ class Finding:
 
 
 def doctor(config, folder: Path, overrides=()) -> None:
-    """Every check as a line; an error where something does not work."""
+    """Print every check as a line; raise if something does not work."""
     findings = []
     for check in CHECKS:
         for finding in check(config):
@@ -98,7 +98,7 @@ def check_versions(config) -> Iterator[Finding]:
 
 
 def required(kind: str) -> dict[str, set[str]]:
-    """What the requirements of a kind of machine pin: versions by package."""
+    """The versions that the requirements of a kind of machine pin, by package."""
     pins: dict[str, set[str]] = {}
     for name in ("base.txt", "../requirements.txt" if kind == "cpu" else f"{kind}.txt"):
         for line in (ROOT / "requirements" / name).read_text().splitlines():
@@ -108,7 +108,7 @@ def required(kind: str) -> dict[str, set[str]]:
 
 
 def check_clashes(config) -> Iterator[Finding]:
-    """Packages that are in each other's way."""
+    """Packages that conflict with each other."""
     installed = {distribution.metadata["Name"].lower() for distribution in importlib.metadata.distributions()}
     clashing = sorted(installed & CLASHES.keys())
     for name in clashing:
@@ -116,22 +116,22 @@ def check_clashes(config) -> Iterator[Finding]:
     cuda = sorted({match[1] for name in installed if (match := re.fullmatch(r"nvidia-.*-cu(\d\d)", name))})
     if len(cuda) > 1:
         remedy = "torch needs none here: install requirements/gpu.lock in an environment of its own"
-        yield Finding("clash", "note", f"libraries of CUDA {' and '.join(cuda)} beside each other", remedy)
+        yield Finding("clash", "note", f"libraries of CUDA {' and '.join(cuda)} are both installed", remedy)
     elif not clashing:
-        yield Finding("clash", "ok", "none of those that are known")
+        yield Finding("clash", "ok", "no known conflicts")
     if "torch-xla" in installed or "torch_xla" in installed:
-        what = f"torch_xla {importlib.metadata.version('torch_xla')} is installed; it is not used, nor imported"
+        what = f"torch_xla {importlib.metadata.version('torch_xla')} is installed; it is neither used nor imported"
         yield Finding("torch_xla", "note", what, "nothing, unless other software imports it: pip uninstall torch_xla")
 
 
 def check_devices(config) -> Iterator[Finding]:
-    """What JAX finds, against what the machine has."""
+    """The devices that JAX finds, against those of the machine."""
     kind, reason = machine.find()
     try:
         devices = find_devices(config)
     except Exception as error:  # JAX and its plugins raise all kinds
         message = str(error).strip().partition("\n")[0]
-        remedy = "another process may hold the TPU: end it (a notebook's kernel too), or set JAX_PLATFORMS=cpu"
+        remedy = "another process may hold the TPU: end it (also notebook kernels), or set JAX_PLATFORMS=cpu"
         yield Finding("devices", "bad", f"JAX does not start: {message}", remedy)
         return
     what = f"{len(devices)} {devices[0].device_kind} ({reason})"
@@ -151,21 +151,21 @@ def check_memory(config, source: Path = Path("/proc/meminfo")) -> Iterator[Findi
     if not source.is_file():
         return
     free = int(re.search(r"MemAvailable:\s*(\d+)", source.read_text())[1]) * 1024 / GIB
-    what = f"{free:.1f} GiB of host memory are free"
+    what = f"{free:.1f} GiB of host memory free"
     if free < FREE_MEMORY_GIB:
-        yield Finding("memory", "note", what, f"the demo wants {FREE_MEMORY_GIB}; end other programs")
+        yield Finding("memory", "note", what, f"the demo needs {FREE_MEMORY_GIB}; end other programs")
     else:
         yield Finding("memory", "ok", what)
 
 
 def check_disk(config) -> Iterator[Finding]:
-    """Room where videos, compiled programs and downloads go."""
+    """Free space for videos, compiled programs and downloads."""
     hub = os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface"
     places = {"outputs": (Path("outputs"), "hydra.run.dir="), "downloads": (Path(hub), "the variable HF_HOME=")}
     if config.compile.cache_dir:
         places["cache"] = (Path(config.compile.cache_dir), "compile.cache_dir=")
     for name, (path, key) in places.items():
-        present = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+        present = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
         free = shutil.disk_usage(present).free / GIB
         if not os.access(present, os.W_OK):
             yield Finding(name, "bad", f"{path} cannot be written", f"name another place with {key}")
@@ -176,7 +176,7 @@ def check_disk(config) -> Iterator[Finding]:
 
 
 def check_encoder(config) -> Iterator[Finding]:
-    """ffmpeg, with which videos are written."""
+    """Whether ffmpeg, which reads and writes videos, runs."""
     try:
         yield Finding("ffmpeg", "ok", clips.version_of(clips.ffmpeg()))
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What run.py needs to make a video beside the Session: the values of an earlier run, and all that a run leaves."""
+"""What run.py needs beside the Session to make a video: results of an earlier run, and a run's outputs."""
 import contextlib
 import logging
 import os
@@ -28,17 +28,17 @@ log = logging.getLogger("wan")
 
 @dataclass
 class AtHand:
-    """Values that an earlier run has left, and the stages that are still to be run."""
+    """Values from an earlier run, and the stages still to run."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    segments: dict[int, dict[str, Any]] = field(default_factory=dict)  # of a video that is made in several
+    segments: dict[int, dict[str, Any]] = field(default_factory=dict)  # by segment, if the video is made in several
     missing: list[str] = field(default_factory=list)
 
 
 class Making:
-    """A video in the making: its folder, who is told, and the encoder that takes its frames as they come.
+    """A video in progress: its folder, its listeners, and the encoder that receives frames as they are decoded.
 
-    Only the first of several processes writes. `claims`: whether the folder is to be claimed; a server has done that.
+    Only the first of several processes writes. `claims`: whether to claim the folder; a server already has.
     """
 
     def __init__(self, config, folder: Path, overrides=(), listener: Listener = silence, clock: Clock | None = None):
@@ -70,7 +70,7 @@ class Making:
             self.video.add(event.frames)
 
     def begin(self, resolved: Resolved, at_hand: AtHand) -> None:
-        """From here on results are kept, also those that were read: this run can be resumed too."""
+        """Save results from here on, also those read from an earlier run: this run can be resumed too."""
         log.info("%s on %s", self.config.model.name, describe(resolved.mesh))
         if self.config.profile:
             self.stack.enter_context(profiled(self.folder / "profile"))
@@ -93,7 +93,7 @@ class Making:
                 made = outputs.write_outputs(self.folder, self.settled, values, metrics, self.video)
             described = outputs.described(self.settled, self.overrides)
             outputs.write_metrics(self.folder, metrics | self.clock.report() | described)
-            if made != self.folder and not self.config.output.keep_frames:  # needed until the video was written
+            if made != self.folder and not self.config.output.keep_frames:  # not needed once the video is written
                 for path in stage_files(self.folder, self.resolved, self.resolved.graph.giver("frames")):
                     path.unlink(missing_ok=True)
             compare_replay(self.config, metrics)
@@ -102,12 +102,12 @@ class Making:
 
 
 def fingerprints(job: Job) -> dict[str, str]:
-    """What a job is made from, by content: weights by component, pictures and videos by their key."""
+    """Content hashes of a job's inputs: weights by component, pictures and videos by their key."""
     return {name: checkpoint.fingerprint for name, checkpoint in job.checkpoints.items()} | dict(job.contents)
 
 
 def saver(resolved: Resolved, folder: Path) -> Listener:
-    """A listener that keeps results of stages, with what they were made from, and previews."""
+    """A listener that saves previews, and stages' results with the settings they depend on."""
     parts = {part.segment: part for part in resolved.segments()}
 
     def save(event: Event) -> None:
@@ -122,7 +122,7 @@ def saver(resolved: Resolved, folder: Path) -> Listener:
 
 
 def stage_files(folder: Path, job: Job, name: str) -> list[Path]:
-    """Where a stage's results are: one file, or one for each segment."""
+    """The files of a stage's results: one, or one per segment."""
     parts = job.segments()
     if name not in job.graph.repeated or len(parts) == 1:
         return [results.path_of(folder, name)]
@@ -130,8 +130,8 @@ def stage_files(folder: Path, job: Job, name: str) -> list[Path]:
 
 
 def read_results(job: Job) -> AtHand:
-    """The values in the folder named by `resume`, of the video and of its segments; refused where they were made with
-    other settings than these."""
+    """The values in the folder named by `resume`, of the video and of its segments. Raises if they were made with other
+    settings."""
     at_hand, folder = AtHand(), job.config.resume and Path(job.config.resume)
     parts = job.segments()
     for name in job.graph.stages if folder else ():
@@ -158,7 +158,7 @@ def read_results(job: Job) -> AtHand:
 
 
 def is_there(name: str, job: Job, at_hand: AtHand) -> bool:
-    """Whether all that a stage gives was read."""
+    """Whether everything that a stage gives was read."""
     gives, parts = set(job.graph.stages[name].gives), job.segments()
     if name in job.graph.repeated and len(parts) > 1:
         return all(gives <= at_hand.segments.get(part.segment, {}).keys() for part in parts)
@@ -166,13 +166,13 @@ def is_there(name: str, job: Job, at_hand: AtHand) -> bool:
 
 
 def finished_before(config, folder: Path) -> float | None:
-    """What this job gave in an earlier try at a sweep."""
+    """The value that this job returned in an earlier run of the sweep; None if it did not finish."""
     config = inputs.with_texts(config)
     return outputs.finished_before(outputs.settle(config), fingerprints(find_job(config)), folder)
 
 
 def show(made: Path) -> None:
-    """The last line of a run. Nobody may be reading any more, and the run is finished all the same."""
+    """Print the last line of a run. A closed pipe is not an error: the run is finished."""
     try:
         print(made, flush=True)
     except BrokenPipeError:
@@ -180,7 +180,7 @@ def show(made: Path) -> None:
 
 
 def profiled(folder: Path):
-    """A JAX trace of what runs inside, for Perfetto and xprof."""
+    """A context that records a JAX trace for Perfetto and xprof."""
     import jax
 
     return jax.profiler.trace(str(folder), create_perfetto_trace=True)

@@ -1,13 +1,13 @@
-"""task=plan: does it fit, how fast will it be? For TPUs and GPUs that are not here; no weights, no accelerator.
+"""task=plan: does it fit, and how fast is it? For TPUs and GPUs that need not be here; no weights, no accelerator.
 
     python run.py task=plan model=wan21_t2v_14b resolution=720p mesh=v6e_8
     python run.py -m task=plan model=wan21_t2v_14b resolution=720p mesh=v6e_8 sharding=tp,sequence …
     python run.py task=plan preset=t2v_14b_720p_v6e8_v1 stages=[denoise]        # only this stage is compiled
 
 Counted here: parameters, bytes by rule, FLOPs, the time floor; communication as XLA partitions the program for as many
-fake CPU devices. With libtpu (in this environment, or through the command in `plan.compiler`) also what the TPU's own
-compiler says: HBM, cycles by group of ops, code size. Writes plan.json, plan.md and plan.png. Everything estimated is
-called so, and its seconds are given three times, by what `plan.low`, `plan.likely` and `plan.high` assume.
+fake CPU devices. With libtpu (in this environment, or through the command in `plan.compiler`), the TPU's own compiler
+adds HBM, cycles by group of ops, and code size. Writes plan.json, plan.md and plan.png. Estimates are labelled as such;
+their seconds are given three times, for the assumptions in `plan.low`, `plan.likely` and `plan.high`.
 """
 import importlib.util
 import json
@@ -45,16 +45,16 @@ from wan_torchax.tasks import compiler, plan_page
 log = logging.getLogger("wan")
 VERSIONS = "from importlib.metadata import version; print(*map(version, ('libtpu', 'jax', 'jaxlib')))"
 PROMPT_ALONE = "a step with the prompt alone"
-# What a chip's file calls the share of peak of linear layers, by the type of their weights, and of attention.
+# Keys of a chip's file: shares of peak of linear layers, by the type of their weights, and of attention.
 SHARES = {
     "bf16": "product_share", "s8": "int8_product_share", "f8e4m3fn": "fp8_product_share",
     "attention": "self_attention_share",
 }
-REUSED = 0.005  # of a step's time, at most, that one takes whose blocks are left out (measured: 0.0007 to 0.003)
+REUSED = 0.005  # upper bound for a step that skips its blocks, in full steps (measured: 0.0007 to 0.003)
 
 
 def plan(config, folder: Path, overrides=()) -> float:
-    """Write and print the plan of one configuration; returns the likely seconds of a step."""
+    """Write and print the plan of one configuration; returns the likely seconds per step."""
     use_fake_devices(config)
     report = make(config, folder)
     print((folder / "plan.md").read_text())
@@ -62,12 +62,12 @@ def plan(config, folder: Path, overrides=()) -> float:
 
 
 def describe(config) -> Resolved:
-    """The configuration on chips that need not be here. A local checkpoint adds what conf/model leaves to it."""
+    """The configuration on chips that need not be here. A local checkpoint's config.json completes conf/model."""
     return resolve(plan_job(outlined(config)), Described.by(config.mesh))
 
 
 def outlined(config):
-    """The config with the Pallas kernels' bodies left out: they take minutes to compile and get no cycles."""
+    """The config with the Pallas kernels' bodies left out: they take minutes to compile and get no cycle estimate."""
     local = config.copy()
     for part in ("attention.self", "attention.cross", "products"):
         OmegaConf.update(local, f"{part}.outline", True)
@@ -110,7 +110,7 @@ def make(config, folder: Path) -> dict:
 
 
 def components(stages: dict[str, Stage]) -> dict[str, dict]:
-    """Parameters and bytes of each component, as far as the stages use it, by sharding rule."""
+    """Parameters and bytes of the parts of each component that stages use, by sharding rule."""
     tensors: dict[str, dict] = {}
     for stage in stages.values():
         for component, part in stage.specs.items():
@@ -131,12 +131,12 @@ def component_bytes(tensors) -> dict:
 
 
 def communication(config, chips: int) -> dict:
-    """What a step communicates, as XLA partitions it for as many fake CPU devices, with the same tables."""
+    """A step's communication, as XLA partitions it for as many fake CPU devices with the same sharding tables."""
     local = config.copy()
-    for part in ("self", "cross"):  # kernels work on one chip; which one does not change what travels
+    for part in ("self", "cross"):  # kernels run on one chip; the choice of kernel does not affect communication
         OmegaConf.update(local, f"attention.{part}.kernel", "xla")
     OmegaConf.update(local, "products.kernel", "xla")
-    # The CPU backend widens some bfloat16 collectives and not others: all in float32, counted at the real width.
+    # The CPU backend widens some bfloat16 collectives but not others: use float32 for all, and count the real width.
     width = jax.numpy.dtype(config.model.dtype.transformer).itemsize / 4
     OmegaConf.update(local, "model.dtype.transformer", "float32")
     devices = jax.devices("cpu")
@@ -155,10 +155,10 @@ def communication(config, chips: int) -> dict:
 
 
 def from_other_hosts(row: dict, axes: dict[str, int], hosts: int) -> float:
-    """Of a collective's bytes, those that one host receives from others, devices being in distributed.arrange's order.
+    """The bytes of a collective that one host receives from others, with devices in distributed.arrange's order.
 
-    A ring (sums, gathers, permutes) enters each host it runs through by one chip; in an all-to-all every chip hears
-    from every other.
+    A ring (sums, gathers, permutes) enters each host through one chip; in an all-to-all every chip receives from every
+    other.
     """
     chips_a_host = math.prod(axes.values()) // hosts
     group = compiler.devices_along(axes, row["axis"].split("+"))
@@ -180,8 +180,8 @@ def tpu_compiler(config) -> list[str] | None:
 
 
 def compile_stage(resolved: Resolved, stage: Stage, program: str | None = None) -> dict:
-    """Export a stage's program, by default the one that runs most, and have libtpu compile it for the mesh's
-    topology."""
+    """Export a stage's program, by default the most frequent one, and compile it with libtpu for the mesh's topology.
+    """
     interruption.check()
     program = program or stage.usual_program
     with jax.sharding.use_abstract_mesh(resolved.mesh), tempfile.TemporaryDirectory() as scratch:
@@ -195,7 +195,7 @@ def compile_stage(resolved: Resolved, stage: Stage, program: str | None = None) 
 
 
 def call_compiler(config, artifact: Path) -> dict:
-    """What libtpu says of a program. It takes minutes, so the answer is kept in the store."""
+    """libtpu's report on a program. Compiling takes minutes, so the report is cached in the store."""
     axes = ",".join(f"{axis}={size}" for axis, size in config.mesh.axes.items())
     place = ["--topology", config.mesh.chip.topology, "--mesh", axes]
     flags = [f"--libtpu-args={' '.join(config.compile.libtpu_flags)}"] if config.compile.libtpu_flags else []
@@ -226,7 +226,7 @@ def ask_compiler(config, arguments: list[str]) -> str:
 
 
 def by_group(rows: list[dict], groups: Mapping[str, str]) -> dict[str, int]:
-    """Cycles by part of the model, by the names that a family's ops have; loop bodies times their trips."""
+    """Cycles by part of the model, from the names of a family's ops; loop bodies times their trip counts."""
     cycles = {}
     for row in rows:
         matches = (group for group, pattern in groups.items() if re.search(pattern, row["name"] + "/"))
@@ -260,7 +260,7 @@ def memory(resolved: Resolved, stages: dict[str, Stage], report: dict) -> dict:
 
 
 def denoising(resolved: Resolved, report: dict) -> dict:
-    """How many steps of which kind a video takes, and their seconds, where those were estimated."""
+    """The number of steps of each kind in a video, and their seconds, if estimated."""
     work = caching.plan(resolved.config, scheduler_table(resolved.config))
     counts = {kind: work.count(kind) for kind in dict.fromkeys(work)}
     whole, alone = report["estimate"], estimate(resolved, report, PROMPT_ALONE, 0.5)
@@ -276,7 +276,7 @@ def denoising(resolved: Resolved, report: dict) -> dict:
 
 
 def video(resolved: Resolved, report: dict) -> dict[str, dict[str, float] | None]:
-    """Seconds of everything a video takes in a process of its own; None for a stage that was not compiled."""
+    """Seconds of each part of a video made in its own process; None for a stage that was not compiled."""
     weights = sum(row["gib"] for row in report["components"].values()) * 2**30
     compiled = report["compiler"] or {}
     parts = {"weights from disk": dict.fromkeys(ENDS, weights / (resolved.config.plan.disk_gbs * 1e9))}
@@ -286,8 +286,8 @@ def video(resolved: Resolved, report: dict) -> dict[str, dict[str, float] | None
 
 
 def run_seconds(resolved: Resolved, name: str, compiled: dict) -> dict[str, float]:
-    """Of a stage beside denoising: its program as often as it runs, the first piece of a video counted as a later one.
-    """
+    """Seconds of a stage other than denoising: its program as often as it runs; the first piece of a video counts like
+    the later ones."""
     chip, (frames, _) = resolved.config.mesh.chip, find(name).amount(name, resolved)
     pieces = math.ceil(frames / resolved.geometry.frame_scale) if frames else 1
     seconds = {}
@@ -300,8 +300,8 @@ def run_seconds(resolved: Resolved, name: str, compiled: dict) -> dict[str, floa
 
 
 def estimate(resolved: Resolved, report: dict, program: str | None = None, share: float = 1.0) -> dict | None:
-    """Seconds of a step: low, likely and high, and what they are made of. `share` is that of a whole step's
-    arithmetic."""
+    """Seconds of a step: low, likely and high, and their parts. `share` is the program's share of a full step's FLOPs.
+    """
     compiled = (report["compiler"] or {}).get(program or main_stage(resolved.graph))
     if compiled is None:
         return None
@@ -313,8 +313,8 @@ def estimate(resolved: Resolved, report: dict, program: str | None = None, share
 
 
 def step_parts(resolved: Resolved, report: dict, compiled: dict, share: float, assumed) -> dict[str, float]:
-    """Seconds of a step by part: XLA's ops by its own estimate of their cycles, and what it gives none for: Pallas
-    kernels by the bundles of their schedules and the bytes they move, communication, and the calls themselves."""
+    """Seconds of a step by part: XLA's ops by its own cycle estimate, and what that does not cover: Pallas kernels by
+    the bundles of their schedules and the bytes they move, communication, and launch overhead."""
     config, flops = resolved.config, report["flops_per_step"]
     chip = config.mesh.chip
     clock, memory = chip.clock_ghz * 1e9 * assumed.clock, chip.hbm_gbs * 1e9 * assumed.memory
@@ -327,7 +327,7 @@ def step_parts(resolved: Resolved, report: dict, compiled: dict, share: float, a
         kind = fact.removesuffix("product_share").strip("_").replace("_", " ")
         name = f"product kernel, {kind}" if kind else "product kernel"
         parts[name] = assumed.product * count * share / all_chips / chip_fact(config, fact)
-    for group, moved in compiled["kernel_bytes"].items():  # kernels that do nothing else that takes time
+    for group, moved in compiled["kernel_bytes"].items():  # kernels bound by memory
         parts[group] = parts.get(group, 0) + moved / memory
     parts["products' waits for memory"] = sum(wait_seconds(call, config, assumed) for call in compiled["product_calls"])
     parts["communication"] = waiting_seconds(compiled["timeline"], report["axes"], config, assumed)
@@ -336,7 +336,7 @@ def step_parts(resolved: Resolved, report: dict, compiled: dict, share: float, a
 
 
 def chip_fact(config, name: str) -> float:
-    """What the chip's file says."""
+    """A value from the chip's file."""
     value = config.mesh.chip[name]
     if value is None:
         kind = config.mesh.chip.kind
@@ -345,9 +345,9 @@ def chip_fact(config, name: str) -> float:
 
 
 def wait_seconds(call: dict, config, assumed) -> float:
-    """Of compiler.product_calls: how long it waits for memory. Its first blocks have nothing to hide behind. After that
-    blocks of weights and of the result travel while another is computed, and at the end of a block of tokens the next
-    tokens too, all of them within that one step of the grid."""
+    """How long a call of compiler.product_calls waits for memory. The first blocks cannot be overlapped. Later, blocks
+    of weights and results move while another block is computed; at the end of a block of tokens, so do the next
+    tokens, within one grid step."""
     tokens, inputs, outputs = call["tokens"], call["inputs"], call["outputs"]
     size = compiler.ITEM_BYTES[call["weights"]]
     dtype = jax.numpy.bfloat16 if size == 2 else jax.numpy.int8
@@ -365,10 +365,10 @@ def wait_seconds(call: dict, config, assumed) -> float:
 
 
 def waiting_seconds(events: list[dict], axes: dict[str, int], config, assumed) -> float:
-    """Of compiler.timeline: how long collectives are waited for. One follows the other on the links, while XLA's ops
-    and the kernels run; where one is needed, the program waits for it and those before it."""
+    """How long a compiler.timeline waits for collectives. They use the links one after the other, while XLA's ops and
+    the kernels run; where the result of one is needed, the program waits for it and those before it."""
     chip = config.mesh.chip
-    left, waited = {}, 0.0  # of those under way
+    left, waited = {}, 0.0  # remaining seconds of collectives in flight
     for event in events:
         if "start" in event:
             left[event["start"]] = travel_seconds(event, axes, chip.link_gbs * 1e9 * assumed.link)
@@ -386,9 +386,9 @@ def waiting_seconds(events: list[dict], axes: dict[str, int], config, assumed) -
 
 
 def travel_seconds(row: dict, axes: dict[str, int], link: float) -> float:
-    """A collective's time on a ring of chips, both directions used; `link` is bytes a second of one link, one way.
+    """A collective's time on a ring of chips, using both directions; `link` is bytes per second of one link, one way.
 
-    The bytes are of the result on one chip. An all-to-all's part for a chip n/4 links away on average crosses them all.
+    The bytes are those of the result on one chip. In an all-to-all, a part crosses n/4 links on average.
     """
     size = math.prod(axes.get(axis, 1) for axis in row["axis"].split("+"))
     shares = {
@@ -399,7 +399,7 @@ def travel_seconds(row: dict, axes: dict[str, int], link: float) -> float:
 
 
 def why_not(config, report: dict) -> str:
-    """In a few words: what a configuration loses by."""
+    """In a few words: what limits a configuration."""
     for name, row in report["memory"].items():
         if not row["fits"]:
             over = row["total_gib"] + config.plan.margin_gib - row["limit_gib"]

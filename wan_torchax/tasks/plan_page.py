@@ -1,4 +1,4 @@
-"""A plan as people read it: plan.md, plan.png, and the table of a sweep."""
+"""A plan for people to read: plan.md, plan.png, and the table of a sweep."""
 import json
 import math
 from pathlib import Path
@@ -16,20 +16,20 @@ COLOURS = {
 
 
 METHOD = (
-    "Nobody has measured it: XLA's ops by its own estimate of their cycles, Pallas kernels by the bundles of their "
-    "schedules and the bytes they move, communication at the links' speed, each times what plan.low, plan.likely and "
-    "plan.high assume."
+    "Nobody has measured it: XLA's ops by its own cycle estimate, Pallas kernels by the bundles of their schedules and "
+    "the bytes they move, communication at the links' speed, each times the factors of plan.low, plan.likely and "
+    "plan.high."
 )
 
 
 def between(seconds: dict[str, float], digits: str, unit: str = "") -> str:
-    """The likely figure, and how far off it may be: 2.95 s (2.80 to 3.30)."""
+    """The likely figure and its range: 2.95 s (2.80 to 3.30)."""
     low, likely, high = (format(seconds[end], digits) for end in ENDS)
     return f"{likely}{unit}" if low == high else f"{likely}{unit} ({low} to {high})"
 
 
 def render(config, report: dict) -> str:
-    """The plan as Markdown, also what is printed."""
+    """The plan as Markdown; this is also what is printed."""
     flops, floor = report["flops_per_step"], report["floor_seconds_per_step"]
     width, height, frames = report["resolution"]
     axes = " x ".join(f"{axis}={size}" for axis, size in report["axes"].items())
@@ -87,7 +87,7 @@ def render(config, report: dict) -> str:
 
 
 def whole_video(config, report: dict) -> list[str]:
-    """A table of what a video takes, stage by stage."""
+    """A table of a video's seconds, stage by stage."""
     known = {name: seconds for name, seconds in report["video"].items() if seconds is not None}
     shown = {name: between(known[name], ".2f") if name in known else "not compiled" for name in report["video"]}
     together = {end: sum(seconds[end] for seconds in known.values()) for end in ENDS}
@@ -101,7 +101,7 @@ def whole_video(config, report: dict) -> list[str]:
 
 
 def draw(path: Path, report: dict) -> None:
-    """Where a step's time goes as one stacked bar: the estimate's parts, or without libtpu the arithmetic's floor."""
+    """A step's time as one stacked bar: the parts of the estimate, or without libtpu the floor at peak."""
     if report["estimate"]:
         parts, title = report["estimate"]["parts"]["likely"], "likely seconds of a step, an estimate"
     else:
@@ -125,7 +125,7 @@ def draw(path: Path, report: dict) -> None:
 
 
 def compare(folder: Path) -> str:
-    """The plans of a sweep, best first: those that fit by their estimate or floor, then those that do not."""
+    """The plans of a sweep, best first: those that fit, ordered by estimate or floor, then those that do not."""
     plans = [(path.parent.name, json.loads(path.read_text())) for path in folder.glob("*/plan.json")]
     plans.sort(key=lambda item: (not item[1]["fits"], time_of(item[1])))
     columns = ("job", "mesh", "sharding", "axes", "fits", "step", "GiB/chip", "GB sent", "why not better")
@@ -144,7 +144,7 @@ def compare(folder: Path) -> str:
 
 
 def time_of(report: dict) -> float:
-    """Seconds of a step: the likely ones of an estimate, or at least what its arithmetic takes."""
+    """Seconds of a step: the likely estimate, or without one the floor at peak."""
     if report["estimate"]:
         return report["estimate"]["seconds_per_step"]["likely"]
     return report["floor_seconds_per_step"] or math.inf

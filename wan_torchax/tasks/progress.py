@@ -13,7 +13,7 @@ from wan_torchax.events import Advanced, Began, Ended, Event, Stepped
 from wan_torchax.records.files import write_text
 
 log = logging.getLogger("wan")
-WRITE_SECONDS = 0.5  # between two states of progress.json, but for steps
+WRITE_SECONDS = 0.5  # least interval between writes of progress.json, except for steps
 LABELS = {"load_": "loading ", "compile_": "compiling "}
 
 
@@ -24,7 +24,7 @@ def bar(total: int | None, description: str, **options) -> tqdm:
 
 
 class Bars:
-    """A listener that shows a bar for every phase that takes a while, one at a time."""
+    """A listener that shows a bar for every long phase, one at a time."""
 
     def __init__(self):
         self.bar: tqdm | None = None
@@ -60,8 +60,8 @@ def label(phase: str) -> str:
 
 
 class Progress:
-    """A listener that keeps progress.json in the run folder and, where there is no terminal for bars, logs a line for
-    every phase and for every tenth of the steps."""
+    """A listener that updates progress.json in the run folder and, without a terminal for bars, logs a line for every
+    phase and for every tenth of the steps."""
 
     def __init__(self, folder: Path):
         self.folder, self.logs = folder, not sys.stderr.isatty()
@@ -91,5 +91,5 @@ class Progress:
     def write(self) -> None:
         self.written = time.monotonic()
         state = self.state | {"seconds": round(self.written - self.began, 1)}
-        with contextlib.suppress(OSError):  # a full disk ends a run where there is something to lose
+        with contextlib.suppress(OSError):  # a full disk should fail the run at its results, not here
             write_text(self.folder / "progress.json", json.dumps(state) + "\n")

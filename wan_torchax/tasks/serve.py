@@ -7,5 +7,5 @@ from wan_torchax.serve.requests import Base
 
 
 def serve(config, folder: Path, overrides=()) -> None:
-    """Answer requests with videos like the one that this command line would make."""
+    """Serve requests for videos, with this command line's settings as defaults."""
     supervise(Base.of(config, list(overrides)), Queue(Path(config.serve.folder)))

@@ -1,7 +1,7 @@
-"""Several videos of one shape, denoised as one.
+"""Denoises several videos of one shape as a batch. They differ only in prompts and seeds.
 
-What comes of it lies in their folders as a run leaves it that was interrupted behind its latents: each is then made as
-any other, decoded and written by itself. They differ in their texts and seeds alone.
+The latents are written to each video's folder, as if its run had been interrupted after denoising; each video is then
+decoded and written on its own, like any other.
 """
 import logging
 from dataclasses import dataclass, field, replace
@@ -28,7 +28,7 @@ log = logging.getLogger("wan")
 
 @dataclass
 class Video:
-    """One of them."""
+    """One video of a batch."""
 
     config: DictConfig
     folder: Path
@@ -40,7 +40,7 @@ class Video:
 
 
 def denoise_together(videos: list[Video]) -> None:
-    """Texts one by one, then all latents at once. Where that cannot be, or is not worth it, nothing is done."""
+    """Encode texts one by one, then denoise all latents at once. Does nothing if that is impossible or pointless."""
     for video in videos:
         encode(video)
     first = videos[0].resolved
@@ -66,7 +66,7 @@ def takes_several(job: Job) -> bool:
 
 
 def encode(video: Video) -> None:
-    """What comes before denoising, or was made of it in an earlier try."""
+    """Run the stages before denoising, or read their results from an earlier attempt."""
     job = find_job(inputs.with_texts(video.config))
     values = read_results(job).values
     video.resolved = session.resolve(job, list(job.graph.stages), video.listener)
@@ -77,7 +77,7 @@ def encode(video: Video) -> None:
 
 
 def several_of(resolved: Resolved, seeds: list[int]) -> Resolved | None:
-    """Videos like this one, to be denoised together; None where there is no memory for them, which is told."""
+    """A batch of videos like this one; None, with a log message, if they do not fit in memory."""
     several = replace(resolved, seeds=tuple(seeds))
     loaded = [component for component in session.components.values() if component.is_loaded()]
     weights = sum(tensor.bytes_per_device for component in loaded for tensor in component.specs.values())
@@ -91,7 +91,7 @@ def several_of(resolved: Resolved, seeds: list[int]) -> Resolved | None:
 
 
 def to_each(videos: list[Video]) -> Listener:
-    """Steps and previews to the video they are of, the rest to all. Latents are not one video's yet."""
+    """Steps and previews go to their video, other events to all; not Finished, whose latents are those of the batch."""
 
     def emit(event: Event) -> None:
         for place, video in enumerate(videos):

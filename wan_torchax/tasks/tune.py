@@ -1,10 +1,10 @@
-"""task=tune: which of the listed values is fastest, for one shape on the device that is here.
+"""task=tune: finds the fastest of the listed values for one shape on this machine's device.
 
     python run.py task=tune model=wan21_t2v_14b resolution=720p mesh=v6e_8 attention=splash_v6e
 
-Every combination of `tune.search` is compiled, warmed up and timed with the device in step with the clock; what is
-refused or does not compile is told and passed over. Keys under attention.self or attention.cross time that attention
-alone; any other key times the whole denoising step, on weights of zeros. The winner is written as
+Every combination of `tune.search` is compiled, warmed up and timed with synchronized calls; invalid combinations and
+those that do not compile are reported and skipped. Keys under attention.self or attention.cross time only that
+attention; any other key times the whole denoising step, with zero weights. The winner is written to
 conf/attention/<device>_<shape>.yaml.
 """
 import dataclasses
@@ -61,7 +61,7 @@ def tune(config, folder: Path, overrides=(), conf: Path = CONF) -> float:
 
 
 def with_kernels(config, resolved: Resolved):
-    """The config with the kernels that serve here in place of `kernel: auto`, so that their blocks can be changed."""
+    """The config with `kernel: auto` replaced by the kernels for these devices, so that their blocks can be changed."""
     chosen = config.copy()
     OmegaConf.update(chosen, "attention", OmegaConf.to_container(resolved.config.attention))
     return chosen
@@ -72,7 +72,7 @@ def in_words(row: dict) -> str:
 
 
 def try_one(config, values: dict) -> dict:
-    """Seconds of one combination, or why there are none."""
+    """Seconds of one combination, or its error."""
     changed = config.copy()
     try:
         for key, value in values.items():
@@ -94,7 +94,7 @@ def program(resolved: Resolved, values: dict) -> Callable:
 
 
 def attention_call(resolved: Resolved, part: str) -> Callable:
-    """One attention of the transformer, at the config's shape, on the config's mesh."""
+    """One attention of the transformer, with the config's shape and mesh."""
     config, mesh, dtype = resolved.config, resolved.mesh, resolved.config.model.dtype.transformer
     heads, head_dim = resolved.family.heads(config.model.architecture)
     batch = prompt_count(config) if config.guidance == "batched" else 1
@@ -102,7 +102,7 @@ def attention_call(resolved: Resolved, part: str) -> Callable:
     kernel = Kernel(**config.attention[part])
     attend = Attend(head_dim, kernel, parallel_of(config.sharding), mesh, cross=part == "cross")
 
-    # On every device whole: each takes its part, and nothing travels that the step would not send too.
+    # Replicated: each device takes its part, and there is no communication that the step would not have too.
     @functools.partial(jax.jit, static_argnums=1, out_shardings=replicated(mesh))
     def make(seed, length):
         return jax.random.normal(jax.random.key(seed), (batch, length, heads * head_dim), dtype)
@@ -112,7 +112,7 @@ def attention_call(resolved: Resolved, part: str) -> Callable:
 
 
 def step_call(resolved: Resolved) -> Callable:
-    """One denoising step on weights of zeros, which take as long as any."""
+    """One denoising step with zero weights, which take as long as any."""
     name = main_stage(resolved.graph)
     stage = session.build(resolved, [name])[name]
     compiled = stage.programs.lower()[stage.usual_program].compile()
@@ -146,7 +146,7 @@ def shape_name(config) -> str:
 
 
 def write_winner(config, resolved: Resolved, best: dict, tried: int, conf: Path) -> Path:
-    """conf/attention/<device>_<shape>.yaml: both kernels in full, the figures in its header."""
+    """Write conf/attention/<device>_<shape>.yaml: both kernels in full, with the figures in a header."""
     chosen = config.copy()
     for key, value in best["values"].items():
         OmegaConf.update(chosen, key, value)
