@@ -41,7 +41,8 @@ def main() -> None:
         }
         rows.append(row(model, models[model]))
     versions = {name: importlib.metadata.version(name) for name in ("diffusers", "torch", "torchax", "jax")}
-    result = {"command": "python benchmarks/port.py", "versions": versions, "models": models, "rows": rows}
+    result = {"command": "python benchmarks/port.py", "device": "CPU", "n": 1, "versions": versions}
+    result |= {"models": models, "rows": rows}
     (ROOT / "benchmarks/results/port.json").write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     print("\n".join(rows))
 

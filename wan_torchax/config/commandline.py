@@ -44,7 +44,7 @@ FOREIGN = {
     "sampler_name": "scheduler", "sample_solver": "scheduler", "lora": "adapter", "input_image": "image",
     "start_image": "image", "end_image": "last_image", "input_video": "video", "reference_images": "references",
     "model_path": "model.path", "ckpt_dir": "model.path", "output_dir": "hydra.run.dir",
-    "output_path": "hydra.run.dir", "save_file": "hydra.run.dir", "crf": "output.quality", "port": "serve.port",
+    "output_path": "hydra.run.dir", "save_file": "hydra.run.dir", "crf": "output.quality",
     "host": "serve.host",
 }
 FLAGS = (  # Hydra's
