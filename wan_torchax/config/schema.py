@@ -132,6 +132,7 @@ class Model:
     guidance_scale_2: Optional[float] = None  # of the second expert; null: the same
     flow_shift: Optional[float] = None  # null: as the resolution says
     area: int = 480 * 832  # pixels, frames and rate of resolution=auto
+    buckets: bool = False  # whether its sizes are those of config.inputs.nearest_bucket
     frames: int = 81
     fps: int = 16
     size_multiple: int = 16
