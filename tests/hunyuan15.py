@@ -105,7 +105,8 @@ def model(name: str = "hunyuan15_t2v_480p", **changes) -> list[str]:
     parts = {"transformer": TRANSFORMER | changes, "vae": VAE, "text_encoder": QWEN, "text_encoder_2": T5}
     if "i2v" in name:
         parts["image_encoder"] = SIGLIP
-    rows = [f"++model.architecture.{part}.{key}={value}" for part, values in parts.items() for key, value in values.items()]
+    keys = [(part, key, value) for part, values in parts.items() for key, value in values.items()]
+    rows = [f"++model.architecture.{part}.{key}={value}" for part, key, value in keys]
     dtypes = [f"model.dtype.{part}=float32" for part in parts]
     return [
         f"model={name}", f"model.path={checkpoint(**changes)}", *rows, *dtypes, f"model.text_tokens={TOKENS}",

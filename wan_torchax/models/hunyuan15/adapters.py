@@ -38,7 +38,8 @@ TIMES = {
 }
 IMAGE = {0: "norm_in", 1: "linear_1", 3: "linear_2", 4: "norm_out"}
 REST: dict[str, str | Rows] = {
-    **{f"{name}.mlp.{old}": f"{theirs}.linear_{new}" for name, theirs in TIMES.items() for old, new in ((0, 1), (2, 2))},
+    **{f"{name}.mlp.{old}": f"{theirs}.linear_{new}"
+       for name, theirs in TIMES.items() for old, new in ((0, 1), (2, 2))},
     **{f"txt_in.c_embedder.linear_{number}": f"{TEXT}.time_text_embed.text_embedder.linear_{number}"
        for number in (1, 2)},
     **{f"byt5_in.fc{number}": f"{TEXT}_2.linear_{number}" for number in (1, 2, 3)},
@@ -73,8 +74,8 @@ LISTS = {  # likewise, patterns of the lists of blocks
 
 
 def translate(module: str, native: bool) -> str | Rows | None:
-    """A module's name in diffusers: double_blocks.0.img_attn_q -> transformer_blocks.0.attn.to_q; None if there is no such
-    module."""
+    """A module's name in diffusers: double_blocks.0.img_attn_q -> transformer_blocks.0.attn.to_q; None if it is no
+    module of the model."""
     *blocks, rest = TABLES[native]
     for pattern, theirs, names in zip(LISTS[native], ("transformer_blocks", REFINER_BLOCKS), blocks):
         if match := re.fullmatch(rf"{pattern}[._](\d+)[._](.+)", module):

@@ -3,9 +3,9 @@
     forward = denoiser(module, settings)                        # settings: models.family.Forward
     output = forward(arrays, latents, time, conditions)         # inside jax.jit
 
-A block has two streams, the video's tokens and those of prompt, glyphs and image, with weights of their own; both attend
-to both. How many of the second stream are valid differs from prompt to prompt, so they are sorted to its front and
-counted. The modulation of all blocks depends on the time alone and is computed before the first.
+A block has two streams, the video's tokens and those of prompt, glyphs and image, with weights of their own; both
+attend to both. How many of the second stream are valid differs from prompt to prompt, so they are sorted to its front
+and counted. The modulation of all blocks depends on the time alone and is computed before the first.
 """
 import functools
 import math
@@ -169,7 +169,8 @@ def glyph_tokens(arrays: dict, glyphs):
 
 
 def image_tokens(arrays: dict, image):
-    hidden = linear(arrays, "image_embedder.linear_1", norm(arrays, "image_embedder.norm_in", image, PROJECTION_EPSILON))
+    normed = norm(arrays, "image_embedder.norm_in", image, PROJECTION_EPSILON)
+    hidden = linear(arrays, "image_embedder.linear_1", normed)
     hidden = linear(arrays, "image_embedder.linear_2", jax.nn.gelu(hidden, approximate=False))
     return norm(arrays, "image_embedder.norm_out", hidden, PROJECTION_EPSILON)
 

@@ -1,4 +1,4 @@
-"""HunyuanVideo 1.5's prompts to token ids: Qwen's in a chat, ByT5's of the texts that a prompt quotes. No JAX, no torch."""
+"""HunyuanVideo 1.5's prompts to token ids: Qwen's of a chat, ByT5's of the texts that a prompt quotes. No JAX."""
 import re
 
 import numpy
@@ -13,9 +13,7 @@ ASPECTS = (
     "5. camera angles, movements, and transitions used in the video.",
 )
 SYSTEM = (" " * 9).join(ASPECTS)
-CHAT = (
-    "<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
-)
+CHAT = "<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
 CROPPED = 108  # tokens before the prompt: their embeddings are not used
 GLYPH_TOKENS = 256
 BYTES, END = 3, 1  # ByT5's ids: of byte 0, and of the end; padding is 0

@@ -1,4 +1,4 @@
-"""HunyuanVideo 1.5's text encoders: Qwen2.5-VL's language model in JAX, ByT5's encoder. Imports torch and transformers."""
+"""HunyuanVideo 1.5's text encoders: Qwen2.5-VL's language model in JAX, and ByT5's. Imports torch and transformers."""
 import jax
 import jax.numpy as jnp
 import torch
@@ -28,8 +28,8 @@ def unused(architecture) -> tuple[str, ...]:
 
 
 def encode(module, arrays, ids, mask):
-    """Embeddings (prompts, tokens, width) of what follows the template's beginning, zero where there is padding, and how
-    many there are."""
+    """Embeddings (prompts, tokens, width) of what follows the template's beginning, zero where there is padding, and
+    how many there are."""
     hidden = arrays["embed_tokens.weight"][ids]
     for number in range(len(module.layers)):
         own = {name.removeprefix(start): array for name, array in arrays.items()
@@ -40,8 +40,8 @@ def encode(module, arrays, ids, mask):
 
 
 def layer(arrays: dict, hidden, heads: int, theta: float, epsilon: float):
-    """Causal attention in which several heads share keys and values, and a gated feed-forward. Padding is at the end, so
-    no other token sees it."""
+    """Causal attention in which several heads share keys and values, and a gated feed-forward. Padding is at the end,
+    so no other token sees it."""
     head_dim = arrays["self_attn.q_proj.weight"].shape[0] // heads
 
     def project(name, array):
