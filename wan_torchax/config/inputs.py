@@ -142,14 +142,31 @@ def is_picture(path: Path) -> bool:
     return path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 
 
-def side(name: str, area: int, multiple: int, *files: str | None) -> int:
-    """Height or width of a video of about this area, with the aspect ratio of the first file given; 0 if none is.
-    ${side:…} in conf/resolution/auto.yaml."""
+def side(name: str, area: int, multiple: int, buckets: bool, *files: str | None) -> int:
+    """Height or width of a video of about this area, or in the nearest bucket, with the aspect ratio of the first file
+    given; 0 if none is. ${side:…} in conf/resolution/auto.yaml."""
     width, height = next((aspect(Path(file)) for file in files if file is not None), (0, 0))
     if not (width and height):
         return 0
+    if buckets:
+        return nearest_bucket(height / width, area, multiple)[name == "width"]
     ratio = height / width if name == "height" else width / height
     return max(round((area * ratio) ** 0.5) // multiple * multiple, multiple)
+
+
+def nearest_bucket(ratio: float, area: int, multiple: int) -> tuple[int, int]:
+    """Height and width, in whole tiles of `multiple` pixels a side, of at most this area: of the ratios that are no
+    further from 1 the nearest. As in diffusers, whose ratios are rounded; at most 4 to 1."""
+    most = round(area / multiple**2)
+    heights, widths = [most], [1]
+    while heights[-1] > 1:
+        fits = (widths[-1] + 1) * heights[-1] <= most
+        heights.append(heights[-1] - (not fits))
+        widths.append(widths[-1] + fits)
+    buckets = [(h, w) for h, w in zip(heights, widths) if max(h, w) <= 4 * min(h, w)]
+    milder = [(h, w) for h, w in buckets if (round(h / w, 5) <= ratio if ratio >= 1 else round(h / w, 5) >= ratio)]
+    height, width = min(milder, key=lambda pair: abs(round(pair[0] / pair[1], 5) - ratio))
+    return height * multiple, width * multiple
 
 
 def aspect(path: Path) -> tuple[int, int]:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from wan_torchax.models.family import Family
 
 FAMILIES = {
+    "hunyuan15": "wan_torchax.models.hunyuan15.FAMILY",
     "wan": "wan_torchax.models.wan.FAMILY",
 }
 STAGES = {

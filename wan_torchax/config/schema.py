@@ -16,6 +16,7 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from wan_torchax.kernels.settings import Kernel, Products
 
 DTYPES = ("float32", "bfloat16", "float16")
+NOISES = ("float32", "bfloat16", "bfloat16_8bit")
 EIGHT_BITS = ("float8_e4m3fn", "int8")
 GUIDANCE = ("batched", "sequential")
 EXPERT_WEIGHTS = ("resident", "swapped")
@@ -124,6 +125,7 @@ class Model:
     scan_blocks: bool = offered(True)
     text_tokens: int = offered(512)
     dtype: dict[str, str] = offered(dict)  # by component
+    noise_dtype: str = offered("float32")  # in which torch would draw the noise; one of NOISES
     experts: list[str] = field(default_factory=lambda: ["transformer"])  # denoising components, from high noise to low
     boundary: Optional[float] = None  # noise level from 0 to 1, below which the second expert is used
     steps: int = 50
@@ -131,6 +133,7 @@ class Model:
     guidance_scale_2: Optional[float] = None  # of the second expert; null: the same
     flow_shift: Optional[float] = None  # null: the resolution's
     area: int = 480 * 832  # pixels, frames and rate of resolution=auto
+    buckets: bool = False  # whether its sizes are those of config.inputs.nearest_bucket
     frames: int = 81
     fps: int = 16
     size_multiple: int = 16
@@ -237,6 +240,7 @@ class Scheduler:
     target: str = MISSING  # a class in diffusers
     arguments: dict[str, Any] = field(default_factory=dict)
     sigmas: Optional[list[float]] = offered(None)  # noise at the start of each step, before the shift; null: default
+    linear: bool = offered(False)  # if sigmas are null: 1 - step / steps, shifted once; else the scheduler's default
     noise_scale: float = offered(1.0)  # of the initial latents
 
 

@@ -71,9 +71,11 @@ class PictureEncoding:
     shape: Callable[[DictConfig], tuple[int, ...]]  # of one image's tokens
     pixels: Callable[[DictConfig], tuple[int, ...]]  # shape of one image as `encode` takes it
     check: Callable[[Mapping[str, Path]], None]  # raises if the folders in `beside` are invalid
-    read: Callable[[Mapping[str, Path], Path], numpy.ndarray]  # (folders in `beside`, image) -> its pixels
+    # (folders in `beside`, image, config of the stage's keys) -> its pixels
+    read: Callable[[Mapping[str, Path], Path, DictConfig], numpy.ndarray]
     encode: Callable[..., jax.Array]  # traced: (module, arrays, pixels of all images) -> their tokens
     temporaries: Callable[[DictConfig], float] = lambda config: 0.0
+    settings: tuple[str, ...] = ()  # config keys that `read` reads
 
 
 @dataclass(frozen=True)
@@ -153,12 +155,21 @@ class Forward:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Where rows of a tensor belong that others lay out differently."""
+
+    names: tuple[str, ...]  # modules whose rows follow each other, as many of each
+    swapped: bool = False  # the first half of the rows is the module's second
+
+
+@dataclass(frozen=True)
 class AdapterNames:
     """How trainers name the modules of a family's transformer."""
 
     prefix: str  # pattern of prefixes before a module's name
     native: re.Pattern  # matches only diffusers' names
-    translate: Callable[[str, bool], str | None]  # (module, whether in diffusers' names) -> diffusers' name
+    # (module, whether in diffusers' names) -> diffusers' name, or several
+    translate: Callable[[str, bool], str | Rows | None]
     bare: tuple[str, ...] = ()  # suffixes of parameters that are not a module's `weight`
     modulation: Callable[[str], str | None] = lambda module: None  # the parameter that `diff_m` applies to
 
@@ -183,6 +194,8 @@ class Family:
     pictures: Mapping[str, PictureEncoding] = field(default_factory=dict)  # by output value
     encodings: Mapping[str, LatentEncoding] = field(default_factory=dict)  # by output value
     extra_frames: Callable[[DictConfig], int] = lambda config: 0  # latent frames before the video's
+    # Whether a step's forward pass takes the time after the step too, as condition `next_timestep`.
+    two_times: Callable[[DictConfig], bool] = lambda config: False
     norm: str | None = None  # QK norm: over the whole "width", or per "head"
     beside: Callable[[DictConfig], int] = lambda config: 0  # extra tokens in the video's self-attention
     problems: Callable[[DictConfig], Iterator[str]] = lambda config: iter(())  # mismatches of model and pipeline

@@ -88,9 +88,8 @@ def read_preprocessing(folder: Path) -> Preprocessing:
         raise ConfigError(f"{folder}: no readable preprocessor_config.json ({error!r}); download it again") from error
 
 
-def clip_picture(path: Path, how: Preprocessing) -> numpy.ndarray:
+def preprocessed(picture: Image.Image, how: Preprocessing) -> numpy.ndarray:
     """Float32 (3, height, width): resized, centre-cropped, normalized."""
-    picture = open_picture(path)
     if isinstance(how.size, int):
         width, height = picture.size
         short, long = sorted((width, height))

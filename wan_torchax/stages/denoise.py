@@ -39,7 +39,8 @@ class Denoise(Stage):
 
         state       slots: the latents (slot 0) and the scheduler's history, (slots, videos, channels, frames, …)
         schedule    timestep, coefficients (slots, slots + 1), guidance_scale of one step; if the scheduler draws
-                    noise, also the noise, shaped like the latents, and coefficients (slots, slots + 2)
+                    noise, also the noise, shaped like the latents, and coefficients (slots, slots + 2);
+                    next_timestep, 0 in the last step, if the family takes it (Family.two_times)
         conditions  further inputs of the transformer (Family.conditions): per-prompt ones have all videos' prompts
                     first, then their negative prompts; first_latent (1, channels, 1, height, width) is the noise-free
                     first latent frame
@@ -55,7 +56,7 @@ class Denoise(Stage):
     reads = (
         "seed", "steps", "strength", "guidance_scale", "guidance_scale_2", "model.experts", "model.boundary",
         "scheduler", "resolution.height", "resolution.width", "resolution.frames", "resolution.flow_shift", "cache",
-        "pipeline.inputs",
+        "pipeline.inputs", "model.noise_dtype",
     )
     reads_beside = ("expert_weights", "mesh.chip", "model.name", "model.curve")
 
@@ -70,6 +71,7 @@ class Denoise(Stage):
             "extra_frames": job.family.extra_frames(job.config),
             "slots": slots,
             "renoised": terms == slots + 2,
+            "two_times": job.family.two_times(job.config),
             "conditions": {
                 value: job.family.conditions[value].shape(job)
                 for value in job.graph.stages[name].takes if value in job.family.conditions
@@ -160,6 +162,8 @@ class Denoise(Stage):
         schedule = {"timestep": array(), "coefficients": array(slots, terms), "guidance_scale": array()}
         if derived["renoised"]:
             schedule["noise"] = array(*derived["latent_shape"])
+        if derived["two_times"]:
+            schedule["next_timestep"] = array()
         if derived["rests"]:
             schedule |= {"rest_weights": array(2), "resting": array()}
         conditions = {}
@@ -266,7 +270,7 @@ class Denoise(Stage):
         """The initial noise of a video, then the noise of each step. Segments of a video continue one generator."""
         shape = 1, *self.recipe.derived["latent_shape"][1:]
         drawn = 1 + (len(table.timesteps) if self.recipe.derived["renoised"] else 0)
-        return itertools.islice(noises(seed, shape), view.segment * drawn, None)
+        return itertools.islice(noises(seed, shape, view.config.model.noise_dtype), view.segment * drawn, None)
 
     def first_arguments(self, config, table, values, draws):
         """State, schedule and conditions of the first step, on the devices."""
@@ -356,7 +360,8 @@ def schedule_rows(config, table) -> dict[str, numpy.ndarray]:
         for place, timestep in enumerate(table.timesteps)
     ]
     return {
-        "timestep": table.timesteps, "coefficients": table.coefficients, "guidance_scale": numpy.float32(scales),
+        "timestep": table.timesteps, "next_timestep": numpy.append(table.timesteps[1:], numpy.float32(0)),
+        "coefficients": table.coefficients, "guidance_scale": numpy.float32(scales),
         "rest_weights": caching.rest_weights(config, count),
     }
 

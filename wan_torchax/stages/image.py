@@ -29,6 +29,10 @@ class Image(Stage):
     def derived(cls, name, job):
         return {"pictures": list(job.graph.stages[name].takes)}
 
+    @classmethod
+    def reads_for(cls, name, job):
+        return *cls.reads, *cls.encoding(name, job).settings
+
     def build(self):
         encoding = self.family.pictures[self.gives[0]]
         module, own = self.module(encoding.component), self.family.described_by(encoding.component)
@@ -50,7 +54,8 @@ class Image(Stage):
 
     def run(self, view, values, emit):
         read, folders = self.family.pictures[self.gives[0]].read, self.folders(view)
-        pixels = numpy.stack([read(folders, Path(values[name])) for name in self.recipe.derived["pictures"]])
+        paths = [Path(values[name]) for name in self.recipe.derived["pictures"]]
+        pixels = numpy.stack([read(folders, path, view.config) for path in paths])
         embeddings = numpy.asarray(self("encode", *self.programs.put("encode", (pixels,)))).astype(numpy.float32)
         if not numpy.isfinite(embeddings).all():
             component = self.programs.entries["encode"].component

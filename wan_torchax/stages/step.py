@@ -52,6 +52,7 @@ class Step:
         latents = with_first(latents, conditions)
         prompted = {name: conditions[name][: self.prompts * len(latents)] for name in self.by_prompt}
         kept = {} if residual is None else {"residual": residual}
+        conditions = conditions | {name: schedule[name] for name in ("next_timestep",) if name in schedule}
 
         def one(own: dict) -> Output:
             own = dict(own)

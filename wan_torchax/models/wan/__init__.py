@@ -70,10 +70,11 @@ def check_clip(folders) -> None:
     read_preprocessing(folders["image_processor"])
 
 
-def read_for_clip(folders, path):
-    from wan_torchax.models.pictures import clip_picture, read_preprocessing
+def read_for_clip(folders, path, config):
+    from wan_torchax.config.frames import open_picture
+    from wan_torchax.models.pictures import preprocessed, read_preprocessing
 
-    return clip_picture(path, read_preprocessing(folders["image_processor"]))
+    return preprocessed(open_picture(path), read_preprocessing(folders["image_processor"]))
 
 
 def clip_tokens(config) -> int:
