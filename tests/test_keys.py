@@ -29,6 +29,7 @@ SMALL = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "
 # What a leaf is changed to, by its name, where a number more or another letter would not do.
 OTHERS = {
     r"model\.dtype\..*": "bfloat16",
+    r"model\.noise_dtype": "bfloat16",
     r"attention\.devices": {"cpu": "xla"},
     r"stages": ["text"],
     r"guidance": "sequential",

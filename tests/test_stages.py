@@ -61,6 +61,31 @@ def test_noise_is_torchs_to_the_last_bit_or_two(seed, shape):
     numpy.testing.assert_allclose(sampling.noise(seed, shape), expected, rtol=1e-6, atol=4e-6)
 
 
+@pytest.mark.parametrize("seed", [0, 2025])
+def test_noise_in_bfloat16_is_torchs(seed):
+    """Torch 2.13 draws it from other bits than 2.10. Values on the edge between two may round to either."""
+    shape, recent = (2, 16, 3, 5, 7), torch.__version__ >= "2.13"
+    expected = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.bfloat16)
+    drawn = sampling.noise(seed, shape, "bfloat16" if recent else "bfloat16_8bit")
+    assert (drawn != expected.float().numpy()).mean() < 1e-3
+    numpy.testing.assert_allclose(drawn, expected.float().numpy(), rtol=2**-7)
+
+
+def test_noise_of_eight_bits_has_few_values():
+    drawn = sampling.noise(0, (1, 16, 5, 16, 16), "bfloat16_8bit")
+    assert drawn.max() <= 3.34 and abs(drawn.std() - 1) < 0.05
+    numpy.testing.assert_allclose(drawn[0, 0, 0, 0, :4], [1.4609375, 0.29101562, 0.9609375, 1.5703125], rtol=1e-6)
+    assert numpy.array_equal(sampling.rounded(drawn), drawn)
+
+
+def test_linear_sigmas_are_shifted_once():
+    config = make_config("scheduler=flow_euler", "steps=50", "resolution.flow_shift=7")
+    times = sampling.scheduler_table(config).timesteps
+    numpy.testing.assert_allclose(times[-3:], [308.8235, 225.8065, 125.0], rtol=1e-5)
+    twice = sampling.scheduler_table(make_config("scheduler=euler", "steps=50", "resolution.flow_shift=7")).timesteps
+    assert abs(twice[-1] - 46.8) < 0.1
+
+
 def test_noise_is_the_seed_alone():
     first, again, other = (sampling.noise(seed, (1, 16, 5, 16, 16)) for seed in (1, 1, 2))
     assert numpy.array_equal(first, again) and not numpy.array_equal(first, other)
@@ -116,7 +141,8 @@ def test_the_decode_programs_do_not_grow_with_the_video():
 
 
 def test_numbers_that_overflow_stop_the_run_and_write_nothing(generate, tmp_path, monkeypatch):
-    monkeypatch.setattr(denoise, "noises", lambda seed, shape: iter([numpy.full(shape, numpy.inf, numpy.float32)]))
+    infinite = numpy.float32(numpy.inf)
+    monkeypatch.setattr(denoise, "noises", lambda seed, shape, dtype: iter([numpy.full(shape, infinite)]))
     message = r"after step 1 of 3: the checkpoint may be damaged; a guidance_scale that is too high"
     with pytest.raises(NotFinite, match=message):
         generate()

@@ -16,6 +16,7 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from wan_torchax.kernels.settings import Kernel, Products
 
 DTYPES = ("float32", "bfloat16", "float16")
+NOISES = ("float32", "bfloat16", "bfloat16_8bit")
 EIGHT_BITS = ("float8_e4m3fn", "int8")
 GUIDANCE = ("batched", "sequential")
 EXPERT_WEIGHTS = ("resident", "swapped")
@@ -123,6 +124,7 @@ class Model:
     scan_blocks: bool = offered(True)
     text_tokens: int = offered(512)
     dtype: dict[str, str] = offered(dict)  # by component
+    noise_dtype: str = offered("float32")  # that the noise is drawn in, like torch; one of NOISES
     experts: list[str] = field(default_factory=lambda: ["transformer"])  # components that denoise, from much noise on
     boundary: Optional[float] = None  # of the noise, from 0 to 1: below it the second expert works
     steps: int = 50
@@ -236,6 +238,7 @@ class Scheduler:
     target: str = MISSING  # a class in diffusers
     arguments: dict[str, Any] = field(default_factory=dict)
     sigmas: Optional[list[float]] = offered(None)  # noise at the start of each step, before the shift; null: its own
+    linear: bool = offered(False)  # where sigmas are null: 1 - step / steps, shifted once; else the scheduler's own
     noise_scale: float = offered(1.0)  # of the first latents
 
 

@@ -32,6 +32,7 @@ from wan_torchax.config.schema import (
     ENDS,
     EXPERT_WEIGHTS,
     GUIDANCE,
+    NOISES,
     PLATFORMS,
     ConfigError,
     Op,
@@ -103,6 +104,7 @@ def choice_problems(config: DictConfig) -> Iterator[str]:
     yield from one_of("guidance", config.guidance, GUIDANCE)
     for component, dtype in config.model.dtype.items():
         yield from one_of(f"model.dtype.{component}", dtype, DTYPES)
+    yield from one_of("model.noise_dtype", config.model.noise_dtype, NOISES)
     if config.compile.matmul_precision is not None:
         yield from one_of(
             "compile.matmul_precision", config.compile.matmul_precision, ("default", "high", "highest")
@@ -255,6 +257,8 @@ def sigma_problems(config: DictConfig) -> Iterator[str]:
     scheduler = config.scheduler
     if not 0 < scheduler.noise_scale <= 10:
         yield f"scheduler.noise_scale={scheduler.noise_scale}: must be above 0 and at most 10; usual 1.0"
+    if scheduler.linear and scheduler.target not in SIGMAS_TAKEN:
+        yield f"scheduler.linear=true: {scheduler.target} takes no sigmas; use scheduler=flow_euler"
     if scheduler.sigmas is None:
         return
     sigmas = list(scheduler.sigmas)

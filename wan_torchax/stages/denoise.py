@@ -55,7 +55,7 @@ class Denoise(Stage):
     reads = (
         "seed", "steps", "strength", "guidance_scale", "guidance_scale_2", "model.experts", "model.boundary",
         "scheduler", "resolution.height", "resolution.width", "resolution.frames", "resolution.flow_shift", "cache",
-        "pipeline.inputs",
+        "pipeline.inputs", "model.noise_dtype",
     )
     reads_beside = ("expert_weights", "mesh.chip", "model.name", "model.curve")
 
@@ -266,7 +266,7 @@ class Denoise(Stage):
         """The initial noise of a video, then the noise of each step. Segments of a video continue one generator."""
         shape = 1, *self.recipe.derived["latent_shape"][1:]
         drawn = 1 + (len(table.timesteps) if self.recipe.derived["renoised"] else 0)
-        return itertools.islice(noises(seed, shape), view.segment * drawn, None)
+        return itertools.islice(noises(seed, shape, view.config.model.noise_dtype), view.segment * drawn, None)
 
     def first_arguments(self, config, table, values, draws):
         """State, schedule and conditions of the first step, on the devices."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy
 from omegaconf import OmegaConf
 
@@ -62,6 +63,8 @@ def scheduler_table(config, store: Store | None = None) -> Table:
     target, arguments = config.scheduler.target, OmegaConf.to_container(config.scheduler.arguments, resolve=True)
     try:
         sigmas = config.scheduler.sigmas and tuple(config.scheduler.sigmas)
+        if sigmas is None and config.scheduler.linear:
+            sigmas = tuple(1 - step / config.steps for step in range(config.steps))
         steps = Steps(config.steps, sigmas, steps_skipped(config))
         return find_table(target, json.dumps(arguments, sort_keys=True), steps, store)
     except ConfigError:
@@ -181,18 +184,20 @@ class Slot:
             getattr(scheduler, self.name)[self.index] = value
 
 
-def noise(seed: int, shape: tuple[int, ...]) -> numpy.ndarray:
+def noise(seed: int, shape: tuple[int, ...], dtype: str = "float32") -> numpy.ndarray:
     """The initial noise."""
-    return next(noises(seed, shape))
+    return next(noises(seed, shape, dtype))
 
 
-def noises(seed: int, shape: tuple[int, ...]) -> Iterator[numpy.ndarray]:
+def noises(seed: int, shape: tuple[int, ...], dtype: str = "float32") -> Iterator[numpy.ndarray]:
     """The initial noise, then the noise of each step: the same on every backend and mesh, matching torch's CPU
     generator, which diffusers uses.
 
     Like torch: 24 bits of each Mersenne Twister output, turned into normal values in groups of 16 by Box-Muller.
-    Torch's values can differ in the last bit, as they do between CPUs.
+    Torch's values can differ in the last bit, as they do between CPUs. `dtype` is what torch would draw, one of
+    schema.NOISES; the arrays are float32.
     """
+    normal, bits = NORMALS[dtype]
     twister, size = numpy.random.MT19937(), math.prod(shape)
     # RandomState seeds like torch and the reference implementation; MT19937(seed) hashes the seed first.
     twister.state = numpy.random.RandomState(seed).get_state(legacy=False)
@@ -200,16 +205,16 @@ def noises(seed: int, shape: tuple[int, ...]) -> Iterator[numpy.ndarray]:
         raise ValueError(f"noise of {size} values: torch draws fewer than {GROUP} in another way")
     while True:
         values, rest = numpy.empty(size, numpy.float32), size % GROUP
-        drawn = uniform(twister, size)
+        drawn = uniform(twister, size, bits)
         values[: size - rest] = normal(drawn[: size - rest])
         if rest:  # torch redraws the last 16
-            values[-GROUP:] = normal(uniform(twister, GROUP))
+            values[-GROUP:] = normal(uniform(twister, GROUP, bits))
         yield values.reshape(shape)
 
 
-def uniform(twister, count: int) -> numpy.ndarray:
-    """Uniform values in [0, 1), like torch's float32 ones."""
-    return (twister.random_raw(count) & 0xFFFFFF) * 2.0**-24
+def uniform(twister, count: int, bits: int) -> numpy.ndarray:
+    """Uniform values in [0, 1) from this many bits of each output."""
+    return (twister.random_raw(count) & (2**bits - 1)) * 2.0**-bits
 
 
 def normal(drawn: numpy.ndarray) -> numpy.ndarray:
@@ -219,3 +224,27 @@ def normal(drawn: numpy.ndarray) -> numpy.ndarray:
     angle = (2 * math.pi * second).astype(numpy.float32).astype(numpy.float64)
     pair = numpy.stack([numpy.cos(angle), numpy.sin(angle)], axis=1).astype(numpy.float32)
     return (radius[:, None] * pair).reshape(-1)
+
+
+def normal_bfloat16(drawn: numpy.ndarray) -> numpy.ndarray:
+    """Like torch 2.13: computed in float32, rounded once."""
+    return rounded(normal(drawn))
+
+
+def normal_bfloat16_8bit(drawn: numpy.ndarray) -> numpy.ndarray:
+    """Like torch 2.10: every operation rounded to bfloat16, so that there are few different values."""
+    first, second = numpy.moveaxis(drawn.reshape(-1, 2, GROUP // 2), 1, 0)
+    radius = rounded(numpy.sqrt(rounded(-2 * rounded(numpy.log(rounded(1 - first))))))
+    angle = rounded(2 * math.pi * second)
+    pair = numpy.stack([rounded(numpy.cos(angle)), rounded(numpy.sin(angle))], axis=1)
+    return rounded(radius[:, None] * pair).reshape(-1)
+
+
+def rounded(values: numpy.ndarray) -> numpy.ndarray:
+    """Float32, rounded to bfloat16."""
+    return values.astype(numpy.float32).astype(ml_dtypes.bfloat16).astype(numpy.float32)
+
+
+NORMALS = {  # dtype -> how normal values are made, from how many bits
+    "float32": (normal, 24), "bfloat16": (normal_bfloat16, 24), "bfloat16_8bit": (normal_bfloat16_8bit, 8),
+}
