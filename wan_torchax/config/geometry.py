@@ -45,8 +45,8 @@ class Geometry:
 
 def guided(config) -> bool:
     """Whether there is classifier-free guidance, which needs the negative prompt and twice the work. As in diffusers,
-    a scale of 1 or less is none."""
-    return config.guidance_scale > 1
+    a scale of 1 or less is none. A model that was distilled with guidance takes the scale as an input instead."""
+    return config.guidance_scale > 1 and "guidance_scale" not in config.pipeline.inputs.values()
 
 
 def expert_at(config, timestep: float) -> str:

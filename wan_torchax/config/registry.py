@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 FAMILIES = {
     "wan": "wan_torchax.models.wan.FAMILY",
+    "flux": "wan_torchax.models.flux.FAMILY",
 }
 STAGES = {
     "text": "wan_torchax.stages.text.Text",

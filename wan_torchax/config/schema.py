@@ -5,6 +5,7 @@ heavy loads. What types cannot say, validation.py checks.
 """
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -45,6 +46,14 @@ def home() -> str:
     return folder if folder != "~" else tempfile.gettempdir()
 
 
+def shift_by_size(height: int, width: int, token: int, first: list, second: list) -> float:
+    """The flow shift of an image whose tokens have so many pixels a side: e to a power that grows with their number, on
+    a line through two points (tokens, power): ${shift_by_size:1024,1024,16,[256,0.5],[4096,1.15]}."""
+    slope = (second[1] - first[1]) / (second[0] - first[0])
+    return math.exp(first[1] + slope * (height * width / token**2 - first[0]))
+
+
+OmegaConf.register_new_resolver("shift_by_size", shift_by_size, replace=True)
 OmegaConf.register_new_resolver("longer_side", longer_side, replace=True)
 
 
