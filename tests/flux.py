@@ -3,9 +3,11 @@
     flux.model("dev")                       # overrides for one of KINDS; its checkpoint is made once a session
     flux.in_diffusers("dev", config)        # embeddings, pooled, latents and the image
 """
+import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.conftest import FOLDER, ROOT
@@ -43,11 +45,15 @@ def randomize(module, seed: int = 0):
 
 
 def checkpoint(kind: str) -> Path:
-    folder = Path(FOLDER) / "models" / f"flux_{kind}"
+    return made_once(Path(FOLDER) / "models" / f"flux_{kind}", lambda folder: make_checkpoint(folder, kind))
+
+
+def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """A folder that is made by whoever asks first."""
     if not folder.exists():
         folder.parent.mkdir(exist_ok=True)
-        mine = Path(tempfile.mkdtemp(dir=folder.parent)) / kind
-        make_checkpoint(mine, kind)
+        mine = Path(tempfile.mkdtemp(dir=folder.parent)) / folder.name
+        make(mine)
         try:
             os.rename(mine, folder)
         except OSError:  # the other worker was first, with the same numbers
@@ -63,8 +69,7 @@ def make_checkpoint(folder: Path, kind: str) -> None:
     demo = ROOT / "models" / "demo"
     for name in ("tokenizer", "tokenizer_2"):
         shutil.copytree(demo / "tokenizer", folder / name)
-    vocabulary = transformers.AutoConfig.from_pretrained(demo / "text_encoder").vocab_size
-    clip, t5 = (dict(own, vocab_size=vocabulary) for own in (CLIP, T5))
+    clip, t5 = (dict(own, vocab_size=vocabulary()) for own in (CLIP, T5))
     modules = {
         "transformer": diffusers.FluxTransformer2DModel(**TRANSFORMER | KINDS[kind]),
         "text_encoder": transformers.CLIPTextModel(transformers.CLIPTextConfig(**clip)),
@@ -74,6 +79,10 @@ def make_checkpoint(folder: Path, kind: str) -> None:
     for number, (name, module) in enumerate(modules.items()):
         randomize(module, number).save_pretrained(folder / name)
     name_as_on_the_hub(folder / "text_encoder" / "model.safetensors")
+
+
+def vocabulary() -> int:
+    return json.loads((ROOT / "models" / "demo" / "text_encoder" / "config.json").read_text())["vocab_size"]
 
 
 def name_as_on_the_hub(file: Path) -> None:
@@ -86,20 +95,18 @@ def name_as_on_the_hub(file: Path) -> None:
 
 def model(kind: str = "dev") -> list[str]:
     """The config of a model for this checkpoint."""
-    import transformers
-
     folder = checkpoint(kind)
-    vocabulary = transformers.AutoConfig.from_pretrained(ROOT / "models" / "demo" / "text_encoder").vocab_size
     shown = {
-        "transformer": TRANSFORMER, "text_encoder": CLIP | dict(vocab_size=vocabulary),
-        "text_encoder_2": T5 | dict(vocab_size=vocabulary), "vae": VAE,
+        "transformer": TRANSFORMER, "text_encoder": CLIP | dict(vocab_size=vocabulary()),
+        "text_encoder_2": T5 | dict(vocab_size=vocabulary()), "vae": VAE,
     }
     return [
         f"model=flux1_{kind}", f"model.path={folder}", f"model.text_tokens={TOKENS}", "model.min_size=16",
         *(f"model.dtype.{component}=float32" for component in shown),
         *(f"++model.architecture.{component}.{name}={value}" for component, values in shown.items()
           for name, value in values.items()),
-        f"prompt={PROMPT}", "model.noise_dtype=float32", f"negative_prompt={NEGATIVE}", "steps=3", "output.keep_frames=true",
+        "model.noise_dtype=float32", "steps=3", "output.keep_frames=true", f"prompt={PROMPT}",
+        f"negative_prompt={NEGATIVE}",
     ]
 
 

@@ -53,6 +53,18 @@ def shift_by_size(height: int, width: int, token: int, first: list, second: list
     return math.exp(first[1] + slope * (height * width / token**2 - first[0]))
 
 
+def shift_by_steps(height: int, width: int, token: int, steps: int, lines: list, most: int) -> float:
+    """The flow shift of an image and a number of steps: e to a power on a line between two numbers of steps, each with
+    a line in the image's tokens (steps, slope, power at none); above `most` tokens the second alone:
+    ${shift_by_steps:1024,1024,16,4,[[10,8.7e-5,1.9],[200,1.7e-4,0.46]],4300}."""
+    few, many = lines
+    tokens = height * width // token**2
+    low, high = (slope * tokens + power for _, slope, power in (few, many))
+    share = 1 if tokens > most else (steps - few[0]) / (many[0] - few[0])
+    return math.exp(low + share * (high - low))
+
+
+OmegaConf.register_new_resolver("shift_by_steps", shift_by_steps, replace=True)
 OmegaConf.register_new_resolver("shift_by_size", shift_by_size, replace=True)
 OmegaConf.register_new_resolver("longer_side", longer_side, replace=True)
 

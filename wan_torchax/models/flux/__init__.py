@@ -87,8 +87,13 @@ def problems(config) -> Iterator[str]:
     channels = geometry(config.model.architecture).channels * PATCH**2
     if transformer["in_channels"] != channels:
         yield f"{model}: the transformer takes {transformer['in_channels']} channels, its VAE's latents give {channels}"
+    yield from unserved(config)
+
+
+def unserved(config) -> Iterator[str]:
+    """Options that the blocks do not have."""
     if config.products.kernel == "pallas":
-        yield f"products={config.products.name}: is for Wan's blocks; {model} needs products=xla"
+        yield f"products.kernel=pallas: model={config.model.name} has no layers for it; use products=xla"
     if config.attention.self.window is not None:
         yield f"attention.self.window={config.attention.self.window}: text and image attend to each other; set null"
 

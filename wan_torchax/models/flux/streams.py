@@ -1,13 +1,125 @@
-"""What the FLUX transformers share: packed latents, RoPE over several axes, text and image tokens as one sequence."""
-import math
+"""What the FLUX transformers share: two stacks of blocks on text and image tokens, packed latents, RoPE over axes.
 
+Double blocks have weights of their own for text and image, which attend together; single blocks take both as one
+sequence, and compute attention and feed-forward side by side.
+"""
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
 import jax.numpy as jnp
 import numpy
 
-from wan_torchax.models.family import Forward
-from wan_torchax.models.loop import plain_norm
+from wan_torchax.kernels.attention import GUARDED, Attend
+from wan_torchax.kernels.rotary import normalized
+from wan_torchax.models.family import Forward, Output
+from wan_torchax.models.loop import Blocks, Layer, no_rows, pad_tokens, plain_norm, token_sharding
 
 EPSILON = 1e-6  # of all norms
+
+
+class Context(NamedTuple):
+    """Inputs shared by all blocks."""
+
+    attend: Attend
+    rotary: list[jax.Array]  # cosines and sines (tokens, head_dim)
+    texts: int  # tokens of the text
+    parts: int  # of the sequence of text and image, see `joined`
+    modulation: Any  # what the model's blocks are modulated with
+
+
+class Names(NamedTuple):
+    """The layers of a stream's attention in a double block."""
+
+    projections: tuple[str, str, str]  # query, key and value
+    norms: tuple[str, str]  # of query and key
+    out: str
+
+
+TEXT = Names(
+    ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"), ("attn.norm_added_q", "attn.norm_added_k"),
+    "attn.to_add_out",
+)
+IMAGE = Names(("attn.to_q", "attn.to_k", "attn.to_v"), ("attn.norm_q", "attn.norm_k"), "attn.to_out.0")
+
+
+def denoiser(
+    forward: Forward, patch: int, tables: tuple[list, list], embed: Callable, double: Callable, single: Callable
+) -> Callable[..., Output]:
+    """(arrays, latents (batch, channels, 1, height, width), time, conditions, residual) -> Output. `residual`, the
+    blocks' residual of an earlier step, replaces the blocks.
+
+    tables   RoPE of the text's and of the image's tokens
+    embed    (arrays, time, conditions) -> (time after its SiLU, (batch, channels), what modulates the blocks)
+    double   (context, layer, (text, image)) -> ((text, image), rescued rows)
+    single   (context, layer, tokens of both) -> (tokens, rescued rows)
+    """
+    parts, texts = parts_of(forward), forward.text_tokens
+    attend = Attend(
+        forward.architecture["attention_head_dim"], forward.self_attention, forward.parallel, forward.mesh,
+        keys=texts + forward.tokens, norm_epsilon=EPSILON, grid=forward.grid,
+    )
+
+    def velocity(arrays, latents, time, conditions, residual=None) -> Output:
+        sharding = token_sharding(forward.mesh, forward.parallel, len(latents))
+        text, image = (
+            jax.lax.with_sharding_constraint(linear(arrays, name, array.astype(forward.dtype)), sharding)
+            for name, array in (("context_embedder", conditions["embeddings"]), ("x_embedder", packed(latents, patch)))
+        )
+        time, modulation = embed(arrays, time, conditions)
+        before, counted = image, None
+        if residual is not None:
+            image = image + residual[:, : forward.tokens]
+        else:
+            rotary = [joined(own[None], other[None], parts)[0] for own, other in zip(*tables)]
+            context = Context(attend, rotary, texts, parts, modulation)
+            image, counted = run_blocks(arrays, forward, context, (double, single), (text, image))
+        velocity = unpacked(head(arrays, image, time), latents.shape, patch)
+        return Output(velocity, pad_tokens(image - before, forward.multiple), counted)
+
+    return velocity
+
+
+def run_blocks(arrays: dict, forward: Forward, context: Context, blocks: tuple[Callable, Callable], both):
+    """The image's tokens after all blocks, and the rescued rows (layers, devices)."""
+    guarded, counts = context.attend.kernel.kernel in GUARDED, []
+
+    def run(stack: str, layers: int, block: Callable, carry: Any):
+        stacked = Blocks.of(arrays, stack, layers, forward, epsilon=EPSILON)
+        carry, counted = stacked.run(
+            lambda layer, carry: block(context, layer, carry), carry, no_rows(layers, forward.mesh, guarded)
+        )
+        counts.append(counted)
+        return carry
+
+    double, single = blocks
+    text, image = run("transformer_blocks", forward.architecture["num_layers"], double, both)
+    tokens = joined(text, image, context.parts)
+    tokens = jax.lax.with_sharding_constraint(tokens, token_sharding(forward.mesh, forward.parallel, len(tokens)))
+    tokens = run("single_transformer_blocks", forward.architecture["num_single_layers"], single, tokens)
+    _, image = parted(tokens, context.texts, context.parts)
+    return image, jnp.concatenate(counts) if guarded else None
+
+
+def attend_together(context: Context, layer: Layer, normed):
+    """((text, image), rescued) of a double block's attention on both streams (batch, tokens, channels)."""
+    query, key, value = (
+        joined(*(project(layer, names, place, array) for names, array in zip((TEXT, IMAGE), normed)), context.parts)
+        for place in range(3)
+    )
+    with jax.named_scope("attn/attend"):
+        out, rescued = context.attend.counted(query, key, value, context.rotary)
+    return parted(out, context.texts, context.parts), rescued
+
+
+def project(layer: Layer, names: Names, place: int, normed):
+    """A stream's query, key or value: the first two with their norm, as each stream has its own."""
+    out = layer.linear(names.projections[place], normed)
+    if place == 2:
+        return out
+    wide = normalized(out.astype(jnp.float32), layer[f"{names.norms[place]}.weight"], EPSILON)
+    return wide.reshape(out.shape).astype(out.dtype)
 
 
 def part_of(arrays: dict, name: str) -> dict:
@@ -19,6 +131,17 @@ def linear(arrays: dict, name: str, array):
     """A linear layer outside the blocks, with or without a bias."""
     out = jnp.einsum("...a,ba->...b", array, arrays[f"{name}.weight"])
     return out + arrays[f"{name}.bias"] if f"{name}.bias" in arrays else out
+
+
+def over_heads(context: Context, array):
+    """(batch, tokens, channels) with the channels shared as heads are: a product with part of a weight that every
+    device has whole is then computed by all, each its share."""
+    parallel, mesh = context.attend.parallel, context.attend.mesh
+    if parallel.heads is None:
+        return array
+    spec = (*token_sharding(mesh, parallel, len(array)).spec, None, None)[:2]
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec, parallel.heads))
+    return jax.lax.with_sharding_constraint(array, sharding)
 
 
 # ---------------------------------------------------------------- latents and tokens
