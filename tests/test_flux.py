@@ -1,11 +1,15 @@
 """FLUX.1 as diffusers' own pipeline makes it from the same weights and seed."""
 import functools
 
+import numpy
 import pytest
+from PIL import Image
 
 from tests import flux
-from tests.conftest import make_config, results, run_into
+from tests.conftest import ROOT, make_config, results, run_into
 from tests.reference import assert_same, relative_error
+from wan_torchax.records.media import read_metadata
+from wan_torchax.records.stored import read_stored
 from wan_torchax.session import session
 
 SIZE = ["resolution.height=96", "resolution.width=128"]  # 6 x 8 tokens
@@ -37,3 +41,16 @@ def test_it_is_diffusers(tmp_path, kind, size, overrides):
     for name in ("embeddings", "pooled"):
         assert relative_error(values[name], known[name]) < 1e-4
     assert_same(values, known["latents"], known["frames"])
+
+
+def test_the_result_is_a_picture_that_can_be_replayed(tmp_path):
+    """Without loss, with its settings; no video is written, and the decoder has no program for later frames."""
+    overrides = [*flux.model("schnell"), *ODD, "seed=11"]
+    values = results(run_into(tmp_path / "made", *overrides))
+    made = tmp_path / "made" / "picture.png"
+    assert not (tmp_path / "made" / "video.mp4").exists()
+    assert numpy.array_equal(numpy.asarray(Image.open(made)), values["frames"][0])
+    assert list(session.stages["decode"].programs.entries) == ["first"]
+    stored = read_stored(made, "replay")
+    assert "model=flux1_schnell" in stored.overrides and stored.config["seed"] == 11
+    assert read_metadata(ROOT / "docs" / "demo.png") is None
