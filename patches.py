@@ -119,15 +119,16 @@ def scaled_dot_product_attention(
     A mask or bias (the text encoder's, 512 tokens) is as large as the score matrix anyway: then JAX's attention is
     used.
     """
-    if dropout_p or is_causal or enable_gqa:
-        raise NotImplementedError("attention: dropout, causal masks and grouped heads are not needed by Wan")
+    if dropout_p or enable_gqa:
+        raise NotImplementedError("attention: dropout and grouped heads are not needed by any model here")
     head_dim = query.shape[-1]
     scale = head_dim**-0.5 if scale is None else scale
 
-    def masked(query, key, value, mask):
-        keyword = "mask" if mask.dtype == bool else "bias"
+    def masked(query, key, value, *mask):
+        given = {"mask" if one.dtype == bool else "bias": one for one in mask}
         query, key, value = (array.swapaxes(1, 2) for array in (query, key, value))
-        return jax.nn.dot_product_attention(query, key, value, scale=scale, **{keyword: mask}).swapaxes(1, 2)
+        out = jax.nn.dot_product_attention(query, key, value, scale=scale, is_causal=is_causal, **given)
+        return out.swapaxes(1, 2)
 
     def blockwise(*tensors):
         query, key, value = (array.swapaxes(1, 2).reshape(array.shape[0], array.shape[2], -1) for array in tensors)
@@ -135,8 +136,8 @@ def scaled_dot_product_attention(
         out = attend(query * (scale * head_dim**0.5), key, value)
         return out.reshape(*out.shape[:2], -1, head_dim).swapaxes(1, 2)
 
-    if attn_mask is not None:
-        return interop.call_jax(masked, query, key, value, attn_mask)
+    if attn_mask is not None or is_causal:
+        return interop.call_jax(masked, query, key, value, *([] if attn_mask is None else [attn_mask]))
     return interop.call_jax(blockwise, query, key, value)
 
 

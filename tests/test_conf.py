@@ -18,10 +18,11 @@ REAL = {  # parameters of a transformer
     "wan21_vace_1_3b": 2.154e9, "wan21_vace_14b": 17.338e9,
 }
 STAGES_OF = {model: list(make_config(f"model={model}").pipeline.stages) for model in REAL}
-PICTURED = {  # pipelines that want files, and most of them a model of their own
+OWN = {  # pipelines that want files, and most of them a model of their own
     "i2v": "wan22_i2v_a14b", "flf2v": "wan22_i2v_a14b",
     "i2v_clip": "wan21_i2v_14b_480p", "flf2v_clip": "wan21_flf2v_14b", "ti2v": "wan22_ti2v_5b",
-    "v2v": "wan21_t2v_14b", "vace": "wan21_vace_14b",
+    "v2v": "wan21_t2v_14b", "vace": "wan21_vace_14b", "t2i_flux": "flux1_schnell", "t2i_flux_guided": "flux1_dev",
+    "t2i": "flux2_klein_4b",
 }
 GROUPS = (
     "pipeline", "model", "mesh", "distributed", "sharding", "resolution", "attention", "ops", "scheduler", "prompt",
@@ -36,7 +37,7 @@ def test_every_option_composes(group, option):
     header = (CONF / group / f"{option}.yaml").read_text()
     assert header.startswith("# "), "a config file says on its first line what it is"
     own = ("pipeline", "mesh", "sharding", "ops", "scheduler", "prompt")  # the others go with real models, below
-    if group in own and option not in PICTURED:
+    if group in own and option not in OWN:
         validate(config)
 
 
@@ -47,10 +48,10 @@ def test_no_adapter_takes_the_place_of_another():
     assert len(rows) == len({*rows}) > 8, rows
 
 
-@pytest.mark.parametrize("pipeline", PICTURED)
-def test_pipelines_with_pictures_go_with_their_model(pipeline):
-    resolution = "704p" if pipeline == "ti2v" else "720p"
-    model = [f"model={PICTURED[pipeline]}", f"pipeline={pipeline}", f"resolution={resolution}"]
+@pytest.mark.parametrize("pipeline", OWN)
+def test_pipelines_go_with_their_model(pipeline):
+    resolution = "square" if pipeline.startswith("t2i") else "704p" if pipeline == "ti2v" else "720p"
+    model = [f"model={OWN[pipeline]}", f"pipeline={pipeline}", f"resolution={resolution}"]
     validate(make_config("task=plan", "mesh=gpu_1", *model))  # a plan needs no picture
 
 

@@ -45,8 +45,8 @@ class Geometry:
 
 def guided(config) -> bool:
     """Whether classifier-free guidance is on, which needs the negative prompt and twice the work. As in diffusers, a
-    scale of 1 or less turns it off."""
-    return config.guidance_scale > 1
+    scale of 1 or less turns it off. A guidance-distilled model takes the scale as an input instead."""
+    return config.guidance_scale > 1 and "guidance_scale" not in config.pipeline.inputs.values()
 
 
 def expert_at(config, timestep: float) -> str:

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 FAMILIES = {
     "hunyuan15": "wan_torchax.models.hunyuan15.FAMILY",
     "wan": "wan_torchax.models.wan.FAMILY",
+    "flux": "wan_torchax.models.flux.FAMILY",
+    "flux2": "wan_torchax.models.flux2.FAMILY",
 }
 STAGES = {
     "text": "wan_torchax.stages.text.Text",

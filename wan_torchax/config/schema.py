@@ -5,6 +5,7 @@ heavy loads. validation.py checks what types cannot express.
 """
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -45,6 +46,26 @@ def home() -> str:
     return folder if folder != "~" else tempfile.gettempdir()
 
 
+def shift_by_size(height: int, width: int, token: int, first: list, second: list) -> float:
+    """The flow shift of an image whose tokens have so many pixels a side: e to a power that grows with their number, on
+    a line through two points (tokens, power): ${shift_by_size:1024,1024,16,[256,0.5],[4096,1.15]}."""
+    slope = (second[1] - first[1]) / (second[0] - first[0])
+    return math.exp(first[1] + slope * (height * width / token**2 - first[0]))
+
+
+def shift_by_steps(height: int, width: int, token: int, steps: int, lines: list, most: int) -> float:
+    """The flow shift of an image and a number of steps: e to a power on a line between two numbers of steps, each with
+    a line in the image's tokens (steps, slope, power at none); above `most` tokens the second alone:
+    ${shift_by_steps:1024,1024,16,4,[[10,8.7e-5,1.9],[200,1.7e-4,0.46]],4300}."""
+    few, many = lines
+    tokens = height * width // token**2
+    low, high = (slope * tokens + power for _, slope, power in (few, many))
+    share = 1 if tokens > most else (steps - few[0]) / (many[0] - few[0])
+    return math.exp(low + share * (high - low))
+
+
+OmegaConf.register_new_resolver("shift_by_steps", shift_by_steps, replace=True)
+OmegaConf.register_new_resolver("shift_by_size", shift_by_size, replace=True)
 OmegaConf.register_new_resolver("longer_side", longer_side, replace=True)
 
 

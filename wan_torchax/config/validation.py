@@ -45,6 +45,7 @@ log = logging.getLogger("wan")
 SEEDS = 2**32
 MOST_LETTERS = 1_000_000  # of a prompt
 MOST_TOKENS = 8192
+MOST_SHIFT = 50  # FLUX's grows with the image: 25 at four megapixels
 SCHEDULERS = (  # diffusers' linear ones: stages/sampling.py expresses them as a table
     "UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler", "FlowMatchLCMScheduler",
     "DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler", "DEISMultistepScheduler",
@@ -202,9 +203,9 @@ def resolution_problems(config: DictConfig) -> Iterator[str]:
         yield f"resolution.frames={resolution.frames}: {model.name} takes at most {model.max_frames}"
     if not 1 <= resolution.fps <= 120:
         yield f"resolution.fps={resolution.fps}: must be from 1 to 120; usual 16"
-    if not 0 < resolution.flow_shift <= 20:
+    if not 0 < resolution.flow_shift <= MOST_SHIFT:
         shift = resolution.flow_shift
-        yield f"resolution.flow_shift={shift}: must be above 0 and at most 20; usual 3.0 (480p) or 5.0 (720p)"
+        yield f"resolution.flow_shift={shift}: must be above 0 and at most {MOST_SHIFT}; usual 3.0 (480p) or 5.0 (720p)"
 
 
 def unknown_problems(config: DictConfig) -> Iterator[str]:

@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -54,8 +54,12 @@ class Layer:
     def has_eight_bits(self, name: str) -> bool:
         return self.eight_bits and f"{name}.quantized" in self
 
+    def bias(self, name: str, rows: slice = slice(None)):
+        return self[f"{name}.bias"][rows] if f"{name}.bias" in self else jnp.float32(0)
+
     def linear(self, name: str, array, **options):
-        """The linear layer of this name on (batch, tokens, inputs); see `Options`."""
+        """The linear layer of this name on (batch, tokens, inputs), or on a tuple of arrays whose inputs follow each
+        other: joined, arrays whose columns devices share would have to be exchanged. See `Options`."""
         with jax.named_scope(name.replace(".", "/")):
             return self.blocks.linear(self, name, array, Options(**options))
 
@@ -131,6 +135,7 @@ class Options:
     kernel: bool = False  # a Pallas kernel may compute it
     transpose_in: bool = False  # the attention kernel's layout of the input, or output: tokens minormost
     transpose_out: bool = False
+    rows: slice = field(default_factory=lambda: slice(None))  # of a weight that is several layers' in one
 
 
 def linear_of(forward: Forward) -> Callable:
@@ -145,8 +150,16 @@ def linear_of(forward: Forward) -> Callable:
 
 
 def plain_linear(layer: Layer, name: str, array, options: Options):
-    out = jnp.einsum("...a,ba->...b", array, layer[f"{name}.weight"]) + layer[f"{name}.bias"]
-    return finish(out, options)
+    pieces = by_input(array, layer[f"{name}.weight"][options.rows])
+    out = sum(jnp.einsum("...a,ba->...b", piece, weight) for piece, weight in pieces)
+    return finish(out + layer.bias(name, options.rows).astype(out.dtype), options)
+
+
+def by_input(array, weight):
+    """Each array of a tuple, or the only one, with the columns of the weight that it meets."""
+    arrays = array if isinstance(array, tuple) else (array,)
+    ends = list(itertools.accumulate(one.shape[-1] for one in arrays))
+    return [(one, weight[..., end - one.shape[-1] : end]) for one, end in zip(arrays, ends)]
 
 
 def finish(out, options: Options):
@@ -169,8 +182,12 @@ def linear_in_eight_bits(inner: Callable, activations: bool, layer: Layer, name:
     """Quantized weights, and optionally activations, if the layer has them."""
     if not layer.has_eight_bits(name):
         return inner(layer, name, array, options)
-    weight, scale, bias = (layer[f"{name}.{part}"] for part in ("quantized", "scale", "bias"))
-    return finish(quantized.linear(array, weight, scale, bias, activations), options)
+    weight, scale = (layer[f"{name}.{part}"][options.rows] for part in ("quantized", "scale"))
+    first, *others = by_input(array, weight)
+    out = quantized.linear(*first, scale, layer.bias(name, options.rows), activations)
+    for piece, columns in others:
+        out = out + quantized.linear(piece, columns, scale, jnp.float32(0), activations)
+    return finish(out, options)
 
 
 def linear_by_kernel(inner: Callable, product: Linear, layer: Layer, name: str, array, options: Options):

@@ -1,4 +1,4 @@
-"""Writes the video, poster and contact sheet. Frames are uint8 arrays (frames, height, width, 3)."""
+"""Writes the video or picture, poster and contact sheet. Frames are uint8 arrays (frames, height, width, 3)."""
 import contextlib
 import json
 import math
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from wan_torchax import interruption
 from wan_torchax.config.clips import ffmpeg
@@ -102,6 +103,26 @@ class Encoder:
         self.stream.unlink(missing_ok=True)
 
 
+class Picture:
+    """Stands in for an Encoder where there is one frame: a PNG, with the settings in its metadata."""
+
+    def __init__(self, path: Path):
+        self.path, self.frames, self.pixels = path, 0, None
+
+    def add(self, frames: numpy.ndarray) -> None:
+        if len(frames):
+            self.pixels, self.frames = frames[-1], self.frames + len(frames)
+
+    def finish(self, title: str, comment: dict) -> None:
+        metadata = PngInfo()
+        metadata.add_itxt("Title", title)
+        metadata.add_itxt("Comment", json.dumps(comment, ensure_ascii=False))
+        write_picture(self.path, self.pixels, pnginfo=metadata)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 def check(path: Path, status: int, errors: bytes) -> None:
     if status:
         raise OSError(f"{path}: ffmpeg failed: {errors.decode(errors='replace').strip()}")
@@ -113,17 +134,35 @@ def escape(text: str) -> str:
 
 
 def read_metadata(path: Path) -> dict | None:
-    """The settings in the metadata of a video of this project; None for any other file."""
-    # Force MP4: ffmpeg would open the files listed in a playlist that is named like a video.
-    source = ["-f", "mp4", "-protocol_whitelist", "file", "-i", f"file:{path}"]
-    command = [ffmpeg(), "-v", "error", *source, "-f", "ffmetadata", "-"]
+    """The settings in the metadata of a video or picture of this project; None for any other file."""
     try:
-        text = subprocess.run(command, capture_output=True, check=False, timeout=READ_SECONDS).stdout
-        comment = re.search(r"^comment=((?:[^\\\n]|\\.|\\\n)*+)", text.decode(errors="replace"), re.MULTILINE)
-        content = json.loads(re.sub(r"\\(.|\n)", r"\1", comment.group(1))) if comment else None
+        content = json.loads(picture_comment(path) if is_png(path) else video_comment(path) or "null")
     except (ValueError, RecursionError, subprocess.TimeoutExpired):
         return None
     return content if isinstance(content, dict) else None
+
+
+def is_png(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(8) == b"\x89PNG\r\n\x1a\n"
+
+
+def picture_comment(path: Path) -> str:
+    """Of what stands before a PNG's pixels, which are not decoded."""
+    try:
+        with Image.open(path, formats=["PNG"]) as picture:
+            return str(picture.info.get("Comment", "null"))
+    except Exception as error:  # Pillow raises many types over broken files
+        raise ValueError(f"{path}: not a whole PNG") from error
+
+
+def video_comment(path: Path) -> str | None:
+    # Force MP4: ffmpeg would open the files listed in a playlist that is named like a video.
+    source = ["-f", "mp4", "-protocol_whitelist", "file", "-i", f"file:{path}"]
+    command = [ffmpeg(), "-v", "error", *source, "-f", "ffmetadata", "-"]
+    text = subprocess.run(command, capture_output=True, check=False, timeout=READ_SECONDS).stdout
+    comment = re.search(r"^comment=((?:[^\\\n]|\\.|\\\n)*+)", text.decode(errors="replace"), re.MULTILINE)
+    return re.sub(r"\\(.|\n)", r"\1", comment.group(1)) if comment else None
 
 
 def write_pictures(folder: Path, frames: numpy.ndarray) -> None:
@@ -141,6 +180,6 @@ def write_pictures(folder: Path, frames: numpy.ndarray) -> None:
     write_picture(folder / "contact_sheet.png", numpy.asarray(smaller))
 
 
-def write_picture(path: Path, pixels: numpy.ndarray) -> None:
+def write_picture(path: Path, pixels: numpy.ndarray, **named) -> None:
     with atomic(path) as partial:
-        Image.fromarray(pixels).save(partial, compress_level=2)  # slightly larger, much faster
+        Image.fromarray(pixels).save(partial, compress_level=2, **named)  # slightly larger, much faster

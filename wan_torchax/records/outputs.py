@@ -18,6 +18,7 @@ from wan_torchax.records.files import atomic, write_text
 
 log = logging.getLogger("wan")
 GIB = 2**30
+VIDEO, PICTURE = "video.mp4", "picture.png"
 # Keys of one invocation, not of the video.
 CALL = (
     "task", "stages", "resume", "replay", "prompts", "seeds", "shard", "sweep", "traceback", "keep_resident",
@@ -101,14 +102,23 @@ def finished_before(settled: dict, fingerprints: dict[str, str], folder: Path) -
 # ---------------------------------------------------------------- the video
 
 
-def open_video(folder: Path, settled: dict) -> media.Encoder:
-    """An encoder for the run's video."""
+def open_video(folder: Path, settled: dict) -> media.Encoder | media.Picture:
+    """An encoder for the run's video, which is a picture if it has one frame."""
+    if settled["resolution"]["frames"] == 1:
+        return media.Picture(folder / PICTURE)
     encoding = media.Encoding(settled["resolution"]["fps"], settled["output"]["quality"])
-    return media.Encoder(folder / "video.mp4", encoding)
+    return media.Encoder(folder / VIDEO, encoding)
 
 
-def write_outputs(folder: Path, settled: dict, values: dict, metrics: dict, video: media.Encoder) -> Path:
-    """Write video, poster and contact sheet, if there are frames. Returns the path to print."""
+def made_file(folder: Path) -> Path | None:
+    """The video or picture that a run has made."""
+    return next((folder / name for name in (VIDEO, PICTURE) if (folder / name).is_file()), None)
+
+
+def write_outputs(
+    folder: Path, settled: dict, values: dict, metrics: dict, video: media.Encoder | media.Picture
+) -> Path:
+    """Write video or picture, poster and contact sheet, if there are frames. Returns the path to print."""
     if "frames" not in values:
         return folder
     prompt = settled["prompt"]

@@ -17,7 +17,7 @@ from wan_torchax import ROOT
 from wan_torchax.config.commandline import key_of
 from wan_torchax.records import pages
 from wan_torchax.records.files import write_text
-from wan_torchax.records.outputs import is_under
+from wan_torchax.records.outputs import PICTURE, is_under, made_file
 
 # Local paths and settings shared by all jobs: not in the report.
 MACHINE = (
@@ -80,7 +80,7 @@ def read_job(folder: Path, job: Path) -> dict:
         "device": metrics.get("device"),
         "mesh": metrics.get("mesh"),
         "floor_seconds_per_step": metrics.get("floor_seconds_per_step"),
-        "video": str((job / "video.mp4").relative_to(folder)) if (job / "video.mp4").is_file() else None,
+        "video": (made := made_file(job)) and str(made.relative_to(folder)),
         "replay": f"python run.py replay={from_here(job)}" if metrics else None,
     }
 
@@ -206,8 +206,9 @@ def cards(folder: Path, rows, varying):
         video = folder / row["video"]
         sheet = small_picture(video.with_name("contact_sheet.png"))
         budget -= video.stat().st_size + len(sheet)
+        kind = "image/png" if video.name == PICTURE else "video/mp4"
         yield {
-            "video": data_uri(video.read_bytes(), "video/mp4") if budget > 0 else row["video"],
+            "video": data_uri(video.read_bytes(), kind) if budget > 0 else row["video"], "kind": kind,
             "sheet": sheet and data_uri(sheet, "image/jpeg"), "label": label(row, varying), "replay": row["replay"],
         }
 

@@ -17,13 +17,14 @@ from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import SEEDS
 from wan_torchax.config.wording import one_of
 from wan_torchax.records.files import own_file
+from wan_torchax.records.outputs import PICTURE, VIDEO, made_file
 from wan_torchax.records.report import without_places
 from wan_torchax.serve import estimate, requests
 from wan_torchax.serve.errors import Answer, Refused
 from wan_torchax.serve.guard import whole_number
 from wan_torchax.serve.queue import Conflict, Full, Job, events_from
 
-VARIANTS = {"video": "video.mp4", "thumbnail": "poster.png", "spritesheet": "contact_sheet.png"}
+VARIANTS = {"video": VIDEO, "picture": PICTURE, "thumbnail": "poster.png", "spritesheet": "contact_sheet.png"}
 POLL = {"openai-poll-after-ms": "500"}  # polling interval for OpenAI's client
 FORM = dict(max_files=20, max_fields=64, max_part_size=1_000_000)
 MOST_LISTED = 100
@@ -47,7 +48,8 @@ def video(front, job: Job) -> dict:
         "prompt": request["values"]["prompt.text"], "size": request["size"], "seconds": request["seconds"],
         "remixed_from_video_id": request["remixed_from"], "error": error or None, "quality": "standard",
         "phase": state.phase, "step": state.step, "steps": state.steps or request["steps"], "preview": state.preview,
-        "frames": request["frames"], "seed": request["seed"], "media_type": "video/mp4",
+        "frames": request["frames"], "seed": request["seed"],
+        "media_type": "image/png" if request["frames"] == 1 else "video/mp4",
         "url": f"/v1/videos/{job.id}/content" if state.status == "completed" else None,
     }
 
@@ -72,7 +74,7 @@ async def create_and_wait(request: Request) -> FileResponse:
     asked = await read(request)
     job = await run_in_threadpool(submitted, request.app.state.front, *asked, request.headers.get("idempotency-key"))
     await finished(request, [job])
-    return send_file(job.folder, VARIANTS["video"], **{"X-Video-Id": job.id})
+    return send_file(job.folder, made_name(job), **{"X-Video-Id": job.id})
 
 
 async def create_images(request: Request) -> Answer:
@@ -255,7 +257,13 @@ async def content(request: Request) -> FileResponse:
     state = request.app.state.front.queue.state(job)
     if state.status != "completed":
         raise Refused(409, f"the video is not ready: {state.phase}", "not_ready")
-    return send_file(job.folder, VARIANTS[variant])
+    return send_file(job.folder, made_name(job) if variant == "video" else VARIANTS[variant])
+
+
+def made_name(job: Job) -> str:
+    """The file that a job has made: a video of one frame is a picture."""
+    made = made_file(job.folder)
+    return VIDEO if made is None else made.name
 
 
 def send_file(folder: Path, name: str, **headers: str) -> FileResponse:

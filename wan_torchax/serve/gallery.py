@@ -10,6 +10,7 @@ from wan_torchax.config import inputs, trust
 from wan_torchax.config.commandline import key_of
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import flatten
+from wan_torchax.records.outputs import PICTURE, VIDEO
 from wan_torchax.records.report import read_json
 from wan_torchax.records.stored import read_stored
 from wan_torchax.serve.queue import IDS, Queue
@@ -51,7 +52,7 @@ class Gallery:
         return list(runs.values())
 
     def walk(self) -> Iterator[Path]:
-        """Folders with a finished video."""
+        """Folders with a finished video or picture."""
         for root in self.folders:
             for place, below, files in os.walk(root):
                 below[:] = [name for name in below if not name.startswith(".") and name != "profile"]
@@ -59,7 +60,7 @@ class Gallery:
                     below.clear()
                 if len(Path(place).relative_to(root).parts) >= DEPTH:
                     below.clear()
-                if "metrics.json" in files and "video.mp4" in files:
+                if "metrics.json" in files and {VIDEO, PICTURE} & set(files):
                     yield Path(place)
 
     def folder_of(self, identifier: str) -> Path | None:
@@ -76,6 +77,7 @@ def read_run(folder: Path) -> dict:
     run = {name: settings.get(key) for name, key in SHOWN.items()}
     run["model"], run["preset"] = metrics.get("model") or settings.get("model.name"), said.get("preset")
     run["choices"] = {group: said[group] for group in trust.groups() if group in said and group != "preset"}
+    run["file"] = PICTURE if (folder / PICTURE).is_file() else VIDEO
     run["inputs"] = {key: [path.name for path in paths] for key, paths in shown_inputs(folder).items()}
     digest = hashlib.sha256(str(folder).encode()).hexdigest()[:24]
     run["id"] = folder.name if IDS.fullmatch(folder.name) else f"run_{digest}"

@@ -9,11 +9,12 @@ from wan_torchax.stages.stage import Stage
 
 
 def add_chunks(
-    stage: Stage, function: Callable, first: jax.ShapeDtypeStruct, later: jax.ShapeDtypeStruct,
+    stage: Stage, function: Callable, first: jax.ShapeDtypeStruct, later: jax.ShapeDtypeStruct | None,
     caches_spec: jax.sharding.PartitionSpec,
 ) -> None:
-    """Programs `first` and `later` of function(arrays, piece, caches=None) -> (result, finite, caches). Between calls
-    caches are padded to what the devices divide: arguments and results of a program have to be."""
+    """Programs `first` and, unless there is no later piece, `later` of function(arrays, piece, caches=None) -> (result,
+    finite, caches). Between calls caches are padded to what the devices divide: arguments and results of a program have
+    to be."""
     everywhere, carry = replicated(stage.mesh), jax.sharding.NamedSharding(stage.mesh, caches_spec)
 
     def chunk(arrays, piece, caches=None):
@@ -31,4 +32,5 @@ def add_chunks(
 
     outputs, component = (everywhere, everywhere, carry), stage.family.codec.component
     stage.add("first", Program(chunk, component, [first], outputs))
-    stage.add("later", Program(chunk, component, later_arguments, outputs, donated=(2,)))
+    if later is not None:
+        stage.add("later", Program(chunk, component, later_arguments, outputs, donated=(2,)))

@@ -35,8 +35,8 @@ class Decode(Stage):
 
     @classmethod
     def derived(cls, name, job):
-        batch, channels, _, height, width = job.latent_shape
-        return {"latent_shape": (batch, channels, 1, height, width)}
+        batch, channels, frames, height, width = job.latent_shape
+        return {"latent_shape": (batch, channels, 1, height, width), "several": frames > 1}
 
     def build(self):
         codec = self.family.codec
@@ -49,7 +49,7 @@ class Decode(Stage):
             return frames, jnp.isfinite(pixels).all(), caches
 
         latent = struct(self.mesh, self.recipe.derived["latent_shape"], "float32")
-        add_chunks(self, decode, latent, latent, caches_spec)
+        add_chunks(self, decode, latent, latent if self.recipe.derived["several"] else None, caches_spec)
 
     def run(self, view, values, emit):
         chunks, caches, latents = [], None, values["latents"]

@@ -366,13 +366,20 @@ function facts(run) {
   return parts.filter(Boolean).join(" · ");
 }
 
+// A run of one frame has made a picture, which a video element shows as its poster.
+const isPicture = (run) => run.file.endsWith(".png");
+
+function show(video, run) {
+  video.poster = `${run.files}/${isPicture(run) ? run.file : "poster.png"}`;
+  if (isPicture(run)) video.removeAttribute("src"); else video.src = `${run.files}/${run.file}`;
+}
+
 function showRun(run) {
   const known = document.getElementById(run.id);
   if (known) return known;
   const item = find("#run-card").content.firstElementChild.cloneNode(true), video = find("video", item);
   item.id = run.id;
-  video.src = `${run.files}/video.mp4`;
-  video.poster = `${run.files}/poster.png`;
+  show(video, run);
   video.style.aspectRatio = Math.min(Math.max(run.width / run.height, 0.8), 1.8);  // not taller than a screen
   video.setAttribute("aria-label", `Show large: ${run.prompt}`);
   video.addEventListener("mouseenter", () => video.play().catch(() => {}));
@@ -385,8 +392,8 @@ function showRun(run) {
   find(".prompt", item).title = run.prompt;
   find(".facts", item).textContent = facts(run);
   find(".use", item).addEventListener("click", () => use(run));
-  find(".download", item).href = `${run.files}/video.mp4`;
-  find(".download", item).download = `${run.id}.mp4`;
+  find(".download", item).href = `${run.files}/${run.file}`;
+  find(".download", item).download = `${run.id}${run.file.slice(run.file.lastIndexOf("."))}`;
   find(".download", item).setAttribute("aria-label", `Download ${run.prompt}`);
   find(".pick", item).checked = picked.has(run.id);
   find(".pick", item).addEventListener("change", (event) => pick(run, event.target));
@@ -418,6 +425,11 @@ async function download(path, name) {
 
 // The last frame becomes the picture that the next video starts from.
 async function goOn(run) {
+  if (isPicture(run)) {
+    await use({ ...run, inputs: {} });
+    take.image([await download(`${run.files}/${run.file}`, `${run.id}.png`)]);
+    return;
+  }
   const video = document.createElement("video"), canvas = document.createElement("canvas");
   Object.assign(video, { muted: true, preload: "auto", src: `${run.files}/video.mp4` });
   await new Promise((loaded, failed) => { video.onloadeddata = loaded; video.onerror = failed; });
@@ -446,8 +458,8 @@ let large = null;
 function openLarge(run) {
   const dialog = find("#large"), video = find("video", dialog);
   large = run;
-  video.src = `${run.files}/video.mp4`;
-  video.poster = `${run.files}/poster.png`;
+  show(video, run);
+  video.controls = !isPicture(run);
   video.setAttribute("aria-label", run.prompt);
   find(".prompt", dialog).textContent = run.prompt;
   find(".facts", dialog).textContent = facts(run);
@@ -503,7 +515,8 @@ function openCompare() {
   find("#compare-videos").replaceChildren(...[...picked.values()].map((run) => {
     const figure = document.createElement("figure"), video = document.createElement("video");
     const caption = document.createElement("figcaption");
-    Object.assign(video, { src: `${run.files}/video.mp4`, muted: true, playsInline: true, preload: "auto" });
+    show(video, run);
+    Object.assign(video, { muted: true, playsInline: true, preload: "auto" });
     video.setAttribute("aria-label", run.prompt);
     caption.textContent = `${run.prompt} · ${facts(run)}`;
     figure.append(video, caption);

@@ -1,0 +1,72 @@
+"""FLUX.1's transformer as functions of its arrays.
+
+    forward = denoiser(module, settings)                        # settings: models.family.Forward
+    output = forward(arrays, latents, time, conditions)         # inside jax.jit and torchax
+
+Time, pooled text and guidance modulate every norm, by weights of each block.
+"""
+from collections.abc import Callable
+from dataclasses import replace
+
+import diffusers
+import jax
+import jax.numpy as jnp
+import torch
+
+from wan_torchax.models.family import Forward, Output
+from wan_torchax.models.flux import PATCH, streams
+from wan_torchax.models.flux.streams import IMAGE, TEXT, Context, attend_together, part_of, rotary
+from wan_torchax.models.loop import Layer
+from wan_torchax.models.modules import construct
+from wan_torchax.patches import call_module
+
+THETA = 10000.0  # of RoPE
+
+
+def build(architecture) -> torch.nn.Module:
+    return construct(diffusers.FluxTransformer2DModel, architecture)
+
+
+def denoiser(module, forward: Forward) -> Callable[..., Output]:
+    """See streams.denoiser. The text has no positions."""
+    forward = replace(forward, architecture=dict(module.config))  # with the class's defaults
+    sizes = tuple(forward.architecture["axes_dims_rope"])
+    still = [jnp.broadcast_to(table, (forward.text_tokens, sum(sizes))) for table in rotary((1, 1, 1), sizes, THETA)]
+
+    def embed(arrays, time, conditions):
+        """The time, 0 to 1000, the pooled text and, if the model takes it, the guidance scale."""
+        pooled = conditions["pooled"]
+        given = [jnp.broadcast_to(time, len(pooled))]
+        if "guidance" in conditions:
+            given.append(1000 * conditions["guidance"])
+        time = call_module(module.time_text_embed, part_of(arrays, "time_text_embed"), *given, pooled)
+        return jax.nn.silu(time), jax.nn.silu(time)
+
+    tables = still, rotary(forward.grid, sizes, THETA)
+    return streams.denoiser(forward, PATCH, tables, embed, double_block, single_block)
+
+
+def double_block(context: Context, layer: Layer, both):
+    """((text, image), rescued) of one block on both streams (batch, tokens, channels)."""
+    ends = "_context", ""
+    rows = [jnp.split(layer.linear(f"norm1{end}.linear", context.modulation), 6, axis=-1) for end in ends]
+    normed = [layer.norm("norm1", stream, 1 + row[1], row[0]) for stream, row in zip(both, rows)]
+    outs, rescued = attend_together(context, layer, normed)
+    made = []
+    for end, names, stream, row, out in zip(ends, (TEXT, IMAGE), both, rows, outs):
+        stream = layer.linear(names.out, out, residual=stream, gate=row[2])
+        wide = layer.linear(f"ff{end}.net.0.proj", layer.norm("norm2", stream, 1 + row[4], row[3]), gelu=True)
+        made.append(layer.linear(f"ff{end}.net.2", wide, residual=stream, gate=row[5]))
+    return tuple(made), rescued
+
+
+def single_block(context: Context, layer: Layer, tokens):
+    """(tokens, rescued) of one block on the sequence of text and image (batch, tokens, channels)."""
+    shift, scale, gate = jnp.split(layer.linear("norm.linear", context.modulation), 3, axis=-1)
+    normed = layer.norm("norm", tokens, 1 + scale, shift)
+    query, key, value = (layer.linear(name, normed) for name in IMAGE.projections)
+    norms = [layer[f"{name}.weight"] for name in IMAGE.norms]
+    with jax.named_scope("attn/attend"):
+        out, rescued = context.attend.counted(query, key, value, context.rotary, norms)
+    wide = layer.linear("proj_mlp", normed, gelu=True)
+    return layer.linear("proj_out", (out, wide), residual=tokens, gate=gate), rescued
