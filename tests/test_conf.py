@@ -19,10 +19,10 @@ REAL = {  # parameters of a transformer
 }
 STAGES_OF = {model: list(make_config(f"model={model}").pipeline.stages) for model in REAL}
 OWN = {  # pipelines that want files, and most of them a model of their own
-    "i2v": "wan22_i2v_a14b", "flf2v": "wan22_i2v_a14b",
-    "i2v_clip": "wan21_i2v_14b_480p", "flf2v_clip": "wan21_flf2v_14b", "ti2v": "wan22_ti2v_5b",
-    "v2v": "wan21_t2v_14b", "vace": "wan21_vace_14b", "t2i_flux": "flux1_schnell", "t2i_flux_guided": "flux1_dev",
-    "t2i": "flux2_klein_4b",
+    "i2v": "wan22_i2v_a14b", "flf2v": "wan22_i2v_a14b", "i2v_clip": "wan21_i2v_14b_480p",
+    "flf2v_clip": "wan21_flf2v_14b", "ti2v": "wan22_ti2v_5b", "v2v": "wan21_t2v_14b", "vace": "wan21_vace_14b",
+    "t2v_hunyuan15": "hunyuan15_t2v_720p", "i2v_hunyuan15": "hunyuan15_i2v_720p",
+    "t2i_flux": "flux1_schnell", "t2i_flux_guided": "flux1_dev", "t2i": "flux2_klein_4b",
 }
 GROUPS = (
     "pipeline", "model", "mesh", "distributed", "sharding", "resolution", "attention", "ops", "scheduler", "prompt",
