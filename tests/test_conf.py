@@ -16,6 +16,7 @@ REAL = {  # parameters of a transformer
     "wan21_t2v_1_3b": 1.42e9, "wan21_t2v_14b": 14.29e9, "wan22_t2v_a14b": 14.29e9, "wan22_i2v_a14b": 14.29e9,
     "wan21_i2v_14b_480p": 16.395e9, "wan21_flf2v_14b": 16.396e9, "wan22_ti2v_5b": 5.0e9,
     "wan21_vace_1_3b": 2.154e9, "wan21_vace_14b": 17.338e9,
+    "hunyuan15_t2v_720p": 8.327e9, "hunyuan15_i2v_480p_step_distilled": 8.331e9,
 }
 STAGES_OF = {model: list(make_config(f"model={model}").pipeline.stages) for model in REAL}
 OWN = {  # pipelines that want files, and most of them a model of their own
@@ -150,6 +151,7 @@ def resolve_real(model, mesh, sharding, *overrides):
 FITTED = [(model, stage) for model in REAL for stage in STAGES_OF[model] if stage == "denoise"]
 FITTED += [("wan21_t2v_14b", "text"), ("wan21_t2v_14b", "decode")]
 FITTED += [("wan21_flf2v_14b", "image"), ("wan22_i2v_a14b", "encode")]
+FITTED += [("hunyuan15_i2v_480p_step_distilled", stage) for stage in ("text", "image", "encode", "decode")]
 
 
 def fitted(model, stage, sharding):

@@ -33,6 +33,14 @@ Architecture = Mapping[str, Any]  # of one component: its config.json merged wit
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Where rows of a tensor belong that others lay out differently."""
+
+    names: tuple[str, ...]  # modules whose rows follow each other, as many of each
+    swapped: bool = False  # the first half of the rows is the module's second
+
+
+@dataclass(frozen=True)
 class ComponentSpec:
     """One model of a family's checkpoints: one of their folders."""
 
@@ -41,6 +49,8 @@ class ComponentSpec:
     tables: Callable[[Architecture], dict[str, numpy.ndarray]] = lambda architecture: {}  # computed, not in checkpoints
     unused: Callable[[Architecture], tuple[str, ...]] = lambda architecture: ()  # patterns of tensors to ignore
     prefix: str = ""  # of names in checkpoints, written by some library versions
+    # Of names in checkpoints that are not in diffusers' layout; None: as it is.
+    rename: Callable[[str], str | Rows | None] = lambda name: None
     beside: tuple[str, ...] = ()  # further folders that it needs, e.g. a tokenizer
     twin_of: str | None = None  # another component of the same architecture; only the weights differ
     # Of config.json, what reaches `build`. None: everything, as models.modules.construct takes only what the class's
@@ -152,14 +162,6 @@ class Forward:
     def tokens(self) -> int:
         frames, height, width = self.grid
         return frames * height * width
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Where rows of a tensor belong that others lay out differently."""
-
-    names: tuple[str, ...]  # modules whose rows follow each other, as many of each
-    swapped: bool = False  # the first half of the rows is the module's second
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,10 @@ from wan_torchax.config.registry import family_of
 from wan_torchax.config.resolve import Checkpoint
 from wan_torchax.config.schema import Adapter, ConfigError
 from wan_torchax.config.wording import listed
-from wan_torchax.models.family import AdapterNames, Family
+from wan_torchax.models.family import AdapterNames, Family, Rows
 from wan_torchax.records.fingerprints import digest, hash_file
 from wan_torchax.runtime.checkpoint import Stored, read_header
+from wan_torchax.runtime.reading import split_rows
 from wan_torchax.runtime.weights import STORED_DTYPES, Change
 
 log = logging.getLogger("wan")
@@ -171,11 +172,20 @@ def parse(path: Path, names: AdapterNames) -> Contents:
             module = names.modulation(match["module"])
         if module is None:
             contents.unknown.append(key)
-        elif (module, kind) in contents.keys:
-            contents.problems.append(f"{key}: is there twice, as {contents.keys[module, kind]} too")
-        else:
-            contents.modules[module][kind], contents.keys[module, kind] = header[key], key
+            continue
+        for name, stored in tensors_of(header[key], module, kind).items():
+            if (name, kind) in contents.keys:
+                contents.problems.append(f"{key}: is there twice, as {contents.keys[name, kind]} too")
+            else:
+                contents.modules[name][kind], contents.keys[name, kind] = stored, key
     return contents
+
+
+def tensors_of(stored: Stored, module: str | Rows, kind: str) -> dict[str, Stored]:
+    """A file's tensor by module; of several modules in one, each has its rows, and all have the other factor."""
+    if isinstance(module, str):
+        return {module: stored}
+    return dict.fromkeys(module.names, stored) if kind in ("down", "alpha") else split_rows(stored, module)
 
 
 def peft_settings(path: Path) -> dict:

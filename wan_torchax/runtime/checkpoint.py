@@ -139,6 +139,7 @@ class Stored:
     dtype: str
     shape: tuple
     offset: int
+    shift: int = 0  # row i of the tensor is stored as row i + shift; after the last comes the first
 
 
 def index(folder: Path) -> dict[str, Stored]:

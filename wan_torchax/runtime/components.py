@@ -81,7 +81,7 @@ class Component:
 
     def check(self) -> None:
         """Check the array specs against the headers of the checkpoint and of the adapters."""
-        weights.check(self.specs, self.stored.folder, self.unused, self.spec.prefix)
+        weights.check(self.specs, self.stored.folder, self.unused, self.spec)
         len(self.changes)  # evaluated for its errors
 
     @functools.cached_property
@@ -108,7 +108,7 @@ class Component:
         def took(part, seconds):
             emit(Took(part, seconds))
 
-        self.arrays |= weights.load(absent, self.stored.folder, progress, self.spec.prefix, self.changes, took)
+        self.arrays |= weights.load(absent, self.stored.folder, progress, self.spec, self.changes, took)
         seconds = time.perf_counter() - began
         emit(Ended(phase, seconds))
         rate = total / seconds / 1e9

@@ -12,13 +12,14 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 import numpy
 
 from wan_torchax import interruption
+from wan_torchax.models.family import Rows
 from wan_torchax.runtime.checkpoint import Stored
 from wan_torchax.runtime.remote import fill
 
@@ -122,8 +123,28 @@ def row_bytes(stored: Stored) -> int:
     return math.prod(stored.shape[1:]) * numpy.dtype(STORED_DTYPES[stored.dtype]).itemsize
 
 
+def split_rows(stored: Stored, rows: Rows) -> dict[str, Stored]:
+    """The tensors that `rows` names. One whose rows cannot be split is left as it is: its shape then fits none."""
+    count = len(rows.names) * (1 + rows.swapped)
+    if stored.dtype not in STORED_DTYPES or not stored.shape or stored.shape[0] % count:
+        return dict.fromkeys(rows.names, stored)
+    held = stored.shape[0] // len(rows.names)
+    return {
+        name: replace(
+            stored, shape=(held, *stored.shape[1:]), offset=stored.offset + place * held * row_bytes(stored),
+            shift=held // 2 if rows.swapped else 0,
+        )
+        for place, name in enumerate(rows.names)
+    }
+
+
 def read_rows(file: int, stored: Stored, first: int, place: numpy.ndarray) -> None:
     """Read rows starting at `first` into `place`, converting to its dtype."""
+    if stored.shift:
+        begin, straight = (first + stored.shift) % stored.shape[0], replace(stored, shift=0)
+        left = stored.shape[0] - begin  # rows up to the last
+        read_rows(file, straight, begin, place[:left])
+        return read_rows(file, straight, 0, place[left:])
     offset, kind = stored.offset + first * row_bytes(stored), numpy.dtype(STORED_DTYPES[stored.dtype])
     if kind == place.dtype:
         return read_into(file, place, offset, stored)

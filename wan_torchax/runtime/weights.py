@@ -26,15 +26,16 @@ from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import listed, nearest
 from wan_torchax.devices.sharding import partition_spec, replicated, spec_problem
 from wan_torchax.kernels.quantized import quantize
-from wan_torchax.models.family import ComponentSpec
+from wan_torchax.models.family import ComponentSpec, Rows
 from wan_torchax.runtime.checkpoint import Stored, index
-from wan_torchax.runtime.reading import AHEAD_BYTES, STORED_DTYPES, Load, read_ahead
+from wan_torchax.runtime.reading import AHEAD_BYTES, STORED_DTYPES, Load, read_ahead, split_rows
 
 REPLICATED = "(replicated)"
 SENT_NUMBERS = 2**22  # values of a layer transferred to a device at a time for merging
 MERGING_AHEAD_BYTES = 3 * 2**25  # prefetch limit while merging, which itself needs host memory on CPU devices
 STACK_BYTES = 2**26  # stacked arrays up to this size are assembled in host memory
 PROBLEMS_SHOWN = 20
+UNNAMED = ComponentSpec(lambda architecture: None)  # whose tensors are named as its modules are
 
 
 @dataclass
@@ -230,13 +231,13 @@ def gib(count: float) -> float:
 
 
 def load(
-    specs: dict[str, ArraySpec], folder: Path, progress: Callable[[int], None], prefix: str = "",
+    specs: dict[str, ArraySpec], folder: Path, progress: Callable[[int], None], component: ComponentSpec = UNNAMED,
     changes: Mapping[str, list[Change]] = MappingProxyType({}),
     took: Callable[[str, float], None] = lambda part, seconds: None,
 ) -> dict[str, jax.Array]:
     """Load every tensor from a component's folder onto the devices, merging `changes` (by checkpoint name). `progress`
     is called with bytes loaded, `took` with the seconds spent waiting for reads and transfers."""
-    files, arrays, spent = without_prefix(index(folder), prefix), {}, Counter()
+    files, arrays, spent = by_module(index(folder), component), {}, Counter()
     ahead = MERGING_AHEAD_BYTES if changes else AHEAD_BYTES
     planned = (load for spec in specs.values() for load in loads(spec, files, changes))
     with contextlib.closing(read_ahead(planned, ahead)) as reading:
@@ -323,9 +324,14 @@ def layer_sharding(spec: ArraySpec):
     return jax.sharding.NamedSharding(spec.sharding.mesh, jax.sharding.PartitionSpec(*spec.sharding.spec[1:]))
 
 
-def without_prefix(files: dict[str, Stored], prefix: str) -> dict[str, Stored]:
+def by_module(files: dict[str, Stored], spec: ComponentSpec) -> dict[str, Stored]:
     """Tensors by module name."""
-    return {name.removeprefix(prefix): stored for name, stored in files.items()}
+    named: dict[str, Stored] = {}
+    for name, stored in files.items():
+        name = name.removeprefix(spec.prefix)
+        renamed = spec.rename(name) or name
+        named |= split_rows(stored, renamed) if isinstance(renamed, Rows) else {renamed: stored}
+    return named
 
 
 def source_shapes(specs: dict[str, ArraySpec]) -> dict[str, tuple]:
@@ -336,9 +342,11 @@ def source_shapes(specs: dict[str, ArraySpec]) -> dict[str, tuple]:
     return shapes
 
 
-def check(specs: dict[str, ArraySpec], folder: Path, ignored: Iterable[str] = (), prefix: str = "") -> None:
+def check(
+    specs: dict[str, ArraySpec], folder: Path, ignored: Iterable[str] = (), component: ComponentSpec = UNNAMED
+) -> None:
     """Raise one error that lists every missing, unexpected and mis-shaped tensor; reads only headers."""
-    files, shapes = without_prefix(index(folder), prefix), source_shapes(specs)
+    files, shapes = by_module(index(folder), component), source_shapes(specs)
     surplus = [name for name in files if name not in shapes and not any(re.match(rule, name) for rule in ignored)]
     problems = [f"missing: {name}" for name in shapes if name not in files]
     problems += [f"unexpected: {name}" for name in surplus]

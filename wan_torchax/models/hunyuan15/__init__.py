@@ -13,7 +13,7 @@ from wan_torchax.models.family import (
     lazily,
 )
 from wan_torchax.models.hunyuan15 import prompts
-from wan_torchax.models.hunyuan15.adapters import NAMES
+from wan_torchax.models.hunyuan15.adapters import NAMES, rename
 
 HERE = "wan_torchax.models.hunyuan15"
 # What describes the architecture in the config.json of transformers' models.
@@ -161,7 +161,7 @@ FAMILY = Family(
             lazily(f"{HERE}.image", "build"), unused=lambda architecture: (r"head\.", r"embeddings\.position_ids"),
             prefix="vision_model.", beside=("feature_extractor",), fields=SIGLIP_FIELDS,
         ),
-        "transformer": ComponentSpec(lazily(f"{HERE}.blocks", "build"), ("transformer_blocks",)),
+        "transformer": ComponentSpec(lazily(f"{HERE}.blocks", "build"), ("transformer_blocks",), rename=rename),
         "vae": ComponentSpec(lazily(f"{HERE}.vae", "build")),
     },
     geometry=geometry,
