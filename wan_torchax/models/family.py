@@ -158,7 +158,8 @@ class AdapterNames:
 
     prefix: str  # pattern of prefixes before a module's name
     native: re.Pattern  # matches only diffusers' names
-    translate: Callable[[str, bool], str | None]  # (module, whether in diffusers' names) -> diffusers' name
+    # (module, whether in diffusers' names) -> diffusers' name, or all those of a layer that is several in the model
+    translate: Callable[[str, bool], str | tuple[str, ...] | None]
     bare: tuple[str, ...] = ()  # suffixes of parameters that are not a module's `weight`
     modulation: Callable[[str], str | None] = lambda module: None  # the parameter that `diff_m` applies to
 

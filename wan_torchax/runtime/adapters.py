@@ -40,11 +40,12 @@ INTEGERS = {"I64": "int64", "I32": "int32"}  # some trainers store alpha as an i
 
 # Key suffix -> kind of tensor. DiffSynth and PEFT insert the adapter's name before the last part.
 ENDS = {
-    r"lora_(?:A|down)(?:\.\w+)?\.weight|lora\.down\.weight": "down",
-    r"lora_(?:B|up)(?:\.\w+)?\.weight|lora\.up\.weight": "up",
+    r"lora_(?:A|down)(?:\.\w+)?\.weight|(?:lora\.)?down\.weight": "down",
+    r"lora_(?:B|up)(?:\.\w+)?\.weight|(?:lora\.)?up\.weight": "up",
     r"lora_B(?:\.\w+)?\.bias": "up_bias", r"alpha": "alpha",
     r"diff": "diff", r"diff_b": "diff_b", r"diff_m": "diff_m",
 }
+WHOLE = ("down", "alpha")  # what layers that are one in a file share
 PARTS = "a low-rank factor nor a diff"
 OTHER_KINDS = {
     "lokr_": "LoKr", "hada_": "LoHa", "dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", "oft_": "OFT",
@@ -135,8 +136,10 @@ def sha256_of(path: Path) -> str:
 class Contents:
     """A file's tensors by module, in diffusers' names, and the keys that match no model of the family."""
 
-    modules: dict[str, dict[str, Stored]] = field(default_factory=lambda: defaultdict(dict))
-    keys: dict[tuple[str, str], str] = field(default_factory=dict)  # (module, kind) -> the key in the file
+    # A tuple of modules is a layer in the file that is several in the model.
+    modules: dict[str | tuple[str, ...], dict[str, Stored]] = field(default_factory=lambda: defaultdict(dict))
+    # (module, kind) -> the key in the file
+    keys: dict[tuple[str | tuple[str, ...], str], str] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)  # with other keys
     settings: dict = field(default_factory=dict)  # PEFT's
@@ -244,6 +247,7 @@ def place(adapters: tuple[File, ...], shapes: Mapping[str, tuple], family: Famil
     changes = defaultdict(list)
     for adapter in adapters:
         contents = parse(adapter.path, family.adapters)
+        split_layers(contents, shapes)
         placed, elsewhere, problems = place_one(contents, shapes, family.adapters.bare)
         problems += [f"{key}: no model of the family {family.name} has such a tensor" for key in contents.unknown]
         label = f"adapter.{adapter.name} ({adapter.path.name})"
@@ -260,6 +264,30 @@ def place(adapters: tuple[File, ...], shapes: Mapping[str, tuple], family: Famil
             if left:
                 log.warning("%s: %d keys %s, e.g. %s", label, len(left), what, "; ".join(left[:EXAMPLES]))
     return dict(changes)
+
+
+def split_layers(contents: Contents, shapes: Mapping[str, tuple]) -> None:
+    """Split each layer that is several in the model, such as one for queries, keys and values: the rows of its second
+    factor, or of its diff, are those of the model's layers in turn. They share the first factor."""
+    for modules in [module for module in contents.modules if isinstance(module, tuple)]:
+        parts, begin = contents.modules.pop(modules), 0
+        rows = [shapes.get(f"{module}.weight", (0,))[0] for module in modules]
+        whole = next((part.shape[0] for kind, part in parts.items() if kind not in WHOLE and part.shape), sum(rows))
+        if all(rows) and whole != sum(rows):
+            keys = [contents.keys[modules, kind] for kind in parts]
+            contents.problems += [f"{key}: {whole} outputs, the model's layers have {sum(rows)}" for key in keys]
+            continue
+        for module, count in zip(modules, rows):
+            for kind, part in parts.items():
+                contents.modules[module][kind] = part if kind in WHOLE else rows_of(part, begin, count)
+                contents.keys[module, kind] = contents.keys[modules, kind]
+            begin += count
+
+
+def rows_of(stored: Stored, begin: int, count: int) -> Stored:
+    """Some rows of a tensor in a file."""
+    row = math.prod(stored.shape[1:]) * (numpy.dtype(STORED_DTYPES.get(stored.dtype, "int8")).itemsize)
+    return replace(stored, shape=(count, *stored.shape[1:]), offset=stored.offset + begin * row)
 
 
 def place_one(
