@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 
 from tests import flux
 from tests.conftest import ROOT, make_config, results, run_into
-from tests.reference import assert_same, relative_error
+from tests.reference import assert_same, psnr, relative_error
+from wan_torchax.config.commandline import compose, rewrite
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
 from wan_torchax.models.flux import blocks
@@ -20,6 +21,7 @@ from wan_torchax.records.media import read_metadata
 from wan_torchax.records.stored import read_stored
 from wan_torchax.runtime import adapters
 from wan_torchax.session import session
+from wan_torchax.tasks.attempt import attempt
 
 SIZE = ["resolution.height=96", "resolution.width=128"]  # 6 x 8 tokens
 ODD = ["resolution.height=80", "resolution.width=112"]  # 5 x 7 tokens, which nothing divides
@@ -63,6 +65,21 @@ def test_the_result_is_a_picture_that_can_be_replayed(tmp_path):
     stored = read_stored(made, "replay")
     assert "model=flux1_schnell" in stored.overrides and stored.config["seed"] == 11
     assert read_metadata(ROOT / "docs" / "demo.png") is None
+
+
+def test_several_pictures_are_denoised_as_one(tmp_path, caplog):
+    """As each is made alone; on two devices, each with its picture."""
+    caplog.set_level("INFO", logger="wan")
+    overrides = [*flux.model("dev"), *ODD, "steps=2", "seed=5"]
+    several = rewrite([*overrides, *on("{dp:2,sp:1,tp:4}", "tp"), "images=2"])
+    attempt(compose(several), tmp_path / "both", several)
+    assert "2 videos are denoised together" in caplog.text
+    for seed in (5, 6):
+        values = results(tmp_path / "both" / f"seed{seed}")
+        alone = results(run_into(tmp_path / f"alone{seed}", *overrides, f"seed={seed}"))
+        assert relative_error(values["latents"], alone["latents"]) < 1e-4
+        picture = numpy.asarray(Image.open(tmp_path / "both" / f"seed{seed}" / "picture.png"))
+        assert psnr(picture, alone["frames"][0]) > 55
 
 
 # ---------------------------------------------------------------- adapters
