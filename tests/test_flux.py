@@ -1,5 +1,7 @@
 """FLUX.1 as diffusers' own pipeline makes it from the same weights and seed."""
+import base64
 import functools
+import io
 import re
 
 import diffusers
@@ -12,6 +14,7 @@ from safetensors.torch import save_file
 from tests import flux
 from tests.conftest import ROOT, make_config, results, run_into
 from tests.reference import assert_same, psnr, relative_error
+from tests.serving import Server
 from wan_torchax.config.commandline import compose, rewrite
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
@@ -172,3 +175,28 @@ def test_a_cache_and_eight_bits_serve_it(tmp_path):
 def test_what_it_cannot_do_is_refused(overrides, message):
     with pytest.raises(ConfigError, match=message):
         validate(make_config("model=flux1_dev", "prompt=a cat", *overrides))
+
+
+# ---------------------------------------------------------------- the server
+
+
+@pytest.mark.system
+def test_the_server_makes_pictures(tmp_path):
+    """Through the API for images, two as one batch, and as what the page shows."""
+    overrides = [text for text in flux.model("schnell") if "prompt=" not in text]
+    server = Server(tmp_path / "queue", *overrides, *ODD, "steps=1", "serve.batch=2", works=True)
+    try:
+        fields = {"prompt": flux.PROMPT, "n": 2, "size": "112x80", "seed": 3}
+        answer = server.client.post("/v1/images/generations", json=fields)
+        assert answer.status_code == 200, answer.text
+        first, second = (Image.open(io.BytesIO(base64.b64decode(one["b64_json"]))) for one in answer.json()["data"])
+        assert first.size == second.size == (112, 80) and first.tobytes() != second.tobytes()
+        video, *_ = server.get("/v1/videos").json()["data"]
+        assert video["media_type"] == "image/png" and video["frames"] == 1
+        content = server.get(f"/v1/videos/{video['id']}/content")
+        assert content.headers["content-type"] == "image/png" and content.content[:4] == b"\x89PNG"
+        runs = server.get("/page/runs").json()["data"]
+        assert {run["file"] for run in runs} == {"picture.png"}
+        assert server.get(f"{runs[0]['files']}/picture.png").content[:4] == b"\x89PNG"
+    finally:
+        server.close()
