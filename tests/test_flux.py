@@ -197,6 +197,8 @@ def test_the_server_makes_pictures(tmp_path):
         assert content.headers["content-type"] == "image/png" and content.content[:4] == b"\x89PNG"
         runs = server.get("/page/runs").json()["data"]
         assert {run["file"] for run in runs} == {"picture.png"}
+        page = server.get("/").text
+        assert 'name="steps"' in page and 'name="frames"' not in page
         assert server.get(f"{runs[0]['files']}/picture.png").content[:4] == b"\x89PNG"
     finally:
         server.close()
