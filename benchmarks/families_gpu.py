@@ -3,8 +3,8 @@
     python benchmarks/families_gpu.py                       # peers and project, in turns, each in a process of its own
     python benchmarks/families_gpu.py --smoke               # tiny models, on any machine
 
-Columns: (b) diffusers with torch.compile on its repeated blocks and its best working attention; (v) the same, given only
-the valid tokens and no mask, where a model masks; (c) this project. Random weights; medians of synchronised calls.
+Columns: (b) diffusers with torch.compile on its repeated blocks and its best working attention; (v) the same, given
+only the valid tokens and no mask, where a model masks; (c) this project. Random weights; medians of synchronised calls.
 """
 import argparse
 import functools
@@ -129,6 +129,33 @@ def project_decode(case: str, smoke: bool, repeats: int) -> None:
     gpu.free()
 
 
+def check_beside(smoke: bool) -> None:
+    """Attention with extra tokens, counts that differ: the chip's kernels against plain JAX in float32."""
+    import jax
+    import jax.numpy as jnp
+
+    from wan_torchax.kernels.attention import Attend, Beside
+    from wan_torchax.kernels.settings import Kernel
+
+    heads, tokens, text = 4, 1000, 300
+    keys = jax.random.split(jax.random.key(0), 6)
+    arrays = [jax.random.normal(key, (2, tokens if place < 3 else text, heads * 128)) for place, key in enumerate(keys)]
+    counts = jnp.asarray([256, 6], jnp.int32)
+
+    def attend(kernel, dtype):
+        own = [array.astype(dtype) for array in arrays]
+        out, _ = Attend(128, kernel).counted(*own[:3], beside=Beside(*own[3:], counts))
+        return [part.astype(jnp.float32) for part in (out[0], out[1][:, :6])]
+
+    kernel = Kernel(kernel="xla") if smoke else Kernel(kernel="hopper", block_q=128, block_kv=128)
+    truth = jax.jit(lambda: attend(Kernel(kernel="xla"), jnp.float32))()
+    ours = jax.jit(lambda: attend(kernel, jnp.bfloat16))()
+    errors = [float(jnp.linalg.norm(one - other) / jnp.linalg.norm(other)) for one, other in zip(ours, truth)]
+    print(f"attention with extra tokens, relative error: {errors[0]:.5f}, of the extra ones {errors[1]:.5f}", flush=True)
+    gpu.rows.append({"what": "attention with extra tokens", "case": kernel.kernel, "column": "c", "seconds": 0.0,
+                     "relative_errors": errors})
+
+
 # ---------------------------------------------------------------- diffusers
 
 
@@ -220,6 +247,7 @@ def peer_decode(case: str, smoke: bool, repeats: int) -> None:
 
 
 JOBS = {
+    "check": lambda smoke, n: check_beside(smoke),
     "c-hunyuan": lambda smoke, n: project_step("hunyuan15-480p", smoke, n),
     "c-flux": lambda smoke, n: project_step("flux1-dev", smoke, 4 * n),
     "b-flux": lambda smoke, n: peer_step("flux1-dev", smoke, 4 * n, "b"),

@@ -110,8 +110,8 @@ def model(kind: str = "dev") -> list[str]:
     ]
 
 
-def in_diffusers(kind: str, config, **given) -> dict:
-    """embeddings, pooled, latents and frames, as the runner names them; `given` goes to the pipeline."""
+def in_diffusers(kind: str, config, transformer=None) -> dict:
+    """embeddings, pooled, latents and frames, as the runner names them."""
     import diffusers
     import torch
     import transformers
@@ -128,7 +128,7 @@ def in_diffusers(kind: str, config, **given) -> dict:
         transformers.CLIPTextModel.from_pretrained(folder / "text_encoder"), tokenizer,
         transformers.T5EncoderModel.from_pretrained(folder / "text_encoder_2"),
         transformers.AutoTokenizer.from_pretrained(folder / "tokenizer_2"),
-        diffusers.FluxTransformer2DModel.from_pretrained(folder / "transformer"),
+        transformer or diffusers.FluxTransformer2DModel.from_pretrained(folder / "transformer"),
     )
     pipeline.set_progress_bar_config(disable=True)
     size = config.resolution
@@ -136,7 +136,7 @@ def in_diffusers(kind: str, config, **given) -> dict:
         prompt=PROMPT, height=size.height, width=size.width, num_inference_steps=config.steps,
         guidance_scale=config.guidance_scale, max_sequence_length=TOKENS, output_type="latent",
         generator=torch.Generator().manual_seed(config.seed),
-    ) | given
+    )
     with torch.no_grad():
         embeddings, pooled, _ = pipeline.encode_prompt(PROMPT, max_sequence_length=TOKENS)
         latents = pipeline(**settings).images

@@ -1,16 +1,30 @@
 """FLUX.1 as diffusers' own pipeline makes it from the same weights and seed."""
+import base64
 import functools
+import io
+import re
 
+import diffusers
 import numpy
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from tests import flux
 from tests.conftest import ROOT, make_config, results, run_into
-from tests.reference import assert_same, relative_error
+from tests.reference import assert_same, psnr, relative_error
+from tests.serving import Server
+from wan_torchax.config.commandline import compose, rewrite
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.validation import validate
+from wan_torchax.models.flux import blocks
+from wan_torchax.models.flux.adapters import NAMES
 from wan_torchax.records.media import read_metadata
 from wan_torchax.records.stored import read_stored
+from wan_torchax.runtime import adapters
 from wan_torchax.session import session
+from wan_torchax.tasks.attempt import attempt
 
 SIZE = ["resolution.height=96", "resolution.width=128"]  # 6 x 8 tokens
 ODD = ["resolution.height=80", "resolution.width=112"]  # 5 x 7 tokens, which nothing divides
@@ -54,3 +68,137 @@ def test_the_result_is_a_picture_that_can_be_replayed(tmp_path):
     stored = read_stored(made, "replay")
     assert "model=flux1_schnell" in stored.overrides and stored.config["seed"] == 11
     assert read_metadata(ROOT / "docs" / "demo.png") is None
+
+
+def test_several_pictures_are_denoised_as_one(tmp_path, caplog):
+    """As each is made alone; on two devices, each with its picture."""
+    caplog.set_level("INFO", logger="wan")
+    overrides = [*flux.model("dev"), *ODD, "steps=2", "seed=5"]
+    several = rewrite([*overrides, *on("{dp:2,sp:1,tp:4}", "tp"), "images=2"])
+    attempt(compose(several), tmp_path / "both", several)
+    assert "2 videos are denoised together" in caplog.text
+    for seed in (5, 6):
+        values = results(tmp_path / "both" / f"seed{seed}")
+        alone = results(run_into(tmp_path / f"alone{seed}", *overrides, f"seed={seed}"))
+        assert relative_error(values["latents"], alone["latents"]) < 1e-4
+        picture = numpy.asarray(Image.open(tmp_path / "both" / f"seed{seed}" / "picture.png"))
+        assert psnr(picture, alone["frames"][0]) > 55
+
+
+# ---------------------------------------------------------------- adapters
+
+QKV = tuple(f"attn.to_{name}" for name in "qkv")
+
+
+def test_every_trainers_names_are_known():
+    """One layer as it is spelled by kohya, ComfyUI, XLabs, ai-toolkit, PEFT and OneTrainer."""
+    out = "transformer_blocks.1.attn.to_out.0"
+    queries = tuple(f"transformer_blocks.1.{name}" for name in QKV)
+    keys = {
+        "lora_unet_double_blocks_1_img_attn_proj.lora_down.weight": out,
+        "diffusion_model.double_blocks.1.img_attn.proj.lora_A.weight": out,
+        "double_blocks.1.processor.proj_lora1.down.weight": out,
+        "transformer.transformer_blocks.1.attn.to_out.0.lora_A.weight": out,
+        "base_model.model.transformer_blocks.1.attn.to_out.0.lora_A.weight": out,
+        "lora_transformer_transformer_blocks_1_attn_to_out_0.lora_down.weight": out,
+        "lora_unet_double_blocks_1_img_attn_qkv.lora_down.weight": queries,
+        "double_blocks.1.processor.qkv_lora1.down.weight": queries,
+        "lora_unet_single_blocks_2_linear1.lora_down.weight":
+            tuple(f"single_transformer_blocks.2.{name}" for name in (*QKV, "proj_mlp")),
+        "lora_unet_single_blocks_2_linear2.alpha": "single_transformer_blocks.2.proj_out",
+    }
+    for key, module in keys.items():
+        match = re.fullmatch(rf"{NAMES.prefix}(?P<module>[\w.]+?)\.(?:{'|'.join(adapters.ENDS)})", key)
+        assert match and NAMES.translate(match["module"], False) == module, key
+    names = [*keys.values(), "norm_out.linear", "x_embedder"]
+    model = {name.removesuffix(".weight") for name, _ in blocks.build(flux.TRANSFORMER).named_parameters()}
+    assert {one for name in names for one in (name if isinstance(name, tuple) else (name,))} <= model
+
+
+def test_a_lora_of_joined_layers_is_added(tmp_path):
+    """kohya's: queries, keys and values in one, of a single block the feed-forward too; with alpha."""
+    torch.manual_seed(3)
+    width, rank, alpha = 256, 4, 2.0
+    layers = {
+        "double_blocks_1_txt_attn_qkv": [f"transformer_blocks.1.attn.add_{name}_proj" for name in "qkv"],
+        "single_blocks_2_linear1": [f"single_transformer_blocks.2.{name}" for name in (*QKV, "proj_mlp")],
+        "single_blocks_0_linear2": ["single_transformer_blocks.0.proj_out"],
+    }
+    transformer, tensors = diffusers.FluxTransformer2DModel.from_pretrained(flux.checkpoint("dev") / "transformer"), {}
+    for name, modules in layers.items():
+        weights = [transformer.get_submodule(module).weight for module in modules]
+        down = torch.randn(rank, weights[0].shape[1]) * 0.2
+        up = torch.randn(sum(len(weight) for weight in weights), rank) * 0.2
+        factors = {"lora_down.weight": down, "lora_up.weight": up, "alpha": torch.tensor(alpha)}
+        tensors |= {f"lora_unet_{name}.{end}": tensor for end, tensor in factors.items()}
+        for weight, rows in zip(weights, up.split([len(weight) for weight in weights])):
+            weight.data += 0.5 * alpha / rank * rows @ down
+    assert width == len(weights[0])
+    save_file(tensors, tmp_path / "style.safetensors")
+    overrides = [*flux.model("dev"), *ODD, "steps=2"]
+    adapter = f"adapter.style={{path: {tmp_path / 'style.safetensors'}, strength: 0.5}}"
+    values = results(run_into(tmp_path / "run", *overrides, adapter, "stages=[text,denoise]"))
+    config = make_config(*overrides)
+    known, without = (flux.in_diffusers("dev", config, **parts) for parts in (dict(transformer=transformer), {}))
+    assert relative_error(values["latents"], known["latents"]) < 1e-4
+    assert relative_error(values["latents"], without["latents"]) > 1e-2
+
+
+def test_a_lora_of_other_widths_is_refused(tmp_path):
+    tensors = {f"lora_unet_double_blocks_0_img_attn_qkv.lora_{name}.weight": torch.randn(*shape)
+               for name, shape in (("down", (2, 256)), ("up", (700, 2)))}
+    save_file(tensors, tmp_path / "style.safetensors")
+    with pytest.raises(ConfigError, match="700 outputs, the model's layers have 768"):
+        run_into(tmp_path / "run", *flux.model("dev"), *ODD, f"adapter.style.path={tmp_path / 'style.safetensors'}")
+
+
+# ---------------------------------------------------------------- options
+
+
+def test_a_cache_and_eight_bits_serve_it(tmp_path):
+    base = [*flux.model("dev"), *ODD, "stages=[text,denoise]"]
+    exact = results(run_into(tmp_path / "exact", *base))["latents"]
+    eight = ["precision=int8_weights", "precision.first=1", "precision.last=0",
+             "precision.layers=[attention_in,attention_out,feed_forward_in,feed_forward_out,single_out]"]
+    small = results(run_into(tmp_path / "small", *base, *eight))["latents"]
+    assert 1e-5 < relative_error(small, exact) < 0.05
+    cached = results(run_into(tmp_path / "cached", *base, "cache=easycache", "steps=8"))["latents"]
+    assert numpy.isfinite(cached).all()
+
+
+@pytest.mark.parametrize("overrides, message", [
+    (["pipeline=t2i_flux"], "takes the guidance scale as an input; use pipeline=t2i_flux_guided"),
+    (["products.kernel=pallas"], "has no layers for it; use products=xla"),
+    (["resolution.frames=5"], "takes at most 1"),
+    (["attention=xla", "attention.self.window=4"], "text and image attend to each other"),
+])
+def test_what_it_cannot_do_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(make_config("model=flux1_dev", "prompt=a cat", *overrides))
+
+
+# ---------------------------------------------------------------- the server
+
+
+@pytest.mark.system
+def test_the_server_makes_pictures(tmp_path):
+    """Through the API for images, two as one batch, and as what the page shows."""
+    overrides = [text for text in flux.model("schnell") if "prompt=" not in text]
+    server = Server(tmp_path / "queue", *overrides, *ODD, "steps=1", "serve.batch=2", works=True)
+    try:
+        fields = {"prompt": flux.PROMPT, "n": 2, "size": "112x80", "seed": 3}
+        answer = server.client.post("/v1/images/generations", json=fields)
+        assert answer.status_code == 200, answer.text
+        first, second = (Image.open(io.BytesIO(base64.b64decode(one["b64_json"]))) for one in answer.json()["data"])
+        assert first.size == second.size == (112, 80) and first.tobytes() != second.tobytes()
+        video, *_ = server.get("/v1/videos").json()["data"]
+        assert video["media_type"] == "image/png" and video["frames"] == 1
+        content = server.get(f"/v1/videos/{video['id']}/content")
+        assert content.headers["content-type"] == "image/png" and content.content[:4] == b"\x89PNG"
+        runs = server.get("/page/runs").json()["data"]
+        assert {run["file"] for run in runs} == {"picture.png"}
+        page = server.get("/").text
+        assert 'name="steps"' in page and 'name="frames"' not in page
+        assert server.get(f"{runs[0]['files']}/picture.png").content[:4] == b"\x89PNG"
+    finally:
+        server.close()

@@ -177,6 +177,10 @@ def test_cudnn_attention(monkeypatch):
     assert (out.shape, out.dtype) == (query.shape, query.dtype)
     assert (log_sum.shape, log_sum.dtype) == ((2, 4, 256), jnp.float32)
     assert "__cudnn$fmha" in program.lower(lowering_platforms=("cuda",)).as_text()
+    counted = jax.jit(lambda *arrays: private.cudnn_attention(*arrays[:3], scale=0.125, counts=arrays[3]))
+    program = counted.trace(query, key, key, jax.ShapeDtypeStruct((2,), jnp.int32))
+    assert [one.shape for one in program.out_info] == [out.shape, log_sum.shape]
+    assert '"mask_type": "PADDING"' in program.lower(lowering_platforms=("cuda",)).as_text().replace("\\22", '"')
 
 
 def lowered_kernel(write):

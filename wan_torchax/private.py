@@ -125,11 +125,18 @@ def find_cluster(coordinator: str | None, processes: int | None, process: int | 
     why="jax.nn.dot_product_attention, which calls this, rounds the log-sum-exp to bf16: too coarse to merge with",
     until="it returns float32",
 )
-def cudnn_attention(query, key, value, scale: float) -> tuple:
-    """cuDNN's attention, (batch, tokens, heads, head_dim), and its log-sum-exp, (batch, heads, queries) float32."""
-    from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention
+def cudnn_attention(query, key, value, scale: float, counts=None) -> tuple:
+    """cuDNN's attention, (batch, tokens, heads, head_dim), and its log-sum-exp, (batch, heads, queries) float32.
+    `counts` (batch,) int32: how many of the keys are valid, at least one."""
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
-    return dot_product_attention(query, key, value, scale=scale, return_residual=True)
+    if counts is None:
+        return dot_product_attention(query, key, value, scale=scale, return_residual=True)
+    queries = counts * 0 + query.shape[1]
+    return dot_product_attention(
+        query, key, value, q_seqlen=queries, kv_seqlen=counts, mask_type=MaskType.PADDING, scale=scale,
+        return_residual=True,
+    )
 
 
 @private(

@@ -27,6 +27,7 @@ from wan_torchax.config.schema import ConfigError
 
 log = logging.getLogger("wan")
 MOST_JOBS = 100_000
+MOST_TOGETHER = 64  # denoised as one batch
 NAME_LETTERS = 40  # of the prompt in a folder's name
 
 
@@ -81,7 +82,7 @@ def chips_here() -> str:
 
 def are_listed(config) -> bool:
     """Whether the config asks for a list of videos."""
-    return config.prompts is not None or config.seeds is not None
+    return not (config.prompts is config.seeds is config.images is None)
 
 
 def read(config) -> list[Job]:
@@ -220,7 +221,11 @@ def checked(row, number):
 
 
 def read_seeds(config) -> list:
-    """`seeds=8`: eight from `seed` on; `seeds=[3,5]`: those; unset: each job's own."""
+    """`seeds=8`, or `images=8`: eight from `seed` on; `seeds=[3,5]`: those; unset: each job's own."""
+    if config.images is not None:
+        if config.seeds is not None or not 0 < config.images <= MOST_TOGETHER:
+            raise ConfigError(f"images={config.images}: from 1 to {MOST_TOGETHER}, and without seeds")
+        return list(range(config.seed, config.seed + config.images))
     if config.seeds is None:
         return [None]
     if isinstance(config.seeds, int) and 0 < config.seeds <= MOST_JOBS:

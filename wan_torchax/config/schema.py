@@ -445,6 +445,7 @@ class Config:
     conditioning_scale: Any = offered(None, Union[float, list[float], None])
     prompts: Optional[str] = None
     seeds: Optional[Any] = None
+    images: Optional[int] = None
     shard: Optional[str] = None
     allow_external_ops: bool = False
     traceback: bool = False

@@ -513,6 +513,8 @@ def idle_axis(config: DictConfig) -> str | None:
     if ulysses and heads % (parts * axes.get(ulysses, 1)) == 0:  # it shards tokens instead
         return None
     reason = "guidance=sequential is" if guided(config) else f"guidance_scale={config.guidance_scale} is none:"
+    if "guidance_scale" in config.pipeline.inputs.values():
+        reason = "guidance is an input of the model:"
     remedy = f"sharding=sequence mesh.axes={{dp:1,sp:{math.prod(axes.values())},tp:1}}"
     return (
         f"mesh.axes.{axis}={parts}: its parts do the same work, since {reason} one forward at a time; give all devices "

@@ -36,7 +36,7 @@ Architecture = Mapping[str, Any]  # of one component: its config.json merged wit
 class Rows:
     """Where rows of a tensor belong that others lay out differently."""
 
-    names: tuple[str, ...]  # modules whose rows follow each other, as many of each
+    names: tuple[str, ...]  # modules whose rows follow each other
     swapped: bool = False  # the first half of the rows is the module's second
 
 
@@ -170,7 +170,7 @@ class AdapterNames:
 
     prefix: str  # pattern of prefixes before a module's name
     native: re.Pattern  # matches only diffusers' names
-    # (module, whether in diffusers' names) -> diffusers' name, or several
+    # (module, whether in diffusers' names) -> diffusers' name, or those of a layer that is several in the model
     translate: Callable[[str, bool], str | Rows | None]
     bare: tuple[str, ...] = ()  # suffixes of parameters that are not a module's `weight`
     modulation: Callable[[str], str | None] = lambda module: None  # the parameter that `diff_m` applies to

@@ -51,6 +51,15 @@ class Layer:
             return stack, index - first
         return stack, jnp.where(index < first, index, index - len(self.blocks.eight_bits))
 
+    def pieces(self, name: str, array, options: "Options") -> list[tuple[jax.Array, jax.Array]]:
+        """Each array of a tuple, or the only one, with the part of the weight that it meets."""
+        if not isinstance(array, tuple) and options.rows == slice(None):
+            return [(array, self[name])]
+        arrays, weight = array if isinstance(array, tuple) else (array,), self[name]
+        ends = itertools.accumulate(one.shape[-1] for one in arrays)
+        parts = [weight[options.rows, end - one.shape[-1] : end] for one, end in zip(arrays, ends)]
+        return [(one, self.blocks.shared(part, isinstance(array, tuple))) for one, part in zip(arrays, parts)]
+
     def has_eight_bits(self, name: str) -> bool:
         return self.eight_bits and f"{name}.quantized" in self
 
@@ -85,6 +94,7 @@ class Blocks:
     eight_bits: range = range(0)  # blocks with quantized linear layers
     gathered: Mapping[str, jax.sharding.NamedSharding] | Any = ()  # shardings of gathered weights while in use
     scan: bool = True
+    heads: jax.sharding.NamedSharding | None = None  # over the axis of which devices share a weight's first dimension
 
     @classmethod
     def of(cls, arrays: Mapping[str, jax.Array], stack: str, count: int, forward: Forward, **settings) -> "Blocks":
@@ -97,11 +107,23 @@ class Blocks:
         gathered = dict.fromkeys(own, whole) if forward.gather else {}
         return cls(
             own, count, linear_of(forward), norm_of(forward), eight_bits=eight, gathered=gathered, scan=forward.scan,
+            heads=jax.sharding.NamedSharding(forward.mesh, jax.sharding.PartitionSpec(forward.parallel.heads)),
             **settings,
         )
 
     def layer(self, index, eight_bits: bool | None = None) -> Layer:
         return Layer(self, index, index in self.eight_bits if eight_bits is None else eight_bits)
+
+    def shared(self, part, by_input: bool) -> jax.Array:
+        """Part of a weight, its outputs or inputs shared as heads are. It is whole on every device before: cut where
+        the devices' shares end elsewhere, it would have to be exchanged."""
+        if self.heads is None:
+            return part
+        mesh, spec = self.heads.mesh, self.heads.spec
+        for axes in ((), (None, *spec) if by_input else spec):
+            sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+            part = jax.lax.with_sharding_constraint(part, sharding)
+        return part
 
     def run(self, block: Callable, carry, counted=None, begin: int = 0) -> tuple[Any, jax.Array | None]:
         """Run all blocks from `begin` on. `counted` (layers, devices) accumulates rescued rows, if attention counts
@@ -150,16 +172,9 @@ def linear_of(forward: Forward) -> Callable:
 
 
 def plain_linear(layer: Layer, name: str, array, options: Options):
-    pieces = by_input(array, layer[f"{name}.weight"][options.rows])
+    pieces = layer.pieces(f"{name}.weight", array, options)
     out = sum(jnp.einsum("...a,ba->...b", piece, weight) for piece, weight in pieces)
     return finish(out + layer.bias(name, options.rows).astype(out.dtype), options)
-
-
-def by_input(array, weight):
-    """Each array of a tuple, or the only one, with the columns of the weight that it meets."""
-    arrays = array if isinstance(array, tuple) else (array,)
-    ends = list(itertools.accumulate(one.shape[-1] for one in arrays))
-    return [(one, weight[..., end - one.shape[-1] : end]) for one, end in zip(arrays, ends)]
 
 
 def finish(out, options: Options):
@@ -182,8 +197,8 @@ def linear_in_eight_bits(inner: Callable, activations: bool, layer: Layer, name:
     """Quantized weights, and optionally activations, if the layer has them."""
     if not layer.has_eight_bits(name):
         return inner(layer, name, array, options)
-    weight, scale = (layer[f"{name}.{part}"][options.rows] for part in ("quantized", "scale"))
-    first, *others = by_input(array, weight)
+    scale = layer[f"{name}.scale"][options.rows]
+    first, *others = layer.pieces(f"{name}.quantized", array, options)
     out = quantized.linear(*first, scale, layer.bias(name, options.rows), activations)
     for piece, columns in others:
         out = out + quantized.linear(piece, columns, scale, jnp.float32(0), activations)

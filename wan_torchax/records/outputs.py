@@ -21,7 +21,7 @@ GIB = 2**30
 VIDEO, PICTURE = "video.mp4", "picture.png"
 # Keys of one invocation, not of the video.
 CALL = (
-    "task", "stages", "resume", "replay", "prompts", "seeds", "shard", "sweep", "traceback", "keep_resident",
+    "task", "stages", "resume", "replay", "prompts", "seeds", "images", "shard", "sweep", "traceback", "keep_resident",
     "preview_every", "profile", "distributed",
 )
 # Keys that affect neither a video nor its speed, and tables of which only the selected entry matters. Adapters are

@@ -41,11 +41,12 @@ INTEGERS = {"I64": "int64", "I32": "int32"}  # some trainers store alpha as an i
 
 # Key suffix -> kind of tensor. DiffSynth and PEFT insert the adapter's name before the last part.
 ENDS = {
-    r"lora_(?:A|down)(?:\.\w+)?\.weight|lora\.down\.weight": "down",
-    r"lora_(?:B|up)(?:\.\w+)?\.weight|lora\.up\.weight": "up",
+    r"lora_(?:A|down)(?:\.\w+)?\.weight|(?:lora\.)?down\.weight": "down",
+    r"lora_(?:B|up)(?:\.\w+)?\.weight|(?:lora\.)?up\.weight": "up",
     r"lora_B(?:\.\w+)?\.bias": "up_bias", r"alpha": "alpha",
     r"diff": "diff", r"diff_b": "diff_b", r"diff_m": "diff_m",
 }
+WHOLE = ("down", "alpha")  # what layers that are one in a file share
 PARTS = "a low-rank factor nor a diff"
 OTHER_KINDS = {
     "lokr_": "LoKr", "hada_": "LoHa", "dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", "oft_": "OFT",
@@ -136,11 +137,18 @@ def sha256_of(path: Path) -> str:
 class Contents:
     """A file's tensors by module, in diffusers' names, and the keys that match no model of the family."""
 
-    modules: dict[str, dict[str, Stored]] = field(default_factory=lambda: defaultdict(dict))
-    keys: dict[tuple[str, str], str] = field(default_factory=dict)  # (module, kind) -> the key in the file
+    # Rows are a layer in the file that is several in the model, or is laid out otherwise; see `split_layers`.
+    modules: dict[str | Rows, dict[str, Stored]] = field(default_factory=lambda: defaultdict(dict))
+    keys: dict[tuple[str | Rows, str], str] = field(default_factory=dict)  # (module, kind) -> the key in the file
     unknown: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)  # with other keys
     settings: dict = field(default_factory=dict)  # PEFT's
+
+    def add(self, module: str | Rows, kind: str, stored: Stored, key: str) -> None:
+        if (module, kind) in self.keys:
+            self.problems.append(f"{key}: is there twice, as {self.keys[module, kind]} too")
+        else:
+            self.modules[module][kind], self.keys[module, kind] = stored, key
 
 
 def parse(path: Path, names: AdapterNames) -> Contents:
@@ -172,20 +180,9 @@ def parse(path: Path, names: AdapterNames) -> Contents:
             module = names.modulation(match["module"])
         if module is None:
             contents.unknown.append(key)
-            continue
-        for name, stored in tensors_of(header[key], module, kind).items():
-            if (name, kind) in contents.keys:
-                contents.problems.append(f"{key}: is there twice, as {contents.keys[name, kind]} too")
-            else:
-                contents.modules[name][kind], contents.keys[name, kind] = stored, key
+        else:
+            contents.add(module, kind, header[key], key)
     return contents
-
-
-def tensors_of(stored: Stored, module: str | Rows, kind: str) -> dict[str, Stored]:
-    """A file's tensor by module; of several modules in one, each has its rows, and all have the other factor."""
-    if isinstance(module, str):
-        return {module: stored}
-    return dict.fromkeys(module.names, stored) if kind in ("down", "alpha") else split_rows(stored, module)
 
 
 def peft_settings(path: Path) -> dict:
@@ -254,6 +251,7 @@ def place(adapters: tuple[File, ...], shapes: Mapping[str, tuple], family: Famil
     changes = defaultdict(list)
     for adapter in adapters:
         contents = parse(adapter.path, family.adapters)
+        split_layers(contents, shapes)
         placed, elsewhere, problems = place_one(contents, shapes, family.adapters.bare)
         problems += [f"{key}: no model of the family {family.name} has such a tensor" for key in contents.unknown]
         label = f"adapter.{adapter.name} ({adapter.path.name})"
@@ -270,6 +268,24 @@ def place(adapters: tuple[File, ...], shapes: Mapping[str, tuple], family: Famil
             if left:
                 log.warning("%s: %d keys %s, e.g. %s", label, len(left), what, "; ".join(left[:EXAMPLES]))
     return dict(changes)
+
+
+def split_layers(contents: Contents, shapes: Mapping[str, tuple]) -> None:
+    """Split each layer that is several in the model, such as one for queries, keys and values: the rows of its second
+    factor, or of its diff, are those of the model's layers in turn. They share the first factor."""
+    for rows in [module for module in contents.modules if isinstance(module, Rows)]:
+        parts = contents.modules.pop(rows)
+        counts = [shapes.get(f"{name}.weight", (0,))[0] for name in rows.names]
+        whole = next((part.shape[0] for kind, part in parts.items() if kind not in WHOLE and part.shape), sum(counts))
+        if all(counts) and whole != sum(counts):
+            keys = [contents.keys[rows, kind] for kind in parts]
+            contents.problems += [f"{key}: {whole} outputs, the model's layers have {sum(counts)}" for key in keys]
+            continue
+        for kind, part in parts.items():
+            shared = kind in WHOLE or not all(counts)
+            pieces = dict.fromkeys(rows.names, part) if shared else split_rows(part, rows, counts)
+            for name, piece in pieces.items():
+                contents.add(name, kind, piece, contents.keys[rows, kind])
 
 
 def place_one(

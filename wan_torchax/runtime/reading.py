@@ -7,10 +7,11 @@ The next arrays are prefetched while one is transferred, up to AHEAD_BYTES, whic
 offsets from the header: pages of a mapped file would stay resident once read.
 """
 import contextlib
+import itertools
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -123,18 +124,21 @@ def row_bytes(stored: Stored) -> int:
     return math.prod(stored.shape[1:]) * numpy.dtype(STORED_DTYPES[stored.dtype]).itemsize
 
 
-def split_rows(stored: Stored, rows: Rows) -> dict[str, Stored]:
-    """The tensors that `rows` names. One whose rows cannot be split is left as it is: its shape then fits none."""
-    count = len(rows.names) * (1 + rows.swapped)
-    if stored.dtype not in STORED_DTYPES or not stored.shape or stored.shape[0] % count:
+def split_rows(stored: Stored, rows: Rows, counts: Sequence[int] = ()) -> dict[str, Stored]:
+    """The tensors that `rows` names, with so many rows each; by default as many. One whose rows cannot be split is left
+    as it is: its shape then fits none."""
+    whole = stored.shape[0] if stored.shape else 0
+    counts = counts or [whole // len(rows.names)] * len(rows.names)
+    odd = rows.swapped and any(count % 2 for count in counts)
+    if stored.dtype not in STORED_DTYPES or sum(counts) != whole or odd:
         return dict.fromkeys(rows.names, stored)
-    held = stored.shape[0] // len(rows.names)
+    starts = itertools.accumulate(counts, initial=0)
     return {
         name: replace(
-            stored, shape=(held, *stored.shape[1:]), offset=stored.offset + place * held * row_bytes(stored),
-            shift=held // 2 if rows.swapped else 0,
+            stored, shape=(count, *stored.shape[1:]), offset=stored.offset + start * row_bytes(stored),
+            shift=count // 2 if rows.swapped else 0,
         )
-        for place, name in enumerate(rows.names)
+        for name, count, start in zip(rows.names, counts, starts)
     }
 
 

@@ -15,6 +15,7 @@ from wan_torchax.config import inputs, trust
 from wan_torchax.config.commandline import CONF, options
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.validation import MOST_SHIFT
 from wan_torchax.records.pages import render
 from wan_torchax.serve import api, requests
 from wan_torchax.serve.errors import Answer, Refused
@@ -35,7 +36,7 @@ NUMBERS = {
     "guidance_scale": ("Guidance", "how closely it follows the prompt", 0, 20, 0.1),
     "seed": ("Seed", "same seed, same video", 0, 2**32 - 1, 1),
     "fps": ("Frames per second", "how fast it plays", 1, 120, 1),
-    "flow_shift": ("Flow shift", "how far sampling leans towards high noise", 0.1, 20, 0.1),
+    "flow_shift": ("Flow shift", "how far sampling leans towards high noise", 0.1, MOST_SHIFT, 0.1),
 }
 MORE = ("fps", "flow_shift")  # collapsed by default
 FILES = {  # labels of file inputs
@@ -81,6 +82,8 @@ def numbers(config) -> list[Number]:
     """The form's number fields, with the values that this server was started with."""
     made = []
     for name, (label, text, least, most, step) in NUMBERS.items():
+        if name in ("frames", "fps") and config.model.max_frames == 1:
+            continue  # it makes pictures
         assert trust.is_offered(FIELDS[name]), name
         most = config.model.max_frames if name == "frames" else most
         value = OmegaConf.select(config, FIELDS[name])

@@ -138,12 +138,12 @@ class Denoise(Stage):
         return LANES * shards if shards > 1 else 1
 
     def parallel(self, prompts: int) -> Parallel:
-        """The mesh axes for heads, tokens and prompts. With one prompt at a time there is no batch to shard, so the
-        batch's axis shards tokens too, if they are sharded at all."""
-        config, parallel = self.config, parallel_of(self.config.sharding)
-        if prompts > 1 and config.guidance == "batched":
-            return parallel
+        """The mesh axes for heads, tokens, and prompts or videos. With one prompt of one video at a time there is no
+        batch to shard, so the batch's axis shards tokens too, if they are sharded at all."""
+        config, parallel, videos = self.config, parallel_of(self.config.sharding), self.recipe.derived["videos"]
         axis, parts = parallel.batch, self.mesh.shape.get(parallel.batch, 1)
+        if (prompts > 1 and config.guidance == "batched") or (videos > 1 and videos % parts == 0):
+            return parallel
         parallel = replace(parallel, batch=None)
         heads, _ = self.family.heads(config.model.architecture)
         if parts > 1 and parallel.ulysses and heads % (parts * self.mesh.shape[parallel.ulysses]) == 0:
@@ -196,9 +196,14 @@ class Denoise(Stage):
 
     @staticmethod
     def joined(values: list[dict], names: list[str]) -> dict:
-        """Batch the inputs of several videos: (prompts, …) each to (prompts · videos, …)."""
-        stacked = {name: numpy.stack([taken[name] for taken in values], axis=1) for name in names}
-        return {name: array.reshape(-1, *array.shape[2:]) for name, array in stacked.items()}
+        """Batch the inputs of several videos: (prompts, …) each to (prompts · videos, …); numbers are those of all."""
+
+        def join(first, *others):
+            if not isinstance(first, numpy.ndarray):
+                return first
+            return numpy.stack([first, *others], axis=1).reshape(-1, *first.shape[1:])
+
+        return {name: join(*(taken[name] for taken in values)) for name in names}
 
     @classmethod
     def amount(cls, name, job):

@@ -5,13 +5,13 @@ import traceback
 from pathlib import Path
 
 from wan_torchax import interruption
-from wan_torchax.config import clips, commandline, jobs, registry, validation
+from wan_torchax.config import clips, commandline, inputs, jobs, registry, trust, validation
 from wan_torchax.config.commandline import compose, sweep_folders
 from wan_torchax.config.schema import ConfigError, FolderError
 from wan_torchax.devices import distributed
 
 log = logging.getLogger("wan")
-LIST_KEYS = ("prompts", "seeds", "shard")
+LIST_KEYS = ("prompts", "seeds", "images", "shard")
 failures: list[str] = []  # one line for each job of this process that failed
 
 
@@ -70,11 +70,41 @@ def attempt_list(config, folder: Path, overrides: list[str]) -> float | None:
     sweep_folders[folder] = False
     seconds = []
     with bar(len(listed), "videos", unit="video", position=1) as progress:
-        for job in listed:
-            seconds.append(attempt_one(job, folder / job.name, shared))
-            progress.update(1)
+        for first in range(0, len(listed), config.images or 1):
+            group = listed[first : first + (config.images or 1)]
+            begun = len(group) > 1 and denoise_group(group, folder, shared)
+            for job in group:
+                path = folder / job.name
+                more = [f"resume={trust.written(str(path.resolve()))}"] if begun else []
+                seconds.append(attempt_one(job, path, [*shared, *more]))
+                progress.update(1)
     made = [value for value in seconds if value is not None]
     return sum(made) / len(made) if made else None
+
+
+def denoise_group(group: list[jobs.Job], folder: Path, shared: list[str]) -> bool:
+    """Denoise several videos of a list as a batch: each one's folder is then that of a run which was interrupted behind
+    its latents. Whether that was done; if not, they are made one by one, which tells what is wrong with each."""
+    from wan_torchax.events import silence
+    from wan_torchax.records.clock import Clock
+    from wan_torchax.records.outputs import settle, write_config
+    from wan_torchax.tasks.together import Video, denoise_together
+
+    videos = []
+    try:
+        for job in group:
+            overrides, path = [*shared, "sweep.active=true", *job.overrides], folder / job.name
+            config = inputs.with_texts(compose(overrides))
+            validation.validate(config)
+            path.mkdir(parents=True, exist_ok=True)
+            write_config(path, settle(config), overrides)
+            videos.append(Video(config, path, silence, Clock()))
+        denoise_together(videos)
+        return True
+    except Exception as error:
+        interruption.check()
+        log.warning("%d videos are made one by one: %s", len(group), explain(error))
+        return False
 
 
 def attempt_one(job: jobs.Job, folder: Path, shared: list[str]) -> float | None:

@@ -49,7 +49,7 @@ def denoiser(module, forward: Forward) -> Callable[..., Output]:
 def double_block(context: Context, layer: Layer, both):
     """((text, image), rescued) of one block on both streams (batch, tokens, channels)."""
     ends = "_context", ""
-    rows = [jnp.split(layer.linear(f"norm1{end}.linear", context.modulation), 6, axis=-1) for end in ends]
+    rows = [context.rows(layer.linear(f"norm1{end}.linear", context.modulation), 6) for end in ends]
     normed = [layer.norm("norm1", stream, 1 + row[1], row[0]) for stream, row in zip(both, rows)]
     outs, rescued = attend_together(context, layer, normed)
     made = []
@@ -62,7 +62,7 @@ def double_block(context: Context, layer: Layer, both):
 
 def single_block(context: Context, layer: Layer, tokens):
     """(tokens, rescued) of one block on the sequence of text and image (batch, tokens, channels)."""
-    shift, scale, gate = jnp.split(layer.linear("norm.linear", context.modulation), 3, axis=-1)
+    shift, scale, gate = context.rows(layer.linear("norm.linear", context.modulation), 3)
     normed = layer.norm("norm", tokens, 1 + scale, shift)
     query, key, value = (layer.linear(name, normed) for name in IMAGE.projections)
     norms = [layer[f"{name}.weight"] for name in IMAGE.norms]

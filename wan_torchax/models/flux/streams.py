@@ -28,6 +28,19 @@ class Context(NamedTuple):
     parts: int  # of the sequence of text and image, see `joined`
     modulation: Any  # what the model's blocks are modulated with
 
+    def placed(self, array, channels: str | None = None):
+        """(batch, tokens, channels) or (batch, channels) as devices share prompts and tokens; channels over a mesh
+        axis, or whole."""
+        mesh = self.attend.mesh
+        batch, *tokens = token_sharding(mesh, self.attend.parallel, len(array)).spec
+        spec = jax.sharding.PartitionSpec(batch, *tokens[: array.ndim - 2], channels)
+        return jax.lax.with_sharding_constraint(array, jax.sharding.NamedSharding(mesh, spec))
+
+    def rows(self, modulation, count: int):
+        """A modulation (batch, count · channels) as that many rows. Channels that devices share would be cut where
+        their shares do not end."""
+        return jnp.split(self.placed(modulation), count, axis=-1)
+
 
 class Names(NamedTuple):
     """The layers of a stream's attention in a double block."""
@@ -87,18 +100,20 @@ def run_blocks(arrays: dict, forward: Forward, context: Context, blocks: tuple[C
 
     def run(stack: str, layers: int, block: Callable, carry: Any):
         stacked = Blocks.of(arrays, stack, layers, forward, epsilon=EPSILON)
-        carry, counted = stacked.run(
-            lambda layer, carry: block(context, layer, carry), carry, no_rows(layers, forward.mesh, guarded)
-        )
+
+        def pinned(layer, carry):
+            """A block, with its tokens' sharding constrained: XLA would share their channels as the modulation's."""
+            return block(context, layer, jax.tree.map(context.placed, carry))
+
+        carry, counted = stacked.run(pinned, carry, no_rows(layers, forward.mesh, guarded))
         counts.append(counted)
         return carry
 
     double, single = blocks
     text, image = run("transformer_blocks", forward.architecture["num_layers"], double, both)
     tokens = joined(text, image, context.parts)
-    tokens = jax.lax.with_sharding_constraint(tokens, token_sharding(forward.mesh, forward.parallel, len(tokens)))
     tokens = run("single_transformer_blocks", forward.architecture["num_single_layers"], single, tokens)
-    _, image = parted(tokens, context.texts, context.parts)
+    _, image = parted(context.placed(tokens), context.texts, context.parts)
     return image, jnp.concatenate(counts) if guarded else None
 
 
@@ -136,12 +151,7 @@ def linear(arrays: dict, name: str, array):
 def over_heads(context: Context, array):
     """(batch, tokens, channels) with the channels shared as heads are: a product with part of a weight that every
     device has whole is then computed by all, each its share."""
-    parallel, mesh = context.attend.parallel, context.attend.mesh
-    if parallel.heads is None:
-        return array
-    spec = (*token_sharding(mesh, parallel, len(array)).spec, None, None)[:2]
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec, parallel.heads))
-    return jax.lax.with_sharding_constraint(array, sharding)
+    return context.placed(array, context.attend.parallel.heads)
 
 
 # ---------------------------------------------------------------- latents and tokens

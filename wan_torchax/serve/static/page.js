@@ -59,7 +59,8 @@ const estimate = delay(350, async () => {
       return showError();
     }
     if (plan.problem) throw new Error(plan.problem);
-    const parts = [`${plan.width} × ${plan.height}, ${plan.frames} frames, ${plan.video_seconds.toFixed(1)} s of video`];
+    const length = plan.frames === 1 ? "a picture" : `${plan.frames} frames, ${plan.video_seconds.toFixed(1)} s of video`;
+    const parts = [`${plan.width} × ${plan.height}, ${length}`];
     const which = count > 1 ? ` all ${count}` : "";
     if (plan.source === "measured") parts.push(`about ${seconds(count * plan.seconds)} to make${which} (${seconds(plan.step_seconds)} a step)`);
     if (plan.source === "floor") parts.push(`at least ${seconds(count * plan.seconds)} to make${which}`);
@@ -361,7 +362,7 @@ async function showGallery(more = false) {
 }
 
 function facts(run) {
-  const parts = [`${run.width} × ${run.height} × ${run.frames}`, `${run.steps} ${run.steps === 1 ? "step" : "steps"}`, `guidance ${run.guidance_scale}`,
+  const parts = [`${run.width} × ${run.height}${isPicture(run) ? "" : ` × ${run.frames}`}`, `${run.steps} ${run.steps === 1 ? "step" : "steps"}`, `guidance ${run.guidance_scale}`,
     `seed ${run.seed}`, run.preset ?? run.model, `made in ${seconds(run.total_seconds)}`];
   return parts.filter(Boolean).join(" · ");
 }
