@@ -23,6 +23,7 @@ from wan_torchax.kernels.settings import Kernel, Parallel
 
 MASKED = splash.LOWEST  # finite: a row masked so far must not become inf - inf
 ALONE, WHOLE = Parallel(), schemes.Place()  # one device, which has all tokens
+LEAST_SHARE = 1e-7  # what float32 can tell from none
 NONE = np.int32(0)  # rescued rows of a kernel without a guard
 
 
@@ -102,15 +103,31 @@ class Attend:
         if beside is None:
             out, _, rescued = self.local(query, key, value, keys)
             return out, rescued
-        out, _, rescued = self.go_on(self.start(query, beside), query, key, value, keys, query.dtype)
-        before = self.start(beside.query, beside)
-        other, _, more = self.go_on(before, beside.query, key, value, keys, query.dtype)
-        return (out, other), rescued + more
+        outs, total = [], NONE
+        for one in (query, beside.query):
+            before, first = self.start(one, beside)
+            out, _, rescued = self.go_on(before, one, key, value, keys, query.dtype)
+            outs, total = [*outs, out], total + first + rescued
+        return tuple(outs), total
 
     def start(self, query, beside: Beside):
-        """(out, log_sum) over the extra keys, as a start for the tokens' own keys."""
-        out, log_sum, _ = xla(query, beside.key, beside.value, beside.count, self.head_dim, self.kernel)
-        return out.astype(jnp.float32), log_sum
+        """((out, log_sum), rescued) over the extra keys, as a start for the tokens' own keys.
+
+        How many are valid is known at run time only, and kernels take a fixed number of keys: the others become zeros,
+        which add 1 each to a row's sum and nothing to its output, and are subtracted afterwards.
+        """
+        tokens = beside.key.shape[1]
+        if self.name(tokens) == "xla":
+            out, log_sum, rescued = xla(query, beside.key, beside.value, beside.count, self.head_dim, self.kernel)
+            return (out.astype(jnp.float32), log_sum), rescued
+        valid = jnp.arange(tokens)[:, None] < beside.count[:, None, None]
+        key, value = (jnp.where(valid, array, 0) for array in (beside.key, beside.value))
+        out, log_sum, rescued = self.local(query, key, value, tokens)
+        surplus = (tokens - beside.count).astype(jnp.float32)[:, None, None]
+        # Of all weights, those of valid keys; where rounding leaves none, their part in the result is nothing too.
+        share = jnp.maximum(1 - surplus * jnp.exp(-log_sum), LEAST_SHARE)
+        out = out.astype(jnp.float32) / jnp.repeat(share.swapaxes(1, 2), self.head_dim, axis=2)
+        return (out, log_sum + jnp.log(share)), rescued
 
     def local(self, query, key, value, keys):
         """(out, log_sum, rescued) of one device's queries and its first `keys` keys."""

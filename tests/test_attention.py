@@ -70,6 +70,17 @@ def test_the_tpus_kernel_goes_on_from_what_stands_beside(scheme):
         assert np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact) < 5e-3
 
 
+@pytest.mark.parametrize("counts, scale", [((0, 1), 1), ((1, 300), -4), ((3, 299), 2)])
+def test_keys_that_do_not_count_leave_no_trace_in_the_tpus_kernel(counts, scale):
+    """None of 300, or one that matters little, or few that matter: what is subtracted again is most of the sum."""
+    video, beside = make(200, 300, counts, 64, jnp.bfloat16)
+    beside = beside._replace(key=beside.key * scale, value=beside.value.at[:, max(counts):].set(1e3))
+    attend = Attend(64, SPLASH)
+    outs, _ = jax.jit(lambda *x: attend.counted(*x[:3], beside=x[3]), compiler_options=QUICK)(*video, beside)
+    for out, exact in zip(outs, expected(video, beside, 64)):
+        assert np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact) < 5e-3
+
+
 @pytest.mark.parametrize("kernel", [Kernel(kernel="xla"), Kernel(kernel="splash", interpret=True)],
                          ids=["xla", "splash"])
 @pytest.mark.parametrize("head_dim", [64, 128])
