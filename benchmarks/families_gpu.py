@@ -139,7 +139,8 @@ def check_beside(smoke: bool) -> None:
 
     heads, tokens, text = 4, 1000, 300
     keys = jax.random.split(jax.random.key(0), 6)
-    arrays = [jax.random.normal(key, (2, tokens if place < 3 else text, heads * 128)) for place, key in enumerate(keys)]
+    shapes = [(2, tokens, heads * 128)] * 3 + [(2, text, heads * 128)] * 3
+    arrays = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes)]
     counts = jnp.asarray([256, 6], jnp.int32)
 
     def attend(kernel, dtype):

@@ -190,7 +190,7 @@ def choose(config, model_id) -> list[str]:
     if model_id not in paths.values():
         known, remedy = ", ".join(paths.values()), "connect a Wan 2.1 Config node to choose among all"
         raise ConfigError(f"model_id={model_id}: no model that this project has ({known}); {remedy}")
-    return [f"model={name}" for name, path in paths.items() if path == model_id]
+    return [f"model={next(name for name, path in paths.items() if path == model_id)}"]  # several may share a path
 
 
 def checked(config) -> Chosen:

@@ -102,16 +102,42 @@ class Attend:
         if beside is None:
             out, _, rescued = self.local(query, key, value, keys)
             return out, rescued
-        out, _, rescued = self.go_on(self.start(query, beside), query, key, value, keys, query.dtype)
-        before = self.start(beside.query, beside)
-        other, _, more = self.go_on(before, beside.query, key, value, keys, query.dtype)
-        return (out, other), rescued + more
+        outs, total = [], NONE
+        for one in (query, beside.query):
+            before, first = self.start(one, beside)
+            out, _, rescued = self.go_on(before, one, key, value, keys, query.dtype)
+            outs, total = [*outs, out], total + first + rescued
+        return tuple(outs), total
 
     def start(self, query, beside: Beside):
-        """(out, log_sum) over the extra keys, as a start for the tokens' own keys."""
-        kernel = cudnn_counted if self.kernel.kernel in ("hopper", "cudnn") else xla
-        out, log_sum, _ = kernel(query, beside.key, beside.value, beside.count, self.head_dim, self.kernel)
-        return out.astype(jnp.float32), log_sum
+        """((out, log_sum), rescued) over the extra keys, as a start for the tokens' own keys."""
+        if self.kernel.kernel in ("hopper", "cudnn"):
+            result = cudnn_counted(query, beside.key, beside.value, beside.count, self.head_dim, self.kernel)
+        elif self.name(beside.key.shape[1]) == "xla":
+            result = xla(query, beside.key, beside.value, beside.count, self.head_dim, self.kernel)
+        else:
+            result = self.counted_by_mean(query, *beside[1:])
+        out, log_sum, rescued = result
+        return (out.astype(jnp.float32), log_sum), rescued
+
+    def counted_by_mean(self, query, key, value, count):
+        """Like local, for a number of valid keys per row of the batch that is known only at run time.
+
+        Kernels take a fixed number of keys: the others become the mean of the valid ones, with values of zero, and what
+        they add to a row's sum is subtracted. The exponential of a mean is at most the mean of the exponentials, so of
+        the sum at least count / tokens remains, whatever the scores are, and the subtraction is accurate.
+        """
+        tokens, counts = key.shape[1], jnp.maximum(count, 1).astype(jnp.float32)[:, None, None]
+        valid = jnp.arange(tokens)[:, None] < count[:, None, None]
+        mean = (jnp.where(valid, key, 0).sum(axis=1, keepdims=True, dtype=jnp.float32) / counts).astype(key.dtype)
+        out, log_sum, rescued = self.local(query, jnp.where(valid, key, mean), jnp.where(valid, value, 0), tokens)
+        heads = [array.reshape(*array.shape[:2], -1, self.head_dim) for array in (query, mean)]
+        score = jnp.einsum("bqhd,bkhd->bhq", *heads, preferred_element_type=jnp.float32) * self.head_dim**-0.5
+        share = 1 - (tokens - counts) * jnp.exp(score - log_sum)
+        share = jnp.maximum(share, 0.5 * counts / tokens)  # rounding
+        out = out.astype(jnp.float32) / jnp.repeat(share.swapaxes(1, 2), self.head_dim, axis=2)
+        some = (count > 0)[:, None, None]
+        return jnp.where(some, out, 0), jnp.where(some, log_sum + jnp.log(share), MASKED), rescued
 
     def local(self, query, key, value, keys):
         """(out, log_sum, rescued) of one device's queries and its first `keys` keys."""

@@ -136,7 +136,7 @@ def ring(attend, query, key, value, keys, beside=None):
 
     so_far, rescued, held = (), 0, [key, value.swapaxes(1, 2)]
     if beside:
-        out, log_sum = attend.start(query, beside)
+        (out, log_sum), rescued = attend.start(query, beside)
         so_far = out.swapaxes(1, 2), log_sum
     for step in range(size):  # unrolled: a scan would copy its carry
         here, last = held, step == size - 1
@@ -155,10 +155,10 @@ def ring(attend, query, key, value, keys, beside=None):
     choices = [partial(attend_real, attend, length, jnp.float32, beside.query) for length in lengths]
     (part, log_sum), more = lax.switch(which, choices, (), key, value.swapaxes(1, 2))
     parts = lax.all_gather((part.swapaxes(1, 2), log_sum), axis)
-    other = attend.start(beside.query, beside)
+    other, first = attend.start(beside.query, beside)
     for index in range(size):
         other = merge(other, (parts[0][index], parts[1][index]), attend.head_dim)
-    return (out, other[0].astype(query.dtype)), rescued + more
+    return (out, other[0].astype(query.dtype)), rescued + more + first
 
 
 def attend_real(attend, length, dtype, query, before, key, value_t):

@@ -70,6 +70,20 @@ def test_the_tpus_kernel_goes_on_from_what_stands_beside(scheme):
         assert np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact) < 5e-3
 
 
+@pytest.mark.parametrize("counts, scale, level", [((0, 1), 1, 0), ((1, 300), -4, 0), ((3, 299), 2, 0), ((2, 40), 1, 2)])
+def test_keys_that_do_not_count_leave_no_trace_in_the_tpus_kernel(counts, scale, level):
+    """None of 300, or one that matters little, or few that matter; or all scores far below zero: what is subtracted
+    again may be most of the sum."""
+    (query, key, value), beside = make(200, 300, counts, 64, jnp.bfloat16)
+    video = query + level, key - level, value
+    beside = beside._replace(query=beside.query + level, key=beside.key - level)
+    beside = beside._replace(key=beside.key * scale, value=beside.value.at[:, max(counts):].set(1e3))
+    attend = Attend(64, SPLASH)
+    outs, _ = jax.jit(lambda *x: attend.counted(*x[:3], beside=x[3]), compiler_options=QUICK)(*video, beside)
+    for out, exact in zip(outs, expected(video, beside, 64)):
+        assert np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact) < 5e-3
+
+
 @pytest.mark.parametrize("kernel", [Kernel(kernel="xla"), Kernel(kernel="splash", interpret=True)],
                          ids=["xla", "splash"])
 @pytest.mark.parametrize("head_dim", [64, 128])

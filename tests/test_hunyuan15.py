@@ -15,7 +15,7 @@ from PIL import Image
 
 from tests import hunyuan15
 from tests.conftest import make_config, results, run_into
-from tests.reference import psnr, relative_error
+from tests.reference import distance, psnr, relative_error
 from wan_torchax.config.inputs import nearest_bucket
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
@@ -246,3 +246,36 @@ def test_a_video_is_the_pipelines(tmp_path, case):
     assert relative_error(values["glyphs"], (glyphs * glyph_mask[..., None]).numpy()) < 1e-4
     assert relative_error(values["latents"], made[0].numpy()) < 1e-4
     assert psnr(values["frames"], (made[1][0] * 255).round()) > 55
+
+
+# ---------------------------------------------------------------- a TPU's kernels
+
+
+@pytest.mark.full
+def test_a_tpus_kernels_compute_the_same():
+    """Attention, linear layers and norms in Pallas, on heads as wide as the real ones; tokens over two devices."""
+    module = hunyuan15.transformer(num_attention_heads=2, attention_head_dim=128, rope_axes_dim=[16, 56, 56])
+    generator = torch.Generator().manual_seed(1)
+    given = {"embeddings": (2, 10, 32), "glyphs": (2, 6, 24)}
+    given = {name: torch.randn(shape, generator=generator).numpy() for name, shape in given.items()}
+    given |= {"counts": numpy.array(COUNTS), "glyph_counts": numpy.array(GLYPH_COUNTS)}
+    latents = numpy.repeat(torch.randn(1, 4, 3, 10, 11, generator=generator).numpy(), 2, axis=0)
+    splash = Kernel(kernel="splash", block_q=128, block_kv=128, tile_kv=128, sub_q=128, chunk_kv=128, interpret=True)
+    pallas = Products(kernel="pallas", rows=64, weights_mib=1, interpret=True)
+    made = {}
+    for name, dtype, kernel, products in (
+        ("exact", "float32", Kernel(kernel="xla"), Products()), ("xla", "bfloat16", Kernel(kernel="xla"), Products()),
+        ("pallas", "bfloat16", splash, pallas),
+    ):
+        arrays, inputs = (
+            {key: jnp.asarray(value, dtype if value.dtype == numpy.float32 else None) for key, value in values.items()}
+            for values in (arrays_of(module, "transformer_blocks"), given)
+        )
+        forward = Forward(
+            dict(module.config), dtype, (3, 10, 11), 10, tuple(given), mesh_of(dp=1, sp=2, tp=1),
+            Parallel(ulysses="sp"), kernel, kernel, products, make_config().precision, multiple=256,
+        )
+        output = jax.jit(blocks.denoiser(module, forward))(arrays, latents.astype(dtype), jnp.float32(700), inputs)
+        made[name] = numpy.asarray(output.velocity, numpy.float32)
+    errors = {name: distance(made[name], made["exact"]) for name in ("xla", "pallas")}
+    assert errors["pallas"] < 1.3 * errors["xla"] < 0.05, errors
