@@ -152,7 +152,7 @@ def check_beside(smoke: bool) -> None:
     truth = jax.jit(lambda: attend(Kernel(kernel="xla"), jnp.float32))()
     ours = jax.jit(lambda: attend(kernel, jnp.bfloat16))()
     errors = [float(jnp.linalg.norm(one - other) / jnp.linalg.norm(other)) for one, other in zip(ours, truth)]
-    print(f"attention with extra tokens, relative error: {errors[0]:.5f}, of the extra ones {errors[1]:.5f}", flush=True)
+    print(f"attention with extra tokens, relative error: {errors[0]:.5f}, theirs {errors[1]:.5f}", flush=True)
     gpu.rows.append({"what": "attention with extra tokens", "case": kernel.kernel, "column": "c", "seconds": 0.0,
                      "relative_errors": errors})
 

@@ -18,6 +18,7 @@ from tests.serving import Server
 from wan_torchax.config.commandline import compose, rewrite
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
+from wan_torchax.models.family import Rows
 from wan_torchax.models.flux import blocks
 from wan_torchax.models.flux.adapters import NAMES
 from wan_torchax.records.media import read_metadata
@@ -93,7 +94,7 @@ QKV = tuple(f"attn.to_{name}" for name in "qkv")
 def test_every_trainers_names_are_known():
     """One layer as it is spelled by kohya, ComfyUI, XLabs, ai-toolkit, PEFT and OneTrainer."""
     out = "transformer_blocks.1.attn.to_out.0"
-    queries = tuple(f"transformer_blocks.1.{name}" for name in QKV)
+    queries = Rows(tuple(f"transformer_blocks.1.{name}" for name in QKV))
     keys = {
         "lora_unet_double_blocks_1_img_attn_proj.lora_down.weight": out,
         "diffusion_model.double_blocks.1.img_attn.proj.lora_A.weight": out,
@@ -104,7 +105,7 @@ def test_every_trainers_names_are_known():
         "lora_unet_double_blocks_1_img_attn_qkv.lora_down.weight": queries,
         "double_blocks.1.processor.qkv_lora1.down.weight": queries,
         "lora_unet_single_blocks_2_linear1.lora_down.weight":
-            tuple(f"single_transformer_blocks.2.{name}" for name in (*QKV, "proj_mlp")),
+            Rows(tuple(f"single_transformer_blocks.2.{name}" for name in (*QKV, "proj_mlp"))),
         "lora_unet_single_blocks_2_linear2.alpha": "single_transformer_blocks.2.proj_out",
     }
     for key, module in keys.items():
@@ -112,7 +113,7 @@ def test_every_trainers_names_are_known():
         assert match and NAMES.translate(match["module"], False) == module, key
     names = [*keys.values(), "norm_out.linear", "x_embedder"]
     model = {name.removesuffix(".weight") for name, _ in blocks.build(flux.TRANSFORMER).named_parameters()}
-    assert {one for name in names for one in (name if isinstance(name, tuple) else (name,))} <= model
+    assert {one for name in names for one in (name.names if isinstance(name, Rows) else (name,))} <= model
 
 
 def test_a_lora_of_joined_layers_is_added(tmp_path):
