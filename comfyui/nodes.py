@@ -62,6 +62,8 @@ def compose_part(overrides):
     config = compose(overrides)
     if taken := inputs.taken(config):
         raise ConfigError(f"{config.model.name} starts from {', '.join(taken)}: use Wan 2.1 TPU Full Pipeline for it")
+    if more := [value for value in config.pipeline.stages["denoise"].takes if value != "embeddings"]:
+        raise ConfigError(f"{config.model.name} takes {', '.join(more)} too: use Wan 2.1 TPU Full Pipeline for it")
     return config
 
 

@@ -7,6 +7,8 @@ from tests import flux2
 from tests.conftest import make_config, results, run_into
 from tests.reference import assert_same, relative_error
 from tests.test_flux import FULL, ODD, SIZE, on
+from wan_torchax.models.flux2 import blocks
+from wan_torchax.models.flux2.adapters import DOUBLE, NAMES, REST, SINGLE
 from wan_torchax.session import session
 
 
@@ -30,3 +32,26 @@ def test_it_is_diffusers(tmp_path, size, overrides):
     values, known = results(run_into(tmp_path, *flux2.model(), *size, *overrides)), expected(*size)
     assert relative_error(values["embeddings"], known["embeddings"]) < 1e-4
     assert_same(values, known["latents"], known["frames"])
+
+
+@pytest.mark.full
+def test_layers_that_are_one_have_eight_bits(tmp_path):
+    base = [*flux2.model(), *ODD, "stages=[text,denoise]"]
+    exact = results(run_into(tmp_path / "exact", *base))["latents"]
+    eight = ["precision=int8_weights", "precision.first=1", "precision.last=0",
+             "precision.layers=[attention_in,feed_forward_in,feed_forward_out,single_in,single_out]"]
+    small = results(run_into(tmp_path / "small", *base, *eight))["latents"]
+    assert 1e-5 < relative_error(small, exact) < 0.05
+
+
+def test_lora_names_are_those_of_the_model():
+    """Black Forest Labs' and diffusers' names lead to layers that the transformer has."""
+    model = {name.removesuffix(".weight") for name, _ in blocks.build(flux2.TRANSFORMER).named_parameters()}
+    for table, stack, theirs in ((DOUBLE, "transformer_blocks", "double_blocks"),
+                                 (SINGLE, "single_transformer_blocks", "single_blocks")):
+        for name in table:
+            made = NAMES.translate(f"{theirs}.1.{name}", False)
+            assert set(made if isinstance(made, tuple) else [made]) <= model, name
+            assert made == NAMES.translate(f"{theirs}_1_{name.replace('.', '_')}", False)
+        assert NAMES.translate(f"{stack}.0.attn.to_v", True) in model | {None}
+    assert {NAMES.translate(name, False) for name in REST} <= model

@@ -137,7 +137,7 @@ def read_metadata(path: Path) -> dict | None:
     """The settings in the metadata of a video or picture of this project; None for any other file."""
     try:
         content = json.loads(picture_comment(path) if is_png(path) else video_comment(path) or "null")
-    except (ValueError, RecursionError, subprocess.TimeoutExpired):
+    except (OSError, ValueError, RecursionError, subprocess.TimeoutExpired):
         return None
     return content if isinstance(content, dict) else None
 
