@@ -27,6 +27,8 @@ GPU, FAMILY, START = read("gpu_h200"), read("gpu_h200_family"), read("gpu_h200_s
 DENOISE, EIGHT = read("gpu_h200_denoise"), read("precision_h200")
 ATTENTION, PEERS, CPU = read("attention_gpu_h200"), read("peers_h200"), read("start_cpu")
 PLANS, TPU = read("plans")["presets"], read("peers_tpu")
+OTHERS = read("families_gpu")
+OTHERS["rows"] = [row for row in OTHERS["rows"] if (row["run"], row["case"]) != (2, "flux1-dev")]  # it was in both runs
 
 
 def row(result: dict, what: str, case: str, column: str) -> dict:
@@ -87,6 +89,17 @@ def claims():
         yield results, f"| step with guidance, {name}, bf16 | {{}} s | {{}} s | {{}} |", figures
         if what:
             yield "README.md", f"\n| {what} | {{}} s | {{}} s | {{}} |", figures
+    for name, what, case, peer in (
+        ("HunyuanVideo 1.5, 848 x 480 x 121, one forward pass", "one forward", "hunyuan15-480p", "b"),
+        ("the same, given only the valid tokens and no mask", "one forward", "hunyuan15-480p", "v"),
+        ("FLUX.1 dev, 1024 x 1024, one forward pass", "one forward", "flux1-dev", "b"),
+    ):
+        yield results, f"| {name} | {{}} s | {{}} s | {{}} |", compared(OTHERS, what, case, peer)
+    figures = compared(OTHERS, "one forward", "hunyuan15-480p", "v")
+    text = "| HunyuanVideo 1.5, 848 x 480 x 121, one forward pass, diffusers without its mask | {} s | {} s | {} |"
+    yield "README.md", text, figures
+    text = "| HunyuanVideo 1.5's VAE decode, 848 x 480 x 121, bf16 | {} s, {} GiB | {} s, {} GiB | {} |"
+    yield results, text, compared(OTHERS, "decode", "hunyuan15-480p", "b", memory=True)
     for name, what, result, case in (
         ("VAE decode, 480p, float32", "VAE decode float32", GPU, "1.3b-480p"),
         ("VAE decode, 480p, bf16", "VAE decode bfloat16", GPU, "1.3b-480p"),
