@@ -180,7 +180,7 @@ def check_seed(node, seed) -> bool | str:
 
 
 CHOICES = {  # groups of conf/ -> tooltips
-    "preset": "A complete configuration; the three choices below override parts of it",
+    "preset": "A complete configuration; the three choices below replace parts of it",
     "model": "default: the preset's, or the embedded demo model",
     "resolution": "Size, frames, fps and flow shift; default: the preset's, or the demo model's",
     "mesh": "The chips to use; default: the preset's, or what this machine has",

@@ -138,8 +138,8 @@ resolution.frames=1001  =>  resolution.frames=1001: demo takes at most 81
 resolution.frames=abc  =>  resolution.frames=abc: must be a whole number
 resolution.fps=0  =>  resolution.fps=0: must be from 1 to 120; usual 16
 resolution.fps=x  =>  resolution.fps=x: must be a whole number
-resolution.flow_shift=0  =>  resolution.flow_shift=0.0: must be above 0 and at most 20; usual 3.0 (480p) or 5.0 (720p)
-resolution.flow_shift=nan  =>  resolution.flow_shift=nan: must be above 0 and at most 20; usual 3.0 (480p) or 5.0
+resolution.flow_shift=0  =>  resolution.flow_shift=0.0: must be above 0 and at most 50; usual 3.0 (480p) or 5.0 (720p)
+resolution.flow_shift=nan  =>  resolution.flow_shift=nan: must be above 0 and at most 50; usual 3.0 (480p) or 5.0
 resolution.depth=3  =>  resolution.depth: no such key or group; nearest: resolution.width
 model=wan  =>  model=wan: no such option; one of:
 model=wan21_t2v_5b  =>  model=wan21_t2v_5b: no such option; nearest:

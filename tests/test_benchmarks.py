@@ -22,6 +22,8 @@ ENDS = {  # the last line's keys, where it is JSON
     "serve_batch.py": {"command", "versions", "device", "rows"},
     "quality.py": {"command", "versions", "device", "n", "rows"},
     "outliers.py": {"command", "versions", "device", "n", "rows"},
+    "families_gpu.py": None,
+    "port.py": {"command", "versions", "device", "n", "models", "rows"},
 }
 
 

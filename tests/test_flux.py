@@ -29,7 +29,7 @@ from wan_torchax.tasks.attempt import attempt
 
 SIZE = ["resolution.height=96", "resolution.width=128"]  # 6 x 8 tokens
 ODD = ["resolution.height=80", "resolution.width=112"]  # 5 x 7 tokens, which nothing divides
-FULL = pytest.mark.full
+FULL, SYSTEM = pytest.mark.full, pytest.mark.system
 
 
 def on(axes, sharding):
@@ -44,11 +44,11 @@ def expected(kind, *size):
 @pytest.mark.parametrize("kind, size, overrides", [
     pytest.param("dev", SIZE, [], id="dev"),
     pytest.param("dev", SIZE, ["model.scan_blocks=false"], id="written out", marks=FULL),
-    pytest.param("schnell", ODD, [], id="schnell, odd size"),
+    pytest.param("schnell", ODD, [], id="schnell, odd size", marks=SYSTEM),
     pytest.param("dev", SIZE, on("{dp:1,sp:1,tp:8}", "tp"), id="tp", marks=FULL),
     pytest.param("dev", SIZE, on("{dp:2,sp:4,tp:1}", "sequence"), id="tokens, weights gathered", marks=FULL),
     pytest.param("dev", ODD, on("{dp:1,sp:8,tp:1}", "ring"), id="odd size in a ring", marks=FULL),
-    pytest.param("dev", SIZE, on("{dp:1,sp:2,tp:4}", "tp_ring"), id="heads over tp, tokens in a ring"),
+    pytest.param("dev", SIZE, on("{dp:1,sp:2,tp:4}", "tp_ring"), id="heads over tp, tokens in a ring", marks=SYSTEM),
 ])
 def test_it_is_diffusers(tmp_path, kind, size, overrides):
     session.results.clear()
@@ -71,6 +71,7 @@ def test_the_result_is_a_picture_that_can_be_replayed(tmp_path):
     assert read_metadata(ROOT / "docs" / "demo.png") is None
 
 
+@pytest.mark.system
 def test_several_pictures_are_denoised_as_one(tmp_path, caplog):
     """As each is made alone; on two devices, each with its picture."""
     caplog.set_level("INFO", logger="wan")
@@ -156,6 +157,7 @@ def test_a_lora_of_other_widths_is_refused(tmp_path):
 # ---------------------------------------------------------------- options
 
 
+@pytest.mark.system
 def test_a_cache_and_eight_bits_serve_it(tmp_path):
     base = [*flux.model("dev"), *ODD, "stages=[text,denoise]"]
     exact = results(run_into(tmp_path / "exact", *base))["latents"]

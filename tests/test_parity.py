@@ -57,7 +57,7 @@ FULL = pytest.mark.full
 LAYOUTS = [  # those that spread the tokens at a size where every device has some, the others at a smaller one
     pytest.param([*LARGE, NO_DECODE], id="one device"),
     pytest.param([*SMALL, "model.scan_blocks=false", NO_DECODE], id="blocks written out"),
-    pytest.param([*SMALL, *on("{dp:1,sp:1,tp:8}", "tp"), NO_DECODE], id="tp"),
+    pytest.param([*SMALL, *on("{dp:1,sp:1,tp:8}", "tp"), NO_DECODE], id="tp", marks=pytest.mark.system),
     pytest.param([*SMALL, *on("{dp:2,sp:1,tp:1}", "tp"), NO_DECODE], id="dp", marks=FULL),
     pytest.param([*SMALL, *on("{dp:2,sp:1,tp:4}", "tp")], id="dp and tp"),
     pytest.param([*LARGE, *on("{dp:2,sp:4,tp:1}", "sequence"), NO_DECODE], id="tokens over sp, Ulysses", marks=FULL),
@@ -66,7 +66,8 @@ LAYOUTS = [  # those that spread the tokens at a size where every device has som
     pytest.param([*LARGE, *on("{dp:2,sp:2,tp:2}", "tp_ring"), NO_DECODE], id="heads over tp, tokens in a ring"),
     # sp traded for heads, tp passed around
     pytest.param(
-        [*LARGE, *on("{dp:2,sp:2,tp:2}", "sequence", "sharding.attention.ring=tp"), NO_DECODE], id="Ulysses and ring"
+        [*LARGE, *on("{dp:2,sp:2,tp:2}", "sequence", "sharding.attention.ring=tp"), NO_DECODE], id="Ulysses and ring",
+        marks=pytest.mark.system,
     ),
     pytest.param([*SMALL, *on("{dp:2,sp:1,tp:4}", "replicate"), NO_DECODE], id="everything everywhere", marks=FULL),
 ]

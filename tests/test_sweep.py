@@ -85,6 +85,7 @@ def test_no_two_videos_of_a_sweep_are_the_same(sweep):
     assert len({frames(path).tobytes() for path in listed(sweep[0])}) == 6
 
 
+@pytest.mark.system
 def test_a_sweep_loads_and_compiles_once(sweep):
     first, *later = map(metrics, listed(sweep[0]))
     assert set(first["compile"]) == {"text.text_encoder", "denoise.step", "decode.first", "decode.later"}
@@ -167,6 +168,7 @@ def frames(folder):
     return load_file(folder / "decode.safetensors")["frames"]
 
 
+@pytest.mark.system
 def test_a_video_alone_is_replayed_bit_for_bit(made, tmp_path):
     video = tmp_path / "found.mp4"
     shutil.copy(made / "video.mp4", video)
@@ -285,6 +287,7 @@ def test_a_full_disk_is_told_and_finished_stages_are_kept(tmp_path, two_layers, 
     assert (tmp_path / "denoise.safetensors").exists() and not (tmp_path / "video.mp4").exists()
 
 
+@pytest.mark.system
 def test_previews_are_updated_while_denoising(generate, monkeypatch):
     seen = []
     monkeypatch.setattr(outputs, "write_preview", lambda folder, frame: seen.append(frame))

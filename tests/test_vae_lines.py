@@ -13,6 +13,7 @@ from wan_torchax.models.wan import vae_lines
 from wan_torchax.session import Session
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("upright, chips", [
     (False, 1), (True, 2),
     pytest.param(False, 2, marks=pytest.mark.full), pytest.param(True, 1, marks=pytest.mark.full),
