@@ -371,6 +371,7 @@ def by_config(row) -> bool:
 
 CONFIGURED = [row for row in rows(TABLE) if by_config(row)]
 RUN = [row for row in rows(TABLE) if not by_config(row)] + CONFIGURED[::20]
+RUN = [pytest.param(*row, marks=pytest.mark.full if place % 2 else ()) for place, row in enumerate(RUN)]
 
 
 @pytest.mark.parametrize("typed, said", CONFIGURED)

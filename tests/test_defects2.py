@@ -38,7 +38,9 @@ def test_any_picture_is_taken_with_its_own_aspect_on_eight_devices(tmp_path, siz
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("axes, sharding", [("{dp:1,sp:8,tp:1}", "sequence"), ("{dp:2,sp:1,tp:4}", "tp")])
+@pytest.mark.parametrize("axes, sharding", [
+    ("{dp:1,sp:8,tp:1}", "sequence"), pytest.param("{dp:2,sp:1,tp:4}", "tp", marks=pytest.mark.full),
+])
 def test_picture_to_video_is_diffusers_at_sizes_that_eight_devices_do_not_divide(run, axes, sharding):
     """70 tokens; latents of 10 x 14."""
     sizes = ["resolution.height=80", "resolution.width=112"]

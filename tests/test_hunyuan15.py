@@ -218,7 +218,9 @@ PROMPT, NEGATIVE = 'a sign "OPEN" moving', "red"
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [
+    pytest.param(case, marks=() if case in ("t2v, tp", "i2v, sp, two times") else pytest.mark.full) for case in CASES
+])
 def test_a_video_is_the_pipelines(tmp_path, case):
     """Counts of valid tokens differ, quotes are in one prompt alone, and no device divides the sizes."""
     name, changes, overrides = CASES[case]

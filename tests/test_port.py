@@ -66,7 +66,7 @@ def test_the_files_to_begin_with_say_what_is_missing(hunyuan):
         assert missing in answer.stdout, answer.stdout
 
 
-@pytest.mark.system
+@pytest.mark.full
 def test_a_mask_filled_by_a_loop_and_a_gather_are_found(tmp_path):
     port(make_config("task=port", "port.model=AutoencoderKLHunyuanVideo15"), tmp_path)
     decode, encode = json.loads((tmp_path / "port.json").read_text())
