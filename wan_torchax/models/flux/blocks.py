@@ -31,7 +31,6 @@ def denoiser(module, forward: Forward) -> Callable[..., Output]:
     """See streams.denoiser. The text has no positions."""
     forward = replace(forward, architecture=dict(module.config))  # with the class's defaults
     sizes = tuple(forward.architecture["axes_dims_rope"])
-    still = [jnp.broadcast_to(table, (forward.text_tokens, sum(sizes))) for table in rotary((1, 1, 1), sizes, THETA)]
 
     def embed(arrays, time, conditions):
         """The time, 0 to 1000, the pooled text and, if the model takes it, the guidance scale."""
@@ -42,7 +41,11 @@ def denoiser(module, forward: Forward) -> Callable[..., Output]:
         time = call_module(module.time_text_embed, part_of(arrays, "time_text_embed"), *given, pooled)
         return jax.nn.silu(time), jax.nn.silu(time)
 
-    tables = still, rotary(forward.grid, sizes, THETA)
+    def tables():
+        shape = forward.text_tokens, sum(sizes)
+        still = [jnp.broadcast_to(table, shape) for table in rotary((1, 1, 1), sizes, THETA)]
+        return still, rotary(forward.grid, sizes, THETA)
+
     return streams.denoiser(forward, PATCH, tables, embed, double_block, single_block)
 
 

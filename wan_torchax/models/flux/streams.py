@@ -58,12 +58,12 @@ IMAGE = Names(("attn.to_q", "attn.to_k", "attn.to_v"), ("attn.norm_q", "attn.nor
 
 
 def denoiser(
-    forward: Forward, patch: int, tables: tuple[list, list], embed: Callable, double: Callable, single: Callable
+    forward: Forward, patch: int, tables: Callable, embed: Callable, double: Callable, single: Callable
 ) -> Callable[..., Output]:
     """(arrays, latents (batch, channels, 1, height, width), time, conditions, residual) -> Output. `residual`, the
     blocks' residual of an earlier step, replaces the blocks.
 
-    tables   RoPE of the text's and of the image's tokens
+    tables   () -> RoPE of the text's and of the image's tokens; traced, as constants they would be most of the program
     embed    (arrays, time, conditions) -> (time after its SiLU, (batch, channels), what modulates the blocks)
     double   (context, layer, (text, image)) -> ((text, image), rescued rows)
     single   (context, layer, tokens of both) -> (tokens, rescued rows)
@@ -85,7 +85,7 @@ def denoiser(
         if residual is not None:
             image = image + residual[:, : forward.tokens]
         else:
-            rotary = [joined(own[None], other[None], parts)[0] for own, other in zip(*tables)]
+            rotary = [joined(own[None], other[None], parts)[0] for own, other in zip(*tables())]
             context = Context(attend, rotary, texts, parts, modulation)
             image, counted = run_blocks(arrays, forward, context, (double, single), (text, image))
         velocity = unpacked(head(arrays, image, time), latents.shape, patch)

@@ -40,7 +40,9 @@ def denoiser(module, forward: Forward) -> Callable[..., Output]:
         }
         return time, tuple(modulation.values())
 
-    tables = rotary((1, 1, 1, forward.text_tokens), sizes, theta), rotary((*forward.grid, 1), sizes, theta)
+    def tables():
+        return rotary((1, 1, 1, forward.text_tokens), sizes, theta), rotary((*forward.grid, 1), sizes, theta)
+
     return streams.denoiser(forward, 1, tables, embed, double_block, single_block)
 
 
