@@ -89,6 +89,15 @@ def claims():
         yield results, f"| step with guidance, {name}, bf16 | {{}} s | {{}} s | {{}} |", figures
         if what:
             yield "README.md", f"\n| {what} | {{}} s | {{}} s | {{}} |", figures
+    plans = read("families_plans")["presets"]
+    large, small, image = (
+        plans[name]["seconds_per_step"]
+        for name in ("t2v_hunyuan15_720p_v6e8_v1", "t2v_hunyuan15_480p_v6e8_v1", "t2i_flux1_dev_1024_v6e8_v1")
+    )
+    text = "{} s a step ({} to {}) at 1280 x 720 (`preset=t2v_hunyuan15_720p_v6e8_v1`), {} ({} to {}) at 848 x 480"
+    ends = "likely", "low", "high"
+    yield "docs/plans.md", text, [f"{plan[end]:.2f}" for plan in (large, small) for end in ends]
+    yield "docs/plans.md", "FLUX.1 dev at 1024 x 1024: {} ms ({} to {})", [f"{1000 * image[end]:.0f}" for end in ends]
     for name, what, case, peer in (
         ("HunyuanVideo 1.5, 848 x 480 x 121, one forward pass", "one forward", "hunyuan15-480p", "b"),
         ("the same, given only the valid tokens and no mask", "one forward", "hunyuan15-480p", "v"),
