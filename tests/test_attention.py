@@ -56,6 +56,7 @@ def test_what_stands_beside_is_merged_as_far_as_it_counts(scheme):
             np.testing.assert_allclose(out, exact, atol=2e-6, err_msg=str(counts))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("scheme", [None, pytest.param("ulysses", marks=pytest.mark.full), "heads_ring"])
 def test_the_tpus_kernel_goes_on_from_what_stands_beside(scheme):
     video, beside = make(300, 40, (7, 40), 64, jnp.bfloat16)
@@ -70,6 +71,7 @@ def test_the_tpus_kernel_goes_on_from_what_stands_beside(scheme):
         assert np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact) < 5e-3
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("counts, scale, level", [
     ((0, 1), 1, 0), pytest.param((1, 300), -4, 0, marks=pytest.mark.full),
     pytest.param((3, 299), 2, 0, marks=pytest.mark.full), ((2, 40), 1, 2),

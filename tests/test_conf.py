@@ -165,6 +165,7 @@ FITTED = [fitted(*row, sharding) for row in FITTED for sharding in options("shar
 FITTED += [("wan21_t2v_14b", "denoise", "ring"), ("wan21_t2v_14b", "denoise", "tp_ring")]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("model, stage, sharding", FITTED)
 def test_every_table_fits_the_real_parameter_names(model, stage, sharding):
     """Planning raises on a rule that matches nothing, a tensor matched twice, a dimension that does not divide."""

@@ -86,6 +86,7 @@ def test_any_side_is_decoded_as_on_one_device_also_by_lines(cache, height, width
 # ---------------------------------------------------------------- settings
 
 
+@pytest.mark.system
 def test_each_control_layer_has_its_own_scale_as_in_diffusers(run):
     config, values = run(*tiny.model("controlled"), "pipeline=vace", "conditioning_scale=[1.0,0.25]")
     folder = tiny.checkpoint("controlled")

@@ -42,7 +42,7 @@ def expected(kind, *size):
 
 
 @pytest.mark.parametrize("kind, size, overrides", [
-    pytest.param("dev", SIZE, [], id="dev"),
+    pytest.param("dev", SIZE, [], id="dev", marks=SYSTEM),
     pytest.param("dev", SIZE, ["model.scan_blocks=false"], id="written out", marks=FULL),
     pytest.param("schnell", ODD, [], id="schnell, odd size", marks=SYSTEM),
     pytest.param("dev", SIZE, on("{dp:1,sp:1,tp:8}", "tp"), id="tp", marks=FULL),

@@ -70,6 +70,7 @@ def commands():
                 yield pytest.param(line, id=f"{page}:{line.strip()[:60]}")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("line", list(commands()))
 def test_a_command_on_a_page_composes(line):
     """Everything it names is there, and what it asks for is valid. The tests of each feature run it."""

@@ -50,6 +50,7 @@ def run(session, config, names=STAGES, emit=events.silence, **values):
 # ---------------------------------------------------------------- one at a time
 
 
+@pytest.mark.system
 def test_two_threads_queue_and_get_what_they_asked_for(configure):
     session, order, made = Session(), [], {}
 

@@ -293,6 +293,7 @@ def test_the_first_run_traces_and_the_second_does_not_and_gives_the_same(configu
         assert numpy.array_equal(value, again[name]), name
 
 
+@pytest.mark.system
 def test_a_warm_run_imports_no_torch_and_makes_the_same_video(overrides, first, tmp_path):
     server = Server()  # it has not imported torch either
     try:

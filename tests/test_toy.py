@@ -121,6 +121,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("placed", [
     pytest.param(placed, id=name, marks=pytest.mark.full if name in ("tp", "ring") else ())
     for name, placed in LAYOUTS.items()
