@@ -91,8 +91,7 @@ def random_values(structs):
     def value(path, struct):
         name = str(getattr(path[-1], "key", ""))
         if "count" in name:
-            number = 0 if "glyph" in name else min(VALID, 6 if struct.shape == () else VALID)
-            return numpy.full(struct.shape, number, struct.dtype)
+            return numpy.full(struct.shape, 0 if "glyph" in name else VALID, struct.dtype)
         if name in ("timestep", "guidance"):
             return numpy.full(struct.shape, 500.0 if name == "timestep" else 3.5, struct.dtype)
         return numpy.random.default_rng(0).standard_normal(struct.shape, numpy.float32).astype(struct.dtype)

@@ -42,3 +42,12 @@ def name_scopes(module: torch.nn.Module) -> None:
             child.scope_name = name.rpartition(".")[2]
             child.register_forward_pre_hook(enter)
             child.register_forward_hook(leave, always_call=True)
+
+
+def t5_encoder(kind, config) -> torch.nn.Module:
+    """A text encoder of transformers' T5 classes, on the meta device."""
+    with torch.device("meta"):
+        module = kind(config).eval()
+    if module.encoder.embed_tokens.weight is not module.shared.weight:
+        raise RuntimeError("transformers left the encoder's embedding untied from the shared table: it gives noise")
+    return module

@@ -27,6 +27,7 @@ import torch
 
 from wan_torchax import private
 from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.wording import nearest
 from wan_torchax.models.family import import_module
 from wan_torchax.patches import call_function, torchax, torchax_on
 from wan_torchax.tasks import port_files
@@ -132,10 +133,8 @@ def components(model: str) -> dict[str, tuple[type, Mapping[str, Any]]]:
         return in_folder(place)
     kind = getattr(diffusers, model, None)
     if not isinstance(kind, type):
-        import difflib
-
-        close = difflib.get_close_matches(model, dir(diffusers), 3)
-        raise ConfigError(f"port.model={model}: neither a folder nor a class of diffusers; nearest: {', '.join(close)}")
+        close = nearest(model, dir(diffusers))
+        raise ConfigError(f"port.model={model}: neither a folder nor a class of diffusers; {close}")
     if issubclass(kind, torch.nn.Module):
         return {port_files.component_name(kind): (kind, {})}
     found = {name: one for name, one in component_classes(kind).items() if one.__module__.startswith("diffusers")}

@@ -123,6 +123,14 @@ def products(transformer) -> dict[str, tuple[int, int]]:
     }
 
 
+GROUPS = {
+    "rope": r"/rope/",
+    "norms": r"/(norm\w*)/",
+    "projections": r"/attn/(to_\w+|add_\w+)",
+    "feed-forward": r"/(ff(_context)?|proj_mlp|proj_out)/",
+    "attention": r"/attend/",
+    "embeddings": r"/(x_embedder|context_embedder|time_(text|guidance)_embed)/",
+}
 FAMILY = Family(
     name="flux",
     modules=tuple(f"{HERE}.{name}" for name in ("blocks", "vae", "text")),
@@ -164,12 +172,5 @@ FAMILY = Family(
     flops=flops,
     products=products,
     adapters=NAMES,
-    groups={
-        "rope": r"/rope/",
-        "norms": r"/(norm\w*)/",
-        "projections": r"/attn/(to_\w+|add_\w+)",
-        "feed-forward": r"/(ff(_context)?|proj_mlp|proj_out)/",
-        "attention": r"/attend/",
-        "embeddings": r"/(x_embedder|context_embedder|time_text_embed)/",
-    },
+    groups=GROUPS,
 )

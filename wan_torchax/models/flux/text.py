@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import torch
 import transformers
 
+from wan_torchax.models.modules import t5_encoder
 from wan_torchax.patches import call_module
 
 
@@ -21,11 +22,7 @@ def pool(module, arrays, ids):
 
 
 def build_t5(architecture) -> torch.nn.Module:
-    with torch.device("meta"):
-        module = transformers.T5EncoderModel(transformers.T5Config(**architecture)).eval()
-    if module.encoder.embed_tokens.weight is not module.shared.weight:
-        raise RuntimeError("transformers left the encoder's embedding untied from the shared table: it gives noise")
-    return module
+    return t5_encoder(transformers.T5EncoderModel, transformers.T5Config(**architecture))
 
 
 def encode(module, arrays, ids):

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 
 from wan_torchax.config.geometry import Geometry
 from wan_torchax.models.family import ComponentSpec, Condition, Family, TextEncoding, VideoCodec, lazily
-from wan_torchax.models.flux import heads, unserved
+from wan_torchax.models.flux import GROUPS, heads, unserved
 from wan_torchax.models.flux2.adapters import NAMES
 
 HERE = "wan_torchax.models.flux2"
@@ -125,12 +125,5 @@ FAMILY = Family(
     flops=flops,
     products=products,
     adapters=NAMES,
-    groups={
-        "rope": r"/rope/",
-        "norms": r"/(norm\w*)/",
-        "projections": r"/attn/(to_\w+|add_\w+)",
-        "feed-forward": r"/ff(_context)?/",
-        "attention": r"/attend/",
-        "embeddings": r"/(x_embedder|context_embedder|time_guidance_embed)/",
-    },
+    groups=GROUPS | {"feed-forward": r"/ff(_context)?/"},
 )

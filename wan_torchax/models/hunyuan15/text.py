@@ -6,6 +6,7 @@ import transformers
 
 from wan_torchax.kernels.rotary import normalized
 from wan_torchax.models.hunyuan15.prompts import CROPPED
+from wan_torchax.models.modules import t5_encoder
 from wan_torchax.patches import call_module
 
 SKIPPED = 2  # layers at the end, and the last norm: the model uses what goes into them
@@ -76,11 +77,7 @@ def rotate(array, theta: float):
 
 
 def build_glyphs(architecture) -> torch.nn.Module:
-    with torch.device("meta"):
-        module = transformers.T5EncoderModel(transformers.T5Config(**architecture)).eval()
-    if module.encoder.embed_tokens.weight is not module.shared.weight:
-        raise RuntimeError("transformers left the encoder's embedding untied from the shared table: it gives noise")
-    return module
+    return t5_encoder(transformers.T5EncoderModel, transformers.T5Config(**architecture))
 
 
 def encode_glyphs(module, arrays, ids, mask):

@@ -3,15 +3,12 @@ import jax.numpy as jnp
 import torch
 import transformers
 
+from wan_torchax.models.modules import t5_encoder
 from wan_torchax.patches import call_module
 
 
 def build(architecture) -> torch.nn.Module:
-    with torch.device("meta"):
-        module = transformers.UMT5EncoderModel(transformers.UMT5Config(**architecture)).eval()
-    if module.encoder.embed_tokens.weight is not module.shared.weight:
-        raise RuntimeError("transformers left the encoder's embedding untied from the shared table: it gives noise")
-    return module
+    return t5_encoder(transformers.UMT5EncoderModel, transformers.UMT5Config(**architecture))
 
 
 def encode(module, arrays, ids, mask):
