@@ -22,7 +22,7 @@ ENDS = {  # the last line's keys, where it is JSON
     "serve_batch.py": {"command", "versions", "device", "rows"},
     "quality.py": {"command", "versions", "device", "n", "rows"},
     "outliers.py": {"command", "versions", "device", "n", "rows"},
-    "families_gpu.py": None,
+    "families_gpu.py": {"command", "versions", "device", "n", "rows"},
     "port.py": {"command", "versions", "device", "n", "models", "rows"},
 }
 
@@ -48,6 +48,10 @@ def test_a_smoke_test_runs_through(script, tmp_path):
         assert not [line for line in report["skipped"] if "not in --eager" not in line]
         measured = {row["what"] for row in report["rows"]}
         assert {"floor of a guided step", "text encoder", "error against float32"} <= measured
+    if script == "families_gpu.py":
+        columns = {(row["what"], row["case"], row["column"]) for row in report["rows"]}
+        forwards = {("one forward", case, column) for case in ("flux1-dev", "hunyuan15-480p") for column in "bc"}
+        assert forwards | {("decode", "hunyuan15-480p", column) for column in "bc"} <= columns
     if script == "outliers.py":
         assert max(row["changed"] for row in report["rows"]) < 1e-5
         before, after = (row["error"] for row in report["rows"] if row["mode"] == "int8")
