@@ -17,9 +17,9 @@ from jax import lax
 
 from wan_torchax import private
 from wan_torchax.kernels import parallel as schemes
-from wan_torchax.kernels import splash
+from wan_torchax.kernels import sparse, splash, splash_lists
 from wan_torchax.kernels.rotary import normalized, rotate
-from wan_torchax.kernels.settings import Kernel, Parallel
+from wan_torchax.kernels.settings import TILE, Kernel, Parallel
 
 MASKED = splash.LOWEST  # finite: a row masked so far must not become inf - inf
 ALONE, WHOLE = Parallel(), schemes.Place()  # one device, which has all tokens
@@ -55,18 +55,19 @@ class Attend:
         float32."""
         return self.counted(query, key, value, rotary, norms)[0]
 
-    def counted(self, query, key, value, rotary=(), norms=(), beside: Beside | None = None):
+    def counted(self, query, key, value, rotary=(), norms=(), beside: Beside | None = None, branch=()):
         """Attention, and the number of rescued rows per device, (devices,) int32; None if the kernel has no guard. With
-        `beside`, the output is a pair: for the tokens and for the extra tokens."""
+        `beside`, the output is a pair: for the tokens and for the extra tokens; with VSA: of the lists and, per tile,
+        of the coarse branch. `branch` is the weight and bias of SLA's linear branch."""
         keys = self.keys or key.shape[1]
         if norms and not self.joins_norms(norms):
             query, key = (self.normalized(array, weight) for array, weight in zip((query, key), norms))
             norms = ()
         if self.mesh is not None:
-            out, rescued = schemes.spread(self, (query, key, value), rotary, norms, keys, beside)
+            out, rescued = schemes.spread(self, (query, key, value), rotary, norms, keys, beside, branch)
         else:
             query, key = self.prepare(query, key, rotary, norms, keys)
-            out, rescued = self.both(query[0], key[0], value, keys, beside)
+            out, rescued = self.both(query[0], key[0], value, keys, beside, branch)
             rescued = rescued[None]
         return out, rescued if self.kernel.kernel in GUARDED else None
 
@@ -97,8 +98,14 @@ class Attend:
         norm = None if weight is None else (weight, self.norm_epsilon)
         return rotate(array, *rotary, self.head_dim, self.kernel, parts, norm)
 
-    def both(self, query, key, value, keys, beside):
+    def gives_pair(self, beside: Beside | None) -> bool:
+        """Whether the output is a pair, the second of it replicated where tokens are sharded."""
+        return beside is not None or self.kernel.sparse.kind == "vsa"
+
+    def both(self, query, key, value, keys, beside, branch=()):
         """(out, rescued) on one device; with `beside`, ((out, out for the extra tokens), rescued)."""
+        if self.kernel.sparse:
+            return SPARSE[self.kernel.sparse.kind](self, query, key, value, keys, *branch)
         if beside is None:
             out, _, rescued = self.local(query, key, value, keys)
             return out, rescued
@@ -152,6 +159,13 @@ class Attend:
         if before:
             out, log_sum = schemes.merge(before, (out.astype(jnp.float32), log_sum), self.head_dim)
         return out.astype(dtype), log_sum, rescued
+
+    def listed(self, query, key, value, chosen, query_blocks, key_blocks):
+        """(out, rescued) of attention to the chosen blocks of keys."""
+        blocks = query_blocks, key_blocks
+        if self.kernel.kernel == "xla":
+            return sparse.listed(query, key, value, chosen, *blocks, self.head_dim), NONE
+        return LISTED[self.kernel.kernel](query, key, value, chosen, *blocks, self.head_dim, self.kernel)
 
     def name(self, keys):
         return self.kernel.kernel if keys >= self.kernel.min_keys else "xla"
@@ -259,5 +273,45 @@ def gpu_hopper(query, key, value, keys, head_dim, kernel):
     return hopper.attention(query, key, value, keys, head_dim, kernel, hopper_eight.fast if eight else None)
 
 
+def gpu_listed(query, key, value, chosen, query_blocks, key_blocks, head_dim, kernel):
+    """The Pallas kernel for NVIDIA Hopper over lists of key blocks."""
+    from wan_torchax.kernels import hopper
+
+    return hopper.attention_to_lists(query, key, value, chosen, query_blocks, key_blocks, head_dim)
+
+
+def sla(attend: Attend, query, key, value, keys, weight, bias):
+    """Sparse-linear attention: softmax over the highest key blocks, plus a linear attention over all keys."""
+    settings = attend.kernel.sparse
+    # Padding after the valid tokens has blocks of queries too: their results are dropped.
+    query_blocks, key_blocks = (sparse.Blocks.even(keys, size) for size in (settings.block_q, settings.block_kv))
+    with jax.named_scope("lists"):
+        scores = sparse.sla_scores(query, key, query_blocks, key_blocks, attend.head_dim)
+        chosen = sparse.top(scores, settings.count(len(key_blocks.sizes)))
+    out, rescued = attend.listed(query, key, value, chosen, query_blocks, key_blocks)
+    with jax.named_scope("linear"):
+        linear = sparse.linear_branch(query, key, value, keys, weight, bias, attend.head_dim)
+    return (out + linear).astype(query.dtype), rescued
+
+
+def vsa(attend: Attend, query, key, value, keys):
+    """Video sparse attention: softmax over the tokens of the highest tiles, and a coarse attention between tiles."""
+    blocks = sparse.Blocks.tiles(attend.grid, TILE)
+    with jax.named_scope("lists"):
+        scores, coarse = sparse.coarse_branch(query, key, value, blocks, attend.head_dim)
+        chosen = sparse.top(scores, attend.kernel.sparse.count(len(blocks.sizes)))
+    out, rescued = attend.listed(query, key, value, chosen, blocks, blocks)
+    return (out, coarse), rescued
+
+
+def tpu_listed(query, key, value, chosen, query_blocks, key_blocks, head_dim, kernel):
+    """The Pallas kernel for TPU over lists of key blocks."""
+    blocks = query_blocks, key_blocks
+    out, rescued = splash_lists.attention(query, key, value.swapaxes(1, 2), chosen, *blocks, head_dim, kernel)
+    return out.swapaxes(1, 2), rescued
+
+
+SPARSE = {"sla": sla, "vsa": vsa}
+LISTED = {"hopper": gpu_listed, "splash": tpu_listed}
 KERNELS = {"xla": xla, "cudnn": cudnn, "splash": tpu_splash, "hopper": gpu_hopper}
 GUARDED = ("splash", "hopper")  # kernels that detect and recompute lost rows

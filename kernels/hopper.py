@@ -7,6 +7,8 @@
     rescued     how many rows were recomputed
     keys        how many of the tokens are valid; the rest is padding, which must be finite
 
+    out, rescued = attention_to_lists(query, key, value, chosen, query_blocks, key_blocks, head_dim)     # sparse.listed
+
 The fast kernel's softmax reference is the maximum of a row's first block of keys, not a running maximum: that saves the
 maxima and corrections of all later blocks. A row is lost if later scores exceed the reference by so much that its
 weights come near overflow. The guarded kernel recomputes lost rows, starting at the block where their sums grew: it
@@ -26,6 +28,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
 from wan_torchax import private
+from wan_torchax.kernels import sparse
 
 mosaic = private.mosaic_gpu()
 ROWS = 64  # queries per warpgroup
@@ -37,6 +40,7 @@ TRUSTED_SUM = 2.0**100  # the fast kernel's largest row sum: well below overflow
 # If a row's sum ends above TRUSTED_SUM, the keys before the block where it first exceeded this have less than 2**-60 of
 # its weight.
 STEEP_SUM = 2.0**40
+LISTED_KEYS = 128  # keys of a step over lists
 NOTHING = 2**30  # larger than any block index: nothing to recompute
 
 
@@ -46,11 +50,76 @@ def attention(query, key, value, keys, head_dim, kernel, first_pass=None):
     # Copies move tiles of 8 tokens, and only whole tiles may overhang. Wan's token counts need no padding.
     query, key, value = inputs = [jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0))) for x in (query, key, value)]
     out, log_sum, steep = (first_pass or fast)(*inputs, keys, head_dim, kernel.block_kv)
-    lost = jnp.isnan(log_sum[..., :queries])
-    if keys > kernel.block_kv:  # otherwise the reference is the true maximum
-        begins = first_blocks(lost, steep, pl.cdiv(keys, kernel.block_kv))
-        out, log_sum = compute_again(begins, inputs, (out, log_sum), keys, head_dim, kernel.block_kv)
+    return rescue(inputs, (out, log_sum, steep), queries, partial(AllKeys, keys), (), head_dim, kernel.block_kv)
+
+
+def attention_to_lists(query, key, value, chosen, query_blocks, key_blocks, head_dim):
+    """Attention of every 128 queries to their own blocks of 64 or 128 keys: `chosen` (batch, heads, tiles, count)."""
+    tokens, keys = query.shape[1], sum(key_blocks.sizes)
+    query = query[:, :sum(query_blocks.sizes)]
+    inputs = [jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0))) for x in (query, key, value)]
+    lists = sparse.ordered(chosen, key_blocks, LISTED_KEYS // key_blocks.size)
+    source = partial(Listed, keys, key_blocks.size)
+    results = fast(*inputs, keys, head_dim, LISTED_KEYS, source, (lists,))
+    out, _, rescued = rescue(inputs, results, query.shape[1], source, (lists,), head_dim, LISTED_KEYS)
+    return jnp.pad(out, ((0, 0), (0, tokens - out.shape[1]), (0, 0))), rescued
+
+
+def rescue(inputs, results, queries, source, lists, head_dim, block_kv):
+    """(out, log_sum, rescued): the fast kernel's results, their lost rows recomputed."""
+    out, log_sum, steep = results
+    lost, steps = jnp.isnan(log_sum[..., :queries]), source(*lists).steps(block_kv)
+    if steps > 1:  # otherwise the reference is the true maximum
+        begins = first_blocks(lost, steep, steps)
+        out, log_sum = compute_again(begins, inputs, (out, log_sum), source, lists, head_dim, block_kv)
     return out[:, :queries], log_sum[..., :queries], jnp.sum(lost, dtype=jnp.int32)
+
+
+class AllKeys(NamedTuple):
+    """All keys, in order. Only the last step can have invalid ones."""
+
+    keys: int
+
+    def steps(self, block_kv) -> int:
+        return pl.cdiv(self.keys, block_kv)
+
+    def runs(self, block_kv) -> int:
+        """Into how many runs of consecutive keys, of equal length, a step is split."""
+        return 1
+
+    def starts(self, place, step, block_kv):
+        """The first token of each run."""
+        return [step * block_kv]
+
+    def valid(self, scores, place, step):
+        """The last step's scores, minus infinity for invalid keys."""
+        tail = self.keys % scores.shape[1]
+        return masked(scores, tail) if tail else scores
+
+
+class Listed(NamedTuple):
+    """The keys of lists of blocks, (batch, heads, tiles of queries, count)."""
+
+    keys: int
+    size: int  # of a block
+    lists: object  # an array, or its reference in the kernel
+
+    def steps(self, block_kv) -> int:
+        return self.lists.shape[-1] // self.runs(block_kv)
+
+    def runs(self, block_kv) -> int:
+        return block_kv // self.size
+
+    def starts(self, place, step, block_kv):
+        runs = self.runs(block_kv)
+        return [self.lists[*place, step * runs + run] * self.size for run in range(runs)]
+
+    def valid(self, scores, place, step):
+        column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+        for run, start in enumerate(self.starts(place, step, scores.shape[1])):
+            own = (column >= run * self.size) & (column < (run + 1) * self.size)
+            scores = jnp.where(own & (column - run * self.size >= self.keys - start), -jnp.inf, scores)
+        return scores
 
 
 def first_blocks(lost, steep, steps):
@@ -91,8 +160,8 @@ class Ring(NamedTuple):
     free: object
 
 
-def memory(block_kv, head_dim, dtype):
-    """The shared memory and barriers of a thread block."""
+def memory(block_kv, head_dim, dtype, runs=1):
+    """The shared memory and barriers of a thread block; a block of keys is copied in `runs`."""
     ring = tiles_for_products(dtype, next(size for size in (128, 64, 32) if block_kv % (size // 2) == 0))
     return dict(
         query_tile=ring((GROUPS, ROWS, head_dim)),
@@ -100,37 +169,43 @@ def memory(block_kv, head_dim, dtype):
         value_ring=ring((STAGES, block_kv, head_dim)),
         row_tile=plgpu.SMEM((GROUPS, ROWS), jnp.float32),
         query_ready=plgpu.Barrier(num_barriers=GROUPS),
-        key_ready=plgpu.Barrier(num_barriers=STAGES),
-        value_ready=plgpu.Barrier(num_barriers=STAGES),
+        key_ready=plgpu.Barrier(num_arrivals=runs, num_barriers=STAGES),
+        value_ready=plgpu.Barrier(num_arrivals=runs, num_barriers=STAGES),
         key_free=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
         value_free=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
     )
 
 
-def fast(query, key, value, keys, head_dim, block_kv):
+def fast(query, key, value, keys, head_dim, block_kv, source=None, lists=()):
     """(out, log_sum, steep): lost rows have a log_sum of NaN; `steep` is the index of the first block whose keys matter
-    to a row. Query tiles vary fastest in the grid, so that a head's keys and values stay in L2."""
+    to a row. Query tiles vary fastest in the grid, so that a head's keys and values stay in L2. `source` makes an
+    AllKeys or Listed, from references to `lists`."""
     batch, queries, width = query.shape
     heads, tiles = width // head_dim, pl.cdiv(queries, GROUPS * ROWS)
     rows = jax.ShapeDtypeStruct((batch, heads, tiles * GROUPS * ROWS), jnp.float32)
+    source = source or partial(AllKeys, keys)
 
     def one_tile(visit):
         visit(lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("tile"), 0)
 
+    def body(*refs, **scratch):
+        own, refs = source(*refs[: len(lists)]), refs[len(lists) :]
+        walk(one_tile, attend_fast, own, *refs, **scratch)
+
     return plgpu.kernel(
-        partial(walk, one_tile, attend_fast, keys),
+        body,
         out_type=[jax.ShapeDtypeStruct(query.shape, query.dtype), rows, rows],
-        scratch_types=memory(block_kv, head_dim, query.dtype),
+        scratch_types=memory(block_kv, head_dim, query.dtype, source(*lists).runs(block_kv)),
         grid=(batch, heads, tiles),
         grid_names=("batch", "head", "tile"),
         num_threads=GROUPS + 1,
         thread_name="group",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name="hopper_fast",
-    )(query, key, value)
+        kernel_name="hopper_lists" if lists else "hopper_fast",
+    )(*lists, query, key, value)
 
 
-def compute_again(begins, inputs, results, keys, head_dim, block_kv):
+def compute_again(begins, inputs, results, source, lists, head_dim, block_kv):
     """The results, with lost rows recomputed.
 
     Which tiles have any is decided on the device: with lax.cond, XLA would synchronize with the host in every
@@ -146,8 +221,10 @@ def compute_again(begins, inputs, results, keys, head_dim, block_kv):
                 place = number // (heads * tiles), number // tiles % heads, number % tiles
                 pl.when(begins[number] < NOTHING)(lambda: visit(*place, begins[number]))
 
-        work = partial(walk, some_tiles, attend_guarded, keys, *refs, None)
-        pl.run_scoped(work, **memory(block_kv, head_dim, inputs[0].dtype), collective_axes="group")
+        own = source(*refs[: len(lists)])
+        work = partial(walk, some_tiles, attend_guarded, own, *refs[len(lists) :], None)
+        scratch = memory(block_kv, head_dim, inputs[0].dtype, own.runs(block_kv))
+        pl.run_scoped(work, **scratch, collective_axes="group")
 
     out, log_sum = (jax.new_ref(result) for result in results)
     pl.kernel(  # plgpu.kernel of jax 0.10.2 cannot update arrays in place
@@ -155,16 +232,16 @@ def compute_again(begins, inputs, results, keys, head_dim, block_kv):
         mesh=plgpu.Mesh(grid=(BLOCKS,), grid_names=("block",), num_threads=GROUPS + 1, thread_name="group"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         name="hopper_guarded",
-    )(begins, *inputs, out, log_sum)
+    )(begins, *lists, *inputs, out, log_sum)
     return jax.freeze(out), jax.freeze(log_sum)
 
 
-def walk(tiles, attend, keys, query, key, value, out, log_sum, steep, *, query_tile, key_ring, value_ring, row_tile,
+def walk(tiles, attend, source, query, key, value, out, log_sum, steep, *, query_tile, key_ring, value_ring, row_tile,
          query_ready, key_ready, value_ready, key_free, value_free):
     """The work of a thread block: its compute warpgroups share a tile of queries and walk over the keys, from a given
     block on; one more warpgroup only fetches blocks of keys and values into rings of buffers."""
     _, block_kv, head_dim = key_ring.shape
-    blocks, group = pl.cdiv(keys, block_kv), lax.axis_index("group")
+    blocks, group = source.steps(block_kv), lax.axis_index("group")
     key_blocks, value_blocks = Ring(key_ring, key_ready, key_free), Ring(value_ring, value_ready, value_free)
 
     def fetch(batch, head, tile, first):
@@ -172,11 +249,14 @@ def walk(tiles, attend, keys, query, key, value, out, log_sum, steep, *, query_t
 
         @pl.loop(0, steps)
         def fetch_blocks(step):
-            slot, tokens = lax.rem(step, STAGES), pl.ds((first + step) * block_kv, block_kv)
+            slot, starts = lax.rem(step, STAGES), source.starts((batch, head, tile), first + step, block_kv)
+            size = block_kv // len(starts)
 
             def fetch_block(array, ring):
                 pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(ring.free.at[slot]))
-                plgpu.copy_gmem_to_smem(array.at[batch, tokens, lanes], ring.buffer.at[slot], ring.ready.at[slot])
+                for run, start in enumerate(starts):
+                    buffer = ring.buffer.at[slot] if len(starts) == 1 else ring.buffer.at[slot, pl.ds(run * size, size)]
+                    plgpu.copy_gmem_to_smem(array.at[batch, pl.ds(start, size), lanes], buffer, ring.ready.at[slot])
 
             fetch_block(key, key_blocks)
             fetch_block(value, value_blocks)
@@ -201,7 +281,8 @@ def walk(tiles, attend, keys, query, key, value, out, log_sum, steep, *, query_t
             plgpu.wait_smem_to_gmem(0)
 
         take(query.at[batch, rows, lanes], own_query)
-        work = partial(attend, Walk(own_query, key_blocks, value_blocks, keys, blocks - first))
+        place = batch, head, tile
+        work = partial(attend, Walk(own_query, key_blocks, value_blocks, source, place, first, blocks - first))
         sums, maximum, total, *steep_at = pl.run_scoped(work, plgpu.ACC((ROWS, head_dim), jnp.float32))
         result = sums / along(total, sums.shape)
         sound = (total < TRUSTED_SUM) & (jnp.sum(jnp.abs(result), axis=1) < jnp.inf)
@@ -233,12 +314,14 @@ def walk(tiles, attend, keys, query, key, value, out, log_sum, steep, *, query_t
 
 
 class Walk(NamedTuple):
-    """State of one warpgroup's walk: its queries, the rings, the number of keys and of blocks."""
+    """State of one warpgroup's walk: its queries, the rings, the keys, the tile's place, the first step, how many."""
 
     query: object
     key_blocks: Ring
     value_blocks: Ring
-    keys: int
+    source: AllKeys | Listed
+    place: tuple
+    first: int | jax.Array
     steps: int | jax.Array
 
     @property
@@ -258,8 +341,7 @@ class Walk(NamedTuple):
 
     def real(self, scores, last):
         """Only the last block can have invalid keys."""
-        tail = self.keys % self.block_kv
-        return masked(scores, tail) if last and tail else scores
+        return self.source.valid(scores, self.place, self.first + self.steps - 1) if last else scores
 
     def weigh(self, scores, reference):
         return jnp.exp2(scores * self.scale - along(reference, scores.shape))

@@ -30,7 +30,7 @@ class Place:
     parts: int = 1  # parts of its heads: one per device of the Ulysses axis
 
 
-def spread(attend, tokens, rotary, norms, keys, beside=None):
+def spread(attend, tokens, rotary, norms, keys, beside=None, branch=()):
     """Run `attend` (attention.Attend) on every device's shard of `tokens`: queries, keys and values. In cross-attention
     keys and values are replicated. Returns the output, and the rescued rows of each device."""
     parallel, mesh, cross = attend.parallel, attend.mesh, attend.cross
@@ -42,9 +42,10 @@ def spread(attend, tokens, rotary, norms, keys, beside=None):
     key_spec = tokens_whole if cross else tokens_spread
     table_specs = [PartitionSpec(token_axes or None) for _ in rotary]
     beside_specs = beside and type(beside)(*[tokens_whole] * 3, PartitionSpec(parallel.batch))
-    out_spec = (tokens_spread, tokens_whole) if beside else tokens_spread
+    pair = attend.gives_pair(beside)
+    out_spec = (tokens_spread, tokens_whole) if pair else tokens_spread
 
-    def on_device(tokens, rotary, norms, beside):
+    def on_device(tokens, rotary, norms, beside, branch):
         query, key, value = tokens
         if cross:
             query, key = attend.prepare(query, key, (), (), keys)
@@ -52,26 +53,27 @@ def spread(attend, tokens, rotary, norms, keys, beside=None):
             return out, rescued[None]
         first = lax.axis_index(token_axes) * key.shape[1] if token_axes else 0
         place = Place(first, token_axes, lax.axis_size(parallel.ulysses) if parallel.ulysses else 1)
-        out, rescued = exchange(attend, *attend.prepare(query, key, rotary, norms, keys, place), value, keys, beside)
+        query, key = attend.prepare(query, key, rotary, norms, keys, place)
+        out, rescued = exchange(attend, query, key, value, keys, beside, branch)
         return out, rescued[None]
 
     sharded = jax.shard_map(
         on_device, mesh=mesh,
-        in_specs=((tokens_spread, key_spec, key_spec), table_specs, PartitionSpec(), beside_specs),
+        in_specs=((tokens_spread, key_spec, key_spec), table_specs, PartitionSpec(), beside_specs, PartitionSpec()),
         out_specs=(out_spec, PartitionSpec(mesh.axis_names)),
         check_vma=False,  # Pallas kernels carry no varying-axes types
     )
     padded = tuple(array if cross and place else pad_tokens(array, shards) for place, array in enumerate(tokens))
     tables = [pad_tokens(table[None], shards)[0] for table in rotary]
-    out, rescued = sharded(padded, tables, list(norms), beside)
-    return ((out[0][:, :queries], out[1]) if beside else out[:, :queries]), rescued
+    out, rescued = sharded(padded, tables, list(norms), beside, branch)
+    return ((out[0][:, :queries], out[1]) if pair else out[:, :queries]), rescued
 
 
 def pad_tokens(array, shards):
     return jnp.pad(array, ((0, 0), (0, -array.shape[1] % shards), (0, 0)))
 
 
-def exchange(attend, query, key, value, keys, beside=None):
+def exchange(attend, query, key, value, keys, beside=None, branch=()):
     """One device's part of Ulysses, ring or both; `keys` is how many of all keys are valid.
 
     query, key (parts, batch, tokens, width of a part), one part per device of the Ulysses axis. Values and outputs are
@@ -91,12 +93,12 @@ def exchange(attend, query, key, value, keys, beside=None):
     if attend.parallel.ring:
         out, rescued = ring(attend, query, key, value, keys, beside)
     else:
-        out, rescued = attend.both(query, key, value, keys, beside)
-    out, other = out if beside else (out, None)
+        out, rescued = attend.both(query, key, value, keys, beside, branch)
+    out, other = out if attend.gives_pair(beside) else (out, None)
     if axis:
         out = lanes.cut(out.swapaxes(1, 2), lax.axis_size(axis), kernel)
         out = join(travel(out, axis)).swapaxes(1, 2)
-    if beside is None:
+    if other is None:
         return out, rescued
     return (out, lax.all_gather(other, axis, axis=2, tiled=True) if axis else other), rescued
 

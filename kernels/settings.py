@@ -1,6 +1,38 @@
 """Kernel settings as plain dataclasses: the config's schema includes them without importing JAX."""
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil, prod
 from typing import Optional
+
+TILE = 4, 4, 4  # VSA's: frames, height and width in tokens
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """Which blocks of keys a block of queries attends to; documented in conf/sparse/*.yaml."""
+
+    kind: str = "none"  # none | sla | vsa
+    keep: float = 0.1  # share of the key blocks
+    block_q: int = 128  # queries that share a list
+    block_kv: int = 64  # keys of an entry
+
+    def __bool__(self) -> bool:
+        return self.kind != "none"
+
+    def count(self, blocks: int) -> int:
+        """Entries of a list, of this many key blocks: rounded as the published code does, down for SLA, up for VSA."""
+        exact = round(self.keep * blocks, 6)
+        return min(blocks, max(1, ceil(exact) if self.kind == "vsa" else int(exact)))
+
+    def pairs(self, grid: tuple[int, int, int]) -> int:
+        """Pairs of a query and a key, partial blocks counted in full, of a video's tokens."""
+        if not self:
+            return prod(grid) ** 2
+        if self.kind == "vsa":
+            blocks = query_blocks = prod(ceil(length / side) for length, side in zip(grid, TILE))
+        else:
+            blocks, query_blocks = (ceil(prod(grid) / size) for size in (self.block_kv, self.block_q))
+        return query_blocks * self.block_q * self.count(blocks) * self.block_kv
 
 
 @dataclass(frozen=True)
@@ -19,9 +51,15 @@ class Kernel:
     window: Optional[int] = None  # a query sees keys at most this many tokens away
     smooth_keys: bool = False  # subtract the mean key first: the same result in exact arithmetic
     eight_bits: bool = False  # hopper only: int8 and e4m3 products, approximate
+    sparse: Sparse = Sparse()
     interpret: bool = False  # run the Pallas kernel on CPU, for tests
     # Omit the Pallas kernel's body, for plans: compiling it takes minutes, and the compiler's estimate ignores it.
     outline: bool = False
+
+    @classmethod
+    def of(cls, values: Mapping) -> "Kernel":
+        """From a config's values."""
+        return cls(**{**values, "sparse": Sparse(**values.get("sparse", {}))})
 
 
 @dataclass(frozen=True)
@@ -33,6 +71,7 @@ class Question:
     grid: Optional[tuple[int, int, int]] = None  # frames, height and width of the tokens; None: cross-attention
     norm: Optional[str] = None  # QK norm: over the whole `width`, or per `head`
     beside: int = 0  # extra tokens in joint attention besides the grid's; how many are valid varies by prompt
+    sparse: tuple[str, ...] = ()  # kinds of sparse attention that there are models for
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@
 Scores are transposed, (keys, queries): softmax reductions then run over sublanes, a query's statistics are along the
 lanes, and both matrix products reach the MXU without a transpose inside the loop.
 """
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -266,14 +267,39 @@ class State(NamedTuple):
 
 
 def add_keys(key, value_t, state, kernel, first, real, careful):
-    """Add `real` keys, from the block's `first` on, to the state, in steps of chunk_kv keys by sub_q queries.
+    """Add `real` keys, from the block's `first` on, to the state, in steps of chunk_kv keys by sub_q queries."""
+    first = pl.multiple_of(first, kernel.chunk_kv)
 
-    Source order is the schedule: a step's score product comes before the previous step's softmax and its value product
+    def keys_at(begin, part):
+        return key[pl.ds(first + begin, kernel.chunk_kv), :]
+
+    def values_at(begin, part):
+        values = value_t[:, pl.ds(first + begin, kernel.chunk_kv)]
+        if begin + kernel.chunk_kv > real:  # overhanging values may be NaN, which a zero weight would not cancel
+            values = jnp.where(lax.broadcasted_iota(jnp.int32, (1, kernel.chunk_kv), 1) < real - begin, values, 0)
+        return values
+
+    chunks = Chunks(keys_at, values_at, lambda scores, begin, part: hide_tail(scores, real - begin))
+    columns = parts_of(state.query_t.shape[1], kernel.sub_q)
+    add_chunks(chunks, range(0, real, kernel.chunk_kv), columns, state, kernel, careful)
+
+
+class Chunks(NamedTuple):
+    """Where a step's keys and values come from; all are functions of a chunk and a part of the queries."""
+
+    keys: Callable  # (chunk_kv, head_dim)
+    values: Callable  # (head_dim, chunk_kv)
+    hide: Callable  # (scores, chunk, part) -> scores, those of invalid keys masked
+
+
+def add_chunks(chunks, numbers, parts, state, kernel, careful, ahead=1):
+    """Add chunks of keys to the state's parts, which are slices of its columns.
+
+    Source order is the schedule: a step's score product comes `ahead` steps before its softmax and its value product
     after the next step's, so that the MXU overlaps its neighbours' exponentials. If `careful`, a step's reference is
     the highest score so far; else all steps use the log-sum-exp of the keys before.
     """
     query_t, sums, reference, total = state
-    first, parts = pl.multiple_of(first, kernel.chunk_kv), parts_of(query_t.shape[1], kernel.sub_q)
     bases, row_sums = [reference[:, columns] for columns in parts], [total[:, columns] for columns in parts]
     factors = [None] * len(parts)  # rescale sums before the step's are added
     if not careful:  # normalize: the log-sum-exp so far becomes the reference, the total 1
@@ -286,22 +312,19 @@ def add_keys(key, value_t, state, kernel, first, real, careful):
             row_sums[part] = jnp.where(known == 0, 0.0, 1.0)
             reference[:, columns] = bases[part]
 
-    def scores_at(begin, part):
-        scores = scores_of(key[pl.ds(first + begin, kernel.chunk_kv), :], query_t[:, parts[part]], kernel)
-        return hide_tail(scores, real - begin)
+    def scores_at(number, part):
+        return chunks.hide(scores_of(chunks.keys(number, part), query_t[:, parts[part]], kernel), number, part)
 
-    def accumulate(begin, part, weights, factor):
-        values = value_t[:, pl.ds(first + begin, kernel.chunk_kv)]
-        if begin + kernel.chunk_kv > real:  # overhanging values may be NaN, which a zero weight would not cancel
-            values = jnp.where(lax.broadcasted_iota(jnp.int32, (1, kernel.chunk_kv), 1) < real - begin, values, 0)
+    def accumulate(number, part, weights, factor):
         held = sums[:, parts[part]]
-        held = held * factor if careful or begin == 0 else held
-        sums[:, parts[part]] = held + dot(values, weights)
+        held = held * factor if careful or number == numbers[0] else held
+        sums[:, parts[part]] = held + dot(chunks.values(number, part), weights)
 
-    steps = [(begin, part) for begin in range(0, real, kernel.chunk_kv) for part in range(len(parts))]
-    scores, waiting = scores_at(*steps[0]), None
-    for (begin, part), following in zip(steps, steps[1:] + [None]):
-        next_scores = scores_at(*following) if following else None
+    steps = [(number, part) for number in numbers for part in range(len(parts))]
+    pending, waiting = [scores_at(*step) for step in steps[:ahead]], None
+    for index, (number, part) in enumerate(steps):
+        pending += [scores_at(*step) for step in steps[index + ahead : index + ahead + 1]]
+        scores = pending.pop(0)
         if careful:
             highest = jnp.maximum(bases[part], jnp.max(scores, axis=0, keepdims=True))
             factors[part] = jnp.exp2(bases[part] - highest)
@@ -311,7 +334,7 @@ def add_keys(key, value_t, state, kernel, first, real, careful):
         row_sums[part] += jnp.sum(weights, axis=0, keepdims=True)
         if waiting:
             accumulate(*waiting)
-        scores, waiting = next_scores, (begin, part, weights.astype(value_t.dtype), factors[part])
+        waiting = number, part, weights.astype(query_t.dtype), factors[part]
     accumulate(*waiting)
     for columns, base, row_sum in zip(parts, bases, row_sums):
         total[:, columns] = row_sum

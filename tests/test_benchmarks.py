@@ -23,6 +23,7 @@ ENDS = {  # the last line's keys, where it is JSON
     "quality.py": {"command", "versions", "device", "n", "rows"},
     "outliers.py": {"command", "versions", "device", "n", "rows"},
     "families_gpu.py": {"command", "versions", "device", "n", "rows"},
+    "sparse_gpu.py": {"command", "versions", "device", "n", "rows"},
     "port.py": {"command", "versions", "device", "n", "models", "rows"},
 }
 
@@ -52,6 +53,9 @@ def test_a_smoke_test_runs_through(script, tmp_path):
         columns = {(row["what"], row["case"], row["column"]) for row in report["rows"]}
         forwards = {("one forward", case, column) for case in ("flux1-dev", "hunyuan15-480p") for column in "bc"}
         assert forwards | {("decode", "hunyuan15-480p", column) for column in "bc"} <= columns
+    if script == "sparse_gpu.py":
+        measured = {row["what"] for row in report["rows"]}
+        assert {"kernel given lists", "attention: lists", "denoising, 4 steps"} <= measured
     if script == "outliers.py":
         assert max(row["changed"] for row in report["rows"]) < 1e-5
         before, after = (row["error"] for row in report["rows"] if row["mode"] == "int8")

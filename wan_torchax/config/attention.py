@@ -11,7 +11,12 @@ from wan_torchax.config.wording import nearest_multiple, one_of
 from wan_torchax.kernels.settings import Kernel, Parallel, Question
 
 KERNELS = ("auto", "splash", "hopper", "cudnn", "xla")
-BESIDE_AUTO = ("window", "smooth_keys", "min_keys", "outline")  # keys allowed beside `kernel: auto`
+BESIDE_AUTO = ("window", "smooth_keys", "min_keys", "sparse", "outline")  # keys allowed beside `kernel: auto`
+# Kinds of lists -> kernels -> their shapes, as (block_q, block_kv); (): any.
+LISTS: dict[str, dict[str, tuple]] = {
+    "sla": {"auto": (), "xla": (), "hopper": ((128, 64), (128, 128)), "splash": ((256, 128),)},
+    "vsa": {"auto": ((64, 64),), "xla": ((64, 64),)},
+}
 HOPPER_BLOCKS = (64, 96, 128, 160)  # values of block_kv whose scores and sums fit a warpgroup's registers
 
 
@@ -56,7 +61,7 @@ def serving_kernel(file: str, name: str, part: Kernel, dtype: str, question: Que
 def read_kernel(file: str, name: str, part: Kernel) -> Kernel:
     """The values of a file in conf/attention, overridden by those that the config sets beside `kernel: auto`."""
     values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "attention" / f"{file}.yaml"))[name]
-    return Kernel(**values | {key: value for key, value in set_beside(part).items() if key in BESIDE_AUTO})
+    return Kernel.of(values | {key: value for key, value in set_beside(part).items() if key in BESIDE_AUTO})
 
 
 def set_beside(part: Kernel) -> dict:
@@ -75,6 +80,11 @@ def attention_problems(attention, questions: dict[str, Question], axes, parallel
     if attention.cross.window is not None:
         window = attention.cross.window
         yield f"attention.cross.window={window}: text and video have no common positions; set null"
+    if (kind := attention.cross.sparse.kind) != "none":
+        yield f"attention.cross.sparse.kind={kind}: lists are for a video's own tokens; set none"
+    if (kind := attention.self.sparse.kind) != "none" and parallel.ring is not None:
+        ring = "a ring has a part of them at a time"
+        yield f"sparse={kind}: lists name any of a video's keys, and {ring}; use sharding=tokens or tp"
     if attention.self.window is not None and parallel.ring is not None:
         yield (
             f"attention.self.window={attention.self.window}: a ring passes keys without their positions; "
@@ -88,9 +98,11 @@ def kernel_problems(kernel: Kernel, question: Question) -> Iterator[str]:
     yield from one_of("kernel", kernel.kernel, KERNELS)
     if kernel.window is not None and kernel.window < 0:
         yield f"window={kernel.window}: how many tokens away a key may be; null for all"
+    if kernel.sparse.kind != "none":
+        yield from (f"sparse.{problem}" for problem in sparse_problems(kernel, question))
     sizes = ("block_q", "block_kv", "tile_kv", "sub_q", "chunk_kv", "vmem_mib")
     if kernel.kernel == "auto":
-        for name, value in set_beside(kernel if isinstance(kernel, Kernel) else Kernel(**kernel)).items():
+        for name, value in set_beside(kernel if isinstance(kernel, Kernel) else Kernel.of(kernel)).items():
             if name not in BESIDE_AUTO:
                 remedy = "name the kernel's file, e.g. attention=xla or attention=splash_v6e"
                 yield f"{name}={value}: kernel=auto brings its own; {remedy}"
@@ -106,6 +118,27 @@ def kernel_problems(kernel: Kernel, question: Question) -> Iterator[str]:
         yield from splash_problems(kernel, question.head_dim)
     if kernel.kernel == "hopper":
         yield from hopper_problems(kernel)
+
+
+def sparse_problems(kernel: Kernel, question: Question) -> Iterator[str]:
+    """Problems of lists of key blocks, for this kernel and model."""
+    sparse = kernel.sparse
+    yield from one_of("kind", sparse.kind, ("none", *LISTS))
+    if not 0 < sparse.keep <= 1:
+        yield f"keep={sparse.keep}: the share of key blocks, above 0 and at most 1"
+    if sparse.kind in LISTS and sparse.kind not in question.sparse:
+        yield f"kind={sparse.kind}: no model of this family is trained for it; set sparse=none"
+    if kernel.window is not None:
+        yield f"kind={sparse.kind}: chooses the keys itself; set window=null"
+    if kernel.eight_bits:
+        yield f"kind={sparse.kind}: not with products of eight bits yet; set eight_bits=false"
+    served = LISTS.get(sparse.kind, {}).get(kernel.kernel)
+    if served is None:
+        yield f"kind={sparse.kind}: kernel={kernel.kernel} has no lists of this kind; use kernel=xla"
+    elif (sparse.block_q, sparse.block_kv) not in served and (served or min(sparse.block_q, sparse.block_kv) < 1):
+        shapes = " and ".join(f"{block_q} x {block_kv}" for block_q, block_kv in served) or "positive sizes"
+        remedy = "; use sparse=sla_tpu" if kernel.kernel == "splash" else ""
+        yield f"block_q={sparse.block_q}, block_kv={sparse.block_kv}: kernel={kernel.kernel} has {shapes}{remedy}"
 
 
 def takes_dtype(kernel: str, dtype: str) -> bool:

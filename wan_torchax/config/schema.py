@@ -177,6 +177,7 @@ class Chip:
     link_gbs: Optional[float] = None  # GB/s of one link to a neighbour, one way
     self_attention_share: Optional[float] = None  # share of peak that the kernels reach
     cross_attention_share: Optional[float] = None
+    listed_attention_share: Optional[float] = None  # of sparse self-attention, over lists of key blocks
     product_share: Optional[float] = None
     transposed_product_share: Optional[float] = None
     int8_product_share: Optional[float] = None  # of the bf16 peak, so the maximum is 2
@@ -478,7 +479,8 @@ def root() -> DictConfig:
     """The schema as a config. Frozen classes become read-only nodes, which Hydra must still be able to fill."""
     config = OmegaConf.structured(Config)
     attention = config.attention
-    for node in (attention, attention.self, attention.cross, config.products):
+    kernels = attention.self, attention.cross
+    for node in (attention, *kernels, *(kernel.sparse for kernel in kernels), config.products):
         OmegaConf.set_readonly(node, False)
     OmegaConf.set_struct(config.adapter, False)  # adapter.style={…} adds a row
     return config

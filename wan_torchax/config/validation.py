@@ -54,7 +54,8 @@ SIGMAS_TAKEN = SCHEDULERS[:3]  # these accept sigmas, and shift them like their 
 PROBLEMS_SHOWN = 30
 # Shares of the bf16 peak, and the most that a kernel can reach.
 KERNEL_SHARES = {
-    "self_attention_share": 1, "cross_attention_share": 1, "product_share": 1, "transposed_product_share": 1,
+    "self_attention_share": 1, "cross_attention_share": 1, "listed_attention_share": 1,
+    "product_share": 1, "transposed_product_share": 1,
     "int8_product_share": 2, "int8_transposed_product_share": 2,
     "fp8_product_share": 2, "fp8_transposed_product_share": 2,
 }

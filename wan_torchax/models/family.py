@@ -200,6 +200,7 @@ class Family:
     two_times: Callable[[DictConfig], bool] = lambda config: False
     norm: str | None = None  # QK norm: over the whole "width", or per "head"
     beside: Callable[[DictConfig], int] = lambda config: 0  # extra tokens in the video's self-attention
+    sparse: tuple[str, ...] = ()  # kinds of sparse attention that its blocks can compute (conf/sparse)
     problems: Callable[[DictConfig], Iterator[str]] = lambda config: iter(())  # mismatches of model and pipeline
     transposed: frozenset[str] = frozenset()  # of `products`, those with a transposed input or output
     # Names of program parts in plans -> patterns of op names; the first match wins.
@@ -216,7 +217,9 @@ class Family:
         """The attention its blocks need: self-attention, and cross-attention to text."""
         heads = self.heads(config.model.architecture)
         grid = self.geometry(config.model.architecture).grid(config.resolution, self.extra_frames(config))
-        return {"self": Question(*heads, grid, self.norm, self.beside(config)), "cross": Question(*heads)}
+        return {
+            "self": Question(*heads, grid, self.norm, self.beside(config), self.sparse), "cross": Question(*heads),
+        }
 
 
 # ---------------------------------------------------------------- helpers

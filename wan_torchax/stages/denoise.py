@@ -124,8 +124,8 @@ class Denoise(Stage):
         return Forward(
             architecture=plain(config.model.architecture.transformer), dtype=config.model.dtype.transformer,
             grid=tuple(derived["grid"]), text_tokens=config.model.text_tokens, conditions=tuple(derived["conditions"]),
-            mesh=self.mesh, parallel=parallel, self_attention=Kernel(**config.attention.self),
-            cross_attention=Kernel(**config.attention.cross), products=Products(**config.products),
+            mesh=self.mesh, parallel=parallel, self_attention=Kernel.of(config.attention.self),
+            cross_attention=Kernel.of(config.attention.cross), products=Products(**config.products),
             precision=config.precision, gather=config.sharding.gather, scan=config.model.scan_blocks,
             same_video=derived["videos"] == 1 and not spread, multiple=self.multiple(parallel),
             pinned=prompts == 1 and derived["rests"],  # its state comes from the two-prompt program

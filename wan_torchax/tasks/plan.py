@@ -322,7 +322,8 @@ def step_parts(resolved: Resolved, report: dict, compiled: dict, share: float, a
     parts = {group: cycles * assumed.xla / clock for group, cycles in compiled["cycles_by_group"].items()}
     for kind in ("self", "cross"):
         at_peak = flops[f"{kind}-attention"] * share / all_chips
-        parts[f"{kind}-attention kernel"] = assumed.attention * at_peak / chip_fact(config, f"{kind}_attention_share")
+        lists = "listed" if config.attention[kind].sparse.kind != "none" else kind
+        parts[f"{kind}-attention kernel"] = assumed.attention * at_peak / chip_fact(config, f"{lists}_attention_share")
     for fact, count in find(main_stage(resolved.graph)).product_flops(resolved).items():
         kind = fact.removesuffix("product_share").strip("_").replace("_", " ")
         name = f"product kernel, {kind}" if kind else "product kernel"

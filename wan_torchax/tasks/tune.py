@@ -99,7 +99,7 @@ def attention_call(resolved: Resolved, part: str) -> Callable:
     heads, head_dim = resolved.family.heads(config.model.architecture)
     batch = prompt_count(config) if config.guidance == "batched" else 1
     keys = resolved.tokens if part == "self" else config.model.text_tokens
-    kernel = Kernel(**config.attention[part])
+    kernel = Kernel.of(config.attention[part])
     attend = Attend(head_dim, kernel, parallel_of(config.sharding), mesh, cross=part == "cross")
 
     # Replicated: each device takes its part, and there is no communication that the step would not have too.

@@ -7,6 +7,7 @@ import numpy
 from omegaconf import OmegaConf
 
 from wan_torchax.config.geometry import Geometry
+from wan_torchax.kernels.settings import Kernel
 from wan_torchax.models.family import (
     ComponentSpec,
     Condition,
@@ -17,7 +18,7 @@ from wan_torchax.models.family import (
     VideoCodec,
     lazily,
 )
-from wan_torchax.models.wan.adapters import NAMES
+from wan_torchax.models.wan.adapters import NAMES, rename
 
 HERE = "wan_torchax.models.wan"
 # What describes the architecture in the config.json of transformers' models.
@@ -183,6 +184,13 @@ def problems(config) -> Iterator[str]:
         yield f"conditioning_scale={scales}: has {len(scales)} values, {model} {layers} control layers; one for each"
     if "last_image" in config.pipeline.inputs and config.resolution.frames == 1:
         yield f"resolution.frames=1: {pipeline} starts with one picture and ends with another; at least 5"
+    kind, trained_for = config.attention.self.sparse.kind, transformer.get("attention_type", "none")
+    if kind != trained_for:
+        yield f"sparse={kind}: {model} is trained for {trained_for}; set sparse={trained_for}, or choose another model"
+    if kind != "none" and controlled:
+        yield f"sparse={kind}: control blocks (VACE) have no weights for it; set sparse=none"
+    if kind == "vsa" and "first_latent" in given:
+        yield f"sparse=vsa: its tokens lie in tiles, and {pipeline} gives a first frame; use pipeline=t2v"
     if controlled and config.precision.weights is not None:
         yield f"precision={config.precision.name}: control blocks (VACE) are not in it yet; use precision=none"
 
@@ -210,12 +218,16 @@ def flops(config, tokens: int) -> dict[str, int]:
     width = transformer.num_attention_heads * transformer.attention_head_dim
     controls = len(transformer.get("vace_layers", ()))
     layers = transformer.num_layers + controls
+    size = geometry(config.model.architecture).grid(config.resolution, reference_count(config))
+    sparse = Kernel.of(config.attention.self).sparse
+    pairs = sparse.pairs(size) if sparse else tokens * tokens
+    gates = transformer.num_layers * 2 * tokens * width * width if sparse.kind == "vsa" else 0
     return {
         # q, k, v, out and q, out; k, v of the text; one of each control block
         "projections": layers * (2 * tokens * width * width * 6 + 2 * text * width * width * 2)
-        + controls * 2 * tokens * width * width,
+        + controls * 2 * tokens * width * width + gates,
         "feed-forward": layers * 4 * tokens * width * transformer.ffn_dim,
-        "self-attention": layers * 4 * tokens * tokens * width,
+        "self-attention": layers * 4 * pairs * width,
         "cross-attention": layers * 4 * tokens * text * width,
     }
 
@@ -238,6 +250,7 @@ FAMILY = Family(
         "transformer": ComponentSpec(
             lazily(f"{HERE}.blocks", "build"), ("blocks", "vace_blocks"), lazily(f"{HERE}.blocks", "tables"),
             unused=lambda architecture: (r".*norm_added_q",),  # no version of the model uses it
+            rename=rename,
         ),
         "transformer_2": ComponentSpec(lazily(f"{HERE}.blocks", "build"), twin_of="transformer"),
         "vae": ComponentSpec(lazily(f"{HERE}.vae", "build")),
@@ -269,6 +282,7 @@ FAMILY = Family(
     encodings=ENCODINGS,
     extra_frames=reference_count,
     norm="width",
+    sparse=("sla", "vsa"),
     problems=problems,
     flops=flops,
     products=products,

@@ -64,3 +64,9 @@ def modulation(module: str) -> str | None:
 
 
 NAMES = AdapterNames(PREFIX, NATIVE, translate, BARE, modulation)
+
+
+def rename(parameter: str) -> str | None:
+    """TurboWan's projection as the ports to diffusers' layout spell it; None: another parameter."""
+    match = re.fullmatch(r"(blocks\.\d+\.attn1\.)(?:attn_op\.local_attn|attn_impl)\.(proj_l\.\w+)", parameter)
+    return match and f"{match[1]}{match[2]}"

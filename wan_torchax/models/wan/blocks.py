@@ -20,11 +20,17 @@ import numpy
 import torch
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.kernels import sparse
 from wan_torchax.kernels.attention import GUARDED, Attend
+from wan_torchax.kernels.settings import TILE
 from wan_torchax.models.family import Forward, Output
 from wan_torchax.models.loop import Blocks, Layer, no_rows, pad_tokens, plain_norm, token_sharding
 from wan_torchax.models.modules import construct
 from wan_torchax.patches import call_module
+
+# Of config.json, what says that a checkpoint was trained for sparse attention.
+SPARSE_FIELDS = ("attention_type", "sla_topk")
 
 
 class Context(NamedTuple):
@@ -43,11 +49,39 @@ class Attention(NamedTuple):
     to_text: Attend
     given_tokens: int  # leading tokens of a given first frame, at timestep 0
 
+    @property
+    def is_tiled(self) -> bool:
+        """Whether the tokens are in the order of VSA's tiles, not of the video."""
+        return self.to_video.kernel.sparse.kind == "vsa"
+
+    def tiled(self, array, axis: int):
+        return jnp.take(array, sparse.tile_order(self.to_video.grid, TILE), axis) if self.is_tiled else array
+
+    def untiled(self, array, axis: int):
+        return jnp.take(array, sparse.video_order(self.to_video.grid, TILE), axis) if self.is_tiled else array
+
 
 def build(architecture) -> torch.nn.Module:
-    controlled = "vace_layers" in architecture
+    controlled, trained_for = "vace_layers" in architecture, architecture.get("attention_type", "none")
     kind = diffusers.WanVACETransformer3DModel if controlled else diffusers.WanTransformer3DModel
-    return construct(kind, architecture)
+    own = {name: value for name, value in architecture.items() if name not in SPARSE_FIELDS}
+    module = construct(kind, own)
+    if trained_for != "none":
+        with torch.device("meta"):
+            for block in module.blocks:
+                add_sparse(block, trained_for, module.config)
+    return module
+
+
+def add_sparse(block: torch.nn.Module, kind: str, config) -> None:
+    """The layers that checkpoints trained for sparse attention have, and diffusers' classes lack."""
+    width = config.num_attention_heads * config.attention_head_dim
+    if kind == "sla":
+        block.attn1.proj_l = torch.nn.Linear(config.attention_head_dim, config.attention_head_dim)
+    elif kind == "vsa":
+        block.to_gate_compress = torch.nn.Linear(width, width)
+    else:
+        raise ConfigError(f"attention_type={kind}: trained for an attention that is not here; has sla, vsa")
 
 
 def tables(architecture) -> dict[str, numpy.ndarray]:
@@ -67,7 +101,8 @@ def denoiser(module, forward: Forward) -> Callable[..., Output]:
         if "condition" in conditions:
             latents = jnp.concatenate([latents, repeated(conditions["condition"], latents)], axis=1)
         hidden = patches(module.patch_embedding, part_of(arrays, "patch_embedding"), latents)
-        time, context = embed(module, arrays, forward, attention.given_tokens, time, conditions)
+        hidden = attention.tiled(hidden, axis=1)
+        time, context = embed(module, arrays, forward, attention, time, conditions)
         tokens, hidden = hidden.shape[1], pad_tokens(hidden, forward.multiple)
         before = hidden = jax.lax.with_sharding_constraint(
             hidden, token_sharding(forward.mesh, forward.parallel, hidden.shape[0])
@@ -86,6 +121,7 @@ def denoiser(module, forward: Forward) -> Callable[..., Output]:
             hidden, token_sharding(forward.mesh, forward.parallel, hidden.shape[0])
         )
         out = head(arrays, forward, attention.given_tokens, hidden[:, :tokens], time)
+        out = attention.untiled(out, axis=1)
         return Output(unpatched(out, latents.shape, forward.architecture["patch_size"]), hidden - before, counted)
 
     return velocity
@@ -121,11 +157,11 @@ def patches(module, arrays: dict, video):
     return call_module(module, arrays, video).reshape(video.shape[0], len(arrays["weight"]), -1).swapaxes(1, 2)
 
 
-def embed(module, arrays: dict, forward: Forward, given_tokens: int, time, conditions) -> tuple[Any, Context]:
+def embed(module, arrays: dict, forward: Forward, attention: Attention, time, conditions) -> tuple[Any, Context]:
     """The timestep embedding, for the head, and the blocks' context."""
     text, named = conditions["embeddings"], {}
     batch = text.shape[0]
-    if given_tokens:
+    if attention.given_tokens:
         time, named["timestep_seq_len"] = jnp.stack([jnp.zeros_like(time), time]), 2
     times = jnp.broadcast_to(time, (batch, *time.shape)).reshape(-1)
     pictures = jnp.tile(conditions["image_embeddings"], (batch, 1, 1)) if "image_embeddings" in conditions else None
@@ -134,7 +170,8 @@ def embed(module, arrays: dict, forward: Forward, given_tokens: int, time, condi
     )
     modulation = modulation.reshape(*modulation.shape[:-1], 6, -1)
     cosine, sine = (expanded(arrays[f"rope.{name}"], forward) for name in ("freqs_cos", "freqs_sin"))
-    rotary = tuple(pad_tokens(table[None], forward.multiple)[0] for table in (cosine, sine))
+    tables = (attention.tiled(table, axis=0) for table in (cosine, sine))
+    rotary = tuple(pad_tokens(table[None], forward.multiple)[0] for table in tables)
     return time, Context(text, pictures, modulation, rotary)
 
 
@@ -278,8 +315,13 @@ def attend_to_video(attention: Attention, context: Context, layer: Layer, normed
     query, key = (layer.linear(f"attn1.to_{name}", normed, kernel=True) for name in "qk")
     value = layer.linear("attn1.to_v", normed, kernel=True, transpose_out=True)
     norms = [layer[f"attn1.norm_{name}.weight"] for name in "qk"]
+    branch = [layer[f"attn1.proj_l.{part}"] for part in ("weight", "bias") if f"attn1.proj_l.{part}" in layer]
     with jax.named_scope("attn1/attend"):
-        out, rescued = attention.to_video.counted(query, key, value, context.rotary, norms)
+        out, rescued = attention.to_video.counted(query, key, value, context.rotary, norms, branch=branch)
+    if attention.is_tiled:
+        lists, coarse = out
+        tiles = sparse.Blocks.tiles(attention.to_video.grid, TILE).numbers(lists.shape[1])
+        out = lists + coarse[:, tiles] * layer.linear("to_gate_compress", normed, kernel=True)
     hidden = layer.linear("attn1.to_out.0", out, residual=hidden, gate=gate, kernel=True, transpose_in=True)
     return hidden, [rescued]
 
