@@ -77,44 +77,48 @@ def attend(smoke: bool):
 
 
 def kernels(smoke: bool, repeats: int) -> None:
+    for shape in [(500, 2, 0.3)] if smoke else [(75_600, 40, 0.1), (75_600, 40, 0.15), (32_760, 12, 0.1)]:
+        time_kernels(smoke, repeats, *shape)
+
+
+def time_kernels(smoke: bool, repeats: int, tokens: int, heads: int, keep: float) -> None:
     import jax
 
     from wan_torchax.kernels import sparse
     from wan_torchax.kernels.attention import Attend
     from wan_torchax.kernels.settings import Kernel
 
-    shapes = [(500, 2, 0.3)] if smoke else [(75_600, 40, 0.1), (75_600, 40, 0.15), (32_760, 12, 0.1)]
-    for tokens, heads, keep in shapes:
-        inputs, blocks, chosen = listed_inputs(tokens, heads, keep, 64)
-        dense = Attend(128, Kernel(kernel="xla") if smoke else Kernel(kernel="hopper", block_q=128, block_kv=128))
-        weight, bias = jax.numpy.zeros((128, 128), "bfloat16"), jax.numpy.zeros(128, "bfloat16")
-        scores = jax.jit(partial(sparse.sla_scores, query_blocks=blocks[0], key_blocks=blocks[1], head_dim=128))
-        calls = {
-            "dense": partial(jax.jit(dense), *inputs),
-            "lists": partial(jax.jit(lambda *x: attend(smoke)(*x, *blocks)), *inputs, chosen),
-            "scores": partial(scores, *inputs[:2]),
-            "top": partial(jax.jit(partial(sparse.top, count=chosen.shape[-1])), scores(*inputs[:2])),
-            "linear": partial(jax.jit(lambda *x: sparse.linear_branch(*x, tokens, weight, bias, 128)), *inputs),
-        }
-        times = {name: [] for name in calls}
-        for turn in range(repeats + 1):
-            for name, call in calls.items():
-                began = time.perf_counter()
-                jax.block_until_ready(call())
-                times[name] += [time.perf_counter() - began] if turn else []
-        pairs = {"dense": tokens**2, "lists": len(blocks[0].sizes) * 128 * chosen.shape[-1] * 64}
-        for name, seconds in times.items():
-            gpu.record(f"attention: {name}", f"{tokens} tokens, {heads} heads, keep {keep}", "c", gpu.median_of(seconds))
-            if name in pairs:
-                rate = 4 * pairs[name] * heads * 128 / statistics.median(seconds) / 1e12
-                gpu.rows[-1]["tflops"] = round(rate, 1)
+    inputs, blocks, chosen = listed_inputs(tokens, heads, keep, 64)
+    dense = Attend(128, Kernel(kernel="xla") if smoke else Kernel(kernel="hopper", block_q=128, block_kv=128))
+    weight, bias = jax.numpy.zeros((128, 128), "bfloat16"), jax.numpy.zeros(128, "bfloat16")
+    scores = jax.jit(partial(sparse.sla_scores, query_blocks=blocks[0], key_blocks=blocks[1], head_dim=128))
+    calls = {
+        "dense": partial(jax.jit(dense), *inputs),
+        "lists": partial(jax.jit(lambda *x: attend(smoke)(*x, *blocks)), *inputs, chosen),
+        "scores": partial(scores, *inputs[:2]),
+        "top": partial(jax.jit(partial(sparse.top, count=chosen.shape[-1])), scores(*inputs[:2])),
+        "linear": partial(jax.jit(lambda *x: sparse.linear_branch(*x, tokens, weight, bias, 128)), *inputs),
+    }
+    times = {name: [] for name in calls}
+    for turn in range(repeats + 1):
+        for name, call in calls.items():
+            began = time.perf_counter()
+            jax.block_until_ready(call())
+            times[name] += [time.perf_counter() - began] if turn else []
+    pairs = {"dense": tokens**2, "lists": len(blocks[0].sizes) * 128 * chosen.shape[-1] * 64}
+    for name, seconds in times.items():
+        gpu.record(f"attention: {name}", f"{tokens} tokens, {heads} heads, keep {keep}", "c", gpu.median_of(seconds))
+        if name in pairs:
+            rate = 4 * pairs[name] * heads * 128 / statistics.median(seconds) / 1e12
+            gpu.rows[-1]["tflops"] = round(rate, 1)
 
 
 def denoising(case: str, smoke: bool, repeats: int) -> None:
     """All steps of a video, one program, from noise to latents."""
     config = gpu.configure(*CASES[case], *(SMALL if smoke else []))
     stage, seconds = families_gpu.built(config, "denoise")
-    state, *rest = stage.programs.put("step", families_gpu.random_values(tuple(stage.programs.entries["step"].arguments)))
+    arguments = tuple(stage.programs.entries["step"].arguments)
+    state, *rest = stage.programs.put("step", families_gpu.random_values(arguments))
 
     def call():
         nonlocal state

@@ -73,9 +73,8 @@ class Blocks:
         return np.pad(numbers, (0, tokens - len(numbers)), mode="edge")
 
     def means(self, array, head_dim: int):
-        """The mean of each block's tokens (batch, heads, blocks, head_dim), summed in float32, in the array's dtype."""
-        sums = self.padded(array).sum(axis=2, dtype=jnp.float32)
-        means = (sums / np.array(self.sizes, np.float32)[:, None]).astype(array.dtype)
+        """The mean of each block's tokens (batch, heads, blocks, head_dim), in float32."""
+        means = self.padded(array).sum(axis=2, dtype=jnp.float32) / np.array(self.sizes, np.float32)[:, None]
         return means.reshape(*means.shape[:2], -1, head_dim).swapaxes(1, 2)
 
 
@@ -113,9 +112,11 @@ def top(scores, count: int):
 
 def sla_scores(query, key, query_blocks: Blocks, key_blocks: Blocks, head_dim: int):
     """SLA's scores (batch, heads, query blocks, key blocks): products of the blocks' means, of keys less their mean."""
-    count = sum(key_blocks.sizes)
-    mean = key[:, :count].mean(axis=1, keepdims=True, dtype=jnp.float32).astype(key.dtype)
-    means = query_blocks.means(query, head_dim), key_blocks.means(key - mean, head_dim)
+    means = key_blocks.means(key, head_dim)
+    # The mean of all keys from the blocks': subtracted from every key, it would take one more pass over them.
+    shares = np.array(key_blocks.sizes, np.float32)[:, None] / sum(key_blocks.sizes)
+    means = means - (means * shares).sum(axis=2, keepdims=True)
+    means = query_blocks.means(query, head_dim).astype(query.dtype), means.astype(key.dtype)
     return jnp.einsum("bhqd,bhkd->bhqk", *means, preferred_element_type=jnp.float32)
 
 
@@ -150,7 +151,7 @@ def linear_branch(query, key, value, keys: int, weight, bias, head_dim: int):
 def coarse_branch(query, key, value, blocks: Blocks, head_dim: int):
     """VSA's attention between the tiles' means: scores (batch, heads, tiles, tiles) and outputs (batch, tiles,
     width)."""
-    queries, keys, values = (blocks.means(array, head_dim) for array in (query, key, value))
+    queries, keys, values = (blocks.means(array, head_dim).astype(array.dtype) for array in (query, key, value))
     scores = jnp.einsum("bhqd,bhkd->bhqk", queries, keys, preferred_element_type=jnp.float32) * head_dim**-0.5
     weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
     out = jnp.einsum("bhqk,bhkd->bqhd", weights, values, preferred_element_type=jnp.float32)

@@ -20,6 +20,7 @@ from wan_torchax.kernels.settings import TILE, Kernel, Parallel, Sparse
 from wan_torchax.session import session
 
 HEADS, HEAD_DIM = 8, 16
+SYSTEM = pytest.mark.system
 
 
 def normal(*shape, seed=0, dtype=np.float32):
@@ -284,8 +285,8 @@ def expected(kind, tmp_path_factory):
 
 @pytest.mark.parametrize("place", [
     pytest.param([], id="one device"),
-    pytest.param(["mesh=cpu_8", "mesh.axes={dp:1,sp:8,tp:1}", "sharding=tokens"], id="tokens", marks=pytest.mark.system),
-    pytest.param(["mesh=cpu_8", "mesh.axes={dp:2,sp:1,tp:4}", "sharding=tp"], id="heads", marks=pytest.mark.system),
+    pytest.param(["mesh=cpu_8", "mesh.axes={dp:1,sp:8,tp:1}", "sharding=tokens"], id="tokens", marks=SYSTEM),
+    pytest.param(["mesh=cpu_8", "mesh.axes={dp:2,sp:1,tp:4}", "sharding=tp"], id="heads", marks=SYSTEM),
 ])
 def test_a_video_is_the_pipelines(tmp_path, kind, expected, place):
     overrides = trained(tmp_path / "model", kind)
