@@ -42,11 +42,14 @@ MODES = {
     "guidance every 5th": ["cache=guidance"],
     "guidance in 0 to 0.6": ["cache.guidance_stop=0.6"],
     "magcache + guidance": ["cache=magcache_guidance"],
+    "coarse first 0.01": ["pipeline=t2v_coarse", "coarse_delta=0.01"],
+    "coarse first 0.05": ["pipeline=t2v_coarse"],
     "bf16 transformer": ["model.dtype.transformer=bfloat16"],
 } | {  # four of its six blocks
     f"precision {name}": [f"precision={name}", "precision.first=1", "precision.last=1"]
     for name in ("int8_weights", "int8", "fp8")
 }
+FORWARDS = {"full": 2, "prompt": 1, "reuse": 0, "coarse": 0.5}  # of a step; coarse ones have a quarter of the tokens
 ASPECTS = ("colour", "shape", "motion")
 SHOWN = 6  # prompts on the page
 
@@ -71,7 +74,7 @@ def make(folder: Path, mode: str, overrides: list[str], clips: list, extra: list
 
         def note(event, work=work):
             if isinstance(event, Stepped):
-                work.append({"full": 2, "prompt": 1, "reuse": 0}[event.work])
+                work.append(FORWARDS[event.work])
 
         resolved = session.resolve(config, config.stages)
         numpy.save(file, session.run(resolved, config.stages, resolved.inputs(), note)["frames"])
@@ -205,6 +208,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=Path("outputs/quality"))
     parser.add_argument("--modes", nargs="*", default=list(MODES), help="names, or parts of them")
     parser.add_argument("--prompts", type=int, help="use only this many")
+    parser.add_argument("--seeds", type=int, default=2, help="of each prompt")
     parser.add_argument("--make", action="store_true", help="only make videos: several processes may share the modes")
     parser.add_argument("--no-videos", action="store_true", help="no page, for machines without ffmpeg")
     parser.add_argument("--smoke", action="store_true")
@@ -212,8 +216,9 @@ def main() -> None:
     extra, held_out = [], world.held_out_prompts()[: 1 if options.smoke else options.prompts]
     if options.smoke:
         extra = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "steps=8"]
-    clips = [(prompt, number + 1000 * seed) for seed in range(2) for number, (prompt, _) in enumerate(held_out)]
-    scenes = [scene for _ in range(2) for _, scene in held_out]
+    seeds = range(options.seeds)
+    clips = [(prompt, number + 1000 * seed) for seed in seeds for number, (prompt, _) in enumerate(held_out)]
+    scenes = [scene for _ in seeds for _, scene in held_out]
     chosen = ["easycache 0.02"] if options.smoke else options.modes
     modes = {name: MODES[name] for name in MODES if any(part in name for part in chosen)}
     rows = []

@@ -158,6 +158,7 @@ class Model:
     frames: int = 81
     fps: int = 16
     size_multiple: int = 16
+    spectrum: Optional[list[float]] = None  # amplitude and exponent of the latents' power, for coarse steps
     curve: Optional[str] = None  # for cache=magcache; null: the one with the model's name
     min_size: int = 256
     max_size: int = 1280
@@ -443,6 +444,7 @@ class Config:
     references: list[str] = field(default_factory=list)
     fit: str = offered("cover")
     strength: Optional[float] = offered(None)
+    coarse_delta: Optional[float] = offered(None)
     conditioning_scale: Any = offered(None, Union[float, list[float], None])
     prompts: Optional[str] = None
     seeds: Optional[Any] = None

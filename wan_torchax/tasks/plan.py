@@ -38,7 +38,6 @@ from wan_torchax.runtime.jobs import plan_job
 from wan_torchax.runtime.weights import gib
 from wan_torchax.session import Session
 from wan_torchax.stages import caching
-from wan_torchax.stages.sampling import scheduler_table
 from wan_torchax.stages.stage import Stage, find, main_stage
 from wan_torchax.tasks import compiler, plan_page
 
@@ -99,6 +98,8 @@ def make(config, folder: Path) -> dict:
     report["estimate"] = estimate(resolved, report)
     report["denoising"] = denoising(resolved, report)
     report["video"] = video(resolved, report)
+    amounts = {name: find(name).amount(name, resolved) for name in resolved.graph.stages}
+    report["stage_steps"] = {name: count for name, (count, unit) in amounts.items() if unit == "step"}
     report["why"] = why_not(config, report)
     (folder / "plan.json").write_text(json.dumps(report, indent=1) + "\n")
     (folder / "plan.md").write_text(plan_page.render(config, report))
@@ -261,7 +262,8 @@ def memory(resolved: Resolved, stages: dict[str, Stage], report: dict) -> dict:
 
 def denoising(resolved: Resolved, report: dict) -> dict:
     """The number of steps of each kind in a video, and their seconds, if estimated."""
-    work = caching.plan(resolved.config, scheduler_table(resolved.config))
+    table = find(main_stage(resolved.graph)).table(resolved.config, resolved.geometry, None)
+    work = caching.plan(resolved.config, table)
     counts = {kind: work.count(kind) for kind in dict.fromkeys(work)}
     whole, alone = report["estimate"], estimate(resolved, report, PROMPT_ALONE, 0.5)
     seconds = {
@@ -281,14 +283,23 @@ def video(resolved: Resolved, report: dict) -> dict[str, dict[str, float] | None
     compiled = report["compiler"] or {}
     parts = {"weights from disk": dict.fromkeys(ENDS, weights / (resolved.config.plan.disk_gbs * 1e9))}
     for name in resolved.graph.stages:
-        parts[name] = run_seconds(resolved, name, compiled[name]) if name in compiled else None
+        seconds = steps_seconds if find(name).amount(name, resolved)[1] == "step" else run_seconds
+        parts[name] = seconds(resolved, name, report) if name in compiled else None
     return parts | {main_stage(resolved.graph): report["denoising"]["seconds"]}
 
 
-def run_seconds(resolved: Resolved, name: str, compiled: dict) -> dict[str, float]:
+def steps_seconds(resolved: Resolved, name: str, report: dict) -> dict[str, float]:
+    """Seconds of a stage that denoises, every step computed in full."""
+    stage, (count, _) = find(name), find(name).amount(name, resolved)
+    seen = stage.seen(resolved)
+    each = estimate(seen, report | {"flops_per_step": stage.flops(seen)}, name)["seconds_per_step"]
+    return {end: count * each[end] for end in ENDS}
+
+
+def run_seconds(resolved: Resolved, name: str, report: dict) -> dict[str, float]:
     """Seconds of a stage other than denoising: its program as often as it runs; the first piece of a video counts like
     the later ones."""
-    chip, (frames, _) = resolved.config.mesh.chip, find(name).amount(name, resolved)
+    chip, (frames, _), compiled = resolved.config.mesh.chip, find(name).amount(name, resolved), report["compiler"][name]
     pieces = math.ceil(frames / resolved.geometry.frame_scale) if frames else 1
     seconds = {}
     for end in ENDS:

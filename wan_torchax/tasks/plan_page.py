@@ -45,6 +45,8 @@ def render(config, report: dict) -> str:
         lines.append(f"**Estimated denoising of a video: {between(whole['seconds'], '.0f', ' s')}**; {whole['plan']}.")
     elif len(whole["steps"]) > 1:
         lines.append(f"Cache: {whole['plan']}.")
+    if (coarse := report["stage_steps"].get("coarse")) is not None:
+        lines.append(f"Before these, {coarse} steps at half height and width.")
     verdict = "Fits" if report["fits"] else f"**Does not fit**: {report['why']};"
     lines += [f"{verdict} with a margin of {config.plan.margin_gib} GiB.", ""]
     columns = "| stage | weights GiB/chip | temporaries GiB/chip | of GiB | fits | source |"
