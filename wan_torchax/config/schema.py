@@ -18,6 +18,7 @@ from wan_torchax.kernels.settings import Kernel, Products
 
 DTYPES = ("float32", "bfloat16", "float16")
 NOISES = ("float32", "bfloat16", "bfloat16_8bit")
+TIMES = ("bfloat16", "integer")
 EIGHT_BITS = ("float8_e4m3fn", "int8")
 GUIDANCE = ("batched", "sequential")
 EXPERT_WEIGHTS = ("resident", "swapped")
@@ -265,6 +266,7 @@ class Scheduler:
     sigmas: Optional[list[float]] = offered(None)  # noise at the start of each step, before the shift; null: default
     linear: bool = offered(False)  # if sigmas are null: 1 - step / steps, shifted once; else the scheduler's default
     noise_scale: float = offered(1.0)  # of the initial latents
+    round_times: Optional[str] = offered(None)  # how the times that the model is told are rounded; one of TIMES
 
 
 @dataclass

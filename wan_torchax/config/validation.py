@@ -35,6 +35,7 @@ from wan_torchax.config.schema import (
     GUIDANCE,
     NOISES,
     PLATFORMS,
+    TIMES,
     ConfigError,
     Op,
     PipelineStage,
@@ -263,6 +264,8 @@ def sigma_problems(config: DictConfig) -> Iterator[str]:
     scheduler = config.scheduler
     if not 0 < scheduler.noise_scale <= 10:
         yield f"scheduler.noise_scale={scheduler.noise_scale}: must be above 0 and at most 10; usual 1.0"
+    if scheduler.round_times is not None:
+        yield from one_of("scheduler.round_times", scheduler.round_times, TIMES)
     if scheduler.linear and scheduler.target not in SIGMAS_TAKEN:
         yield f"scheduler.linear=true: {scheduler.target} takes no sigmas; use scheduler=flow_euler"
     if scheduler.sigmas is None:

@@ -69,11 +69,13 @@ def scheduler_table(config, store: Store | None = None, behind_coarse: int = 0) 
         if sigmas is None and config.scheduler.linear:
             sigmas = tuple(1 - step / config.steps for step in range(config.steps))
         steps = Steps(config.steps, sigmas, behind_coarse or steps_skipped(config), behind_coarse > 0)
-        return find_table(target, json.dumps(arguments, sort_keys=True), steps, store)
+        table = find_table(target, json.dumps(arguments, sort_keys=True), steps, store)
     except ConfigError:
         raise
     except Exception as error:  # schedulers raise different errors for invalid arguments
         raise ConfigError(f"scheduler.target={target}: fails with {arguments} ({error}); {USUAL}") from error
+    rounding = config.scheduler.round_times
+    return table if rounding is None else table._replace(timesteps=ROUNDINGS[rounding](table.timesteps))
 
 
 def coarse_steps(config, height: int, width: int, store: Store | None = None) -> int:
@@ -262,6 +264,7 @@ def rounded(values: numpy.ndarray) -> numpy.ndarray:
     return values.astype(numpy.float32).astype(ml_dtypes.bfloat16).astype(numpy.float32)
 
 
+ROUNDINGS = {"bfloat16": rounded, "integer": numpy.rint}  # of times, by schema.TIMES
 NORMALS = {  # dtype -> how normal values are made, from how many bits
     "float32": (normal, 24), "bfloat16": (normal_bfloat16, 24), "bfloat16_8bit": (normal_bfloat16_8bit, 8),
 }
