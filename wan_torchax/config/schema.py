@@ -20,6 +20,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 NOISES = ("float32", "bfloat16", "bfloat16_8bit")
 TIMES = ("bfloat16", "integer")
 EIGHT_BITS = ("float8_e4m3fn", "int8")
+LARGE_LAYERS = "attention_in", "attention_out", "feed_forward_in", "feed_forward_out"  # rules of most families
 GUIDANCE = ("batched", "sequential")
 EXPERT_WEIGHTS = ("resident", "swapped")
 PLATFORMS = ("cpu", "gpu", "tpu")
@@ -141,6 +142,7 @@ class Model:
     name: str = ""
     family: str = MISSING  # conf/family, wan_torchax/models/<family>
     weights: dict[str, Any] = field(default_factory=dict)  # by component: rows of Rule
+    quantized: list[str] = field(default_factory=lambda: list(LARGE_LAYERS))  # rules of weights.transformer
     path: str = MISSING  # a folder in diffusers layout, or a Hub id
     paths: dict[str, str] = field(default_factory=dict)  # by component: for those stored elsewhere
     revision: Optional[str] = None
