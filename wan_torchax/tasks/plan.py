@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -27,7 +28,8 @@ from omegaconf import OmegaConf
 
 from wan_torchax import interruption
 from wan_torchax.config.geometry import device_count, prompt_count
-from wan_torchax.config.resolve import Resolved, resolve
+from wan_torchax.config.jobs import read_seeds
+from wan_torchax.config.resolve import Job, Resolved, resolve
 from wan_torchax.config.schema import ENDS, ConfigError
 from wan_torchax.devices.mesh import Described, Here
 from wan_torchax.devices.start import use_fake_devices
@@ -62,7 +64,13 @@ def plan(config, folder: Path, overrides=()) -> float:
 
 def describe(config) -> Resolved:
     """The configuration on chips that need not be here. A local checkpoint's config.json completes conf/model."""
-    return resolve(plan_job(outlined(config)), Described.by(config.mesh))
+    return resolve(job_of(outlined(config)), Described.by(config.mesh))
+
+
+def job_of(config) -> Job:
+    """The job to plan: with `images`, all of them at once."""
+    job = plan_job(config)
+    return job if config.images is None else replace(job, seeds=tuple(read_seeds(config)))
 
 
 def outlined(config):
@@ -79,13 +87,15 @@ def make(config, folder: Path) -> dict:
     size, chips, main = config.resolution, device_count(resolved.config.mesh), main_stage(resolved.graph)
     with jax.sharding.use_abstract_mesh(resolved.mesh):
         stages = Session().build(resolved, resolved.graph.stages)
-    steps = find(main)
+    videos, floor = resolved.videos, find(main).floor_seconds(resolved)
+    flops = {name: videos * count for name, count in find(main).flops(resolved).items()}
     report = {
         "model": config.model.name, "mesh": config.mesh.name, "axes": resolved.placement["axes"], "chips": chips,
         "sharding": config.sharding.name, "resolution": [size.width, size.height, size.frames],
         "guidance": config.guidance, "tokens": resolved.tokens, "forwards": prompt_count(config),
+        "videos": videos,
         "components": components(stages),
-        "flops_per_step": steps.flops(resolved), "floor_seconds_per_step": steps.floor_seconds(resolved),
+        "flops_per_step": flops, "floor_seconds_per_step": floor and videos * floor,
         "communication": communication(config, chips),
         "compiler": None, "main_stage": main,
     }
@@ -143,7 +153,7 @@ def communication(config, chips: int) -> dict:
     devices = jax.devices("cpu")
     if len(devices) < chips:
         return {"source": f"not counted: needs {chips} fake CPU devices, this process has {len(devices)}", "rows": []}
-    resolved = resolve(plan_job(local), Here(devices[:chips])).segments()[0]
+    resolved = resolve(job_of(local), Here(devices[:chips])).segments()[0]
     name = main_stage(resolved.graph)
     stage = Session().build(resolved, [name])[name]
     step = stage.programs.lower()[stage.usual_program].compile()
@@ -292,7 +302,7 @@ def steps_seconds(resolved: Resolved, name: str, report: dict) -> dict[str, floa
     """Seconds of a stage that denoises, every step computed in full."""
     stage, (count, _) = find(name), find(name).amount(name, resolved)
     seen = stage.seen(resolved)
-    each = estimate(seen, report | {"flops_per_step": stage.flops(seen)}, name)["seconds_per_step"]
+    each = estimate(seen, report | {"flops_per_step": stage.flops(seen)}, name)["seconds_per_step"]  # of one video
     return {end: count * each[end] for end in ENDS}
 
 
@@ -338,7 +348,7 @@ def step_parts(resolved: Resolved, report: dict, compiled: dict, share: float, a
     for fact, count in find(main_stage(resolved.graph)).product_flops(resolved).items():
         kind = fact.removesuffix("product_share").strip("_").replace("_", " ")
         name = f"product kernel, {kind}" if kind else "product kernel"
-        parts[name] = assumed.product * count * share / all_chips / chip_fact(config, fact)
+        parts[name] = assumed.product * resolved.videos * count * share / all_chips / chip_fact(config, fact)
     for group, moved in compiled["kernel_bytes"].items():  # kernels bound by memory
         parts[group] = parts.get(group, 0) + moved / memory
     parts["products' waits for memory"] = sum(wait_seconds(call, config, assumed) for call in compiled["product_calls"])
