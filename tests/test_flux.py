@@ -190,6 +190,7 @@ def test_every_large_layer_of_the_blocks_has_eight_bits(model):
     (["pipeline=t2i_flux"], "takes the guidance scale as an input; use pipeline=t2i_flux_guided"),
     (["products.kernel=pallas"], "has no layers for it; use products=xla"),
     (["resolution.frames=5"], "takes at most 1"),
+    (["resolution=auto"], "there is no picture to derive height from"),
     (["attention=xla", "attention.self.window=4"], "text and image attend to each other"),
 ])
 def test_what_it_cannot_do_is_refused(overrides, message):

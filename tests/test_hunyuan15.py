@@ -170,6 +170,15 @@ def test_buckets_are_the_pipelines():
                 assert nearest_bucket(height / width, side**2, 16) == expected
 
 
+@pytest.mark.parametrize("model, side", [("hunyuan15_i2v_480p", 640), ("hunyuan15_i2v_720p", 960)])
+def test_the_size_is_that_of_the_picture(tmp_path, model, side):
+    Image.new("RGB", (700, 1000)).save(tmp_path / "tall.png")
+    config = make_config(f"model={model}", "resolution=auto", "prompt=a cat", f"image={tmp_path / 'tall.png'}")
+    validate(config)
+    expected = HunyuanVideo15ImageProcessor().calculate_default_height_width(1000, 700, side)
+    assert (config.resolution.height, config.resolution.width) == expected
+
+
 @pytest.mark.parametrize("size", [(101, 70), (70, 101), (64, 48), (640, 31)])
 def test_an_image_is_framed_as_the_pipeline_does(tmp_path, size):
     noise = numpy.random.default_rng(0).integers(0, 255, (*size[::-1], 3), "uint8")
