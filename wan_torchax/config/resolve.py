@@ -49,7 +49,7 @@ class Devices(Protocol):
 class Checkpoint:
     """One component of a checkpoint on this machine."""
 
-    folder: Path
+    folder: Path  # or a single file
     architecture: dict  # its config.json, merged with conf/model
     fingerprint: str  # of its weights and of the adapters merged into them
     adapters: tuple = ()  # runtime.adapters.File

@@ -144,7 +144,7 @@ class Model:
     weights: dict[str, Any] = field(default_factory=dict)  # by component: rows of Rule
     quantized: list[str] = field(default_factory=lambda: list(LARGE_LAYERS))  # rules of weights.transformer
     path: str = MISSING  # a folder in diffusers layout, or a Hub id
-    paths: dict[str, str] = field(default_factory=dict)  # by component: for those stored elsewhere
+    paths: dict[str, str] = field(default_factory=dict)  # by component: like path, or a .safetensors file
     revision: Optional[str] = None
     scan_blocks: bool = offered(True)
     text_tokens: int = offered(512)
