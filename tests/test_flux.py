@@ -6,6 +6,7 @@ import re
 
 import diffusers
 import numpy
+import openai
 import pytest
 import torch
 from PIL import Image
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 from tests import flux
 from tests.conftest import ROOT, make_config, results, run_into
 from tests.reference import assert_same, psnr, relative_error
-from tests.serving import Server
+from tests.serving import DEADLINE, Server
 from wan_torchax.config.commandline import compose, rewrite
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.resolve import plain
@@ -203,14 +204,13 @@ def test_what_it_cannot_do_is_refused(overrides, message):
 
 @pytest.mark.system
 def test_the_server_makes_pictures(tmp_path):
-    """Through the API for images, two as one batch, and as what the page shows."""
+    """Through OpenAI's client for images, two as one batch, and as what the page shows."""
     overrides = [text for text in flux.model("schnell") if "prompt=" not in text]
     server = Server(tmp_path / "queue", *overrides, *ODD, "steps=1", "serve.batch=2", works=True)
     try:
-        fields = {"prompt": flux.PROMPT, "n": 2, "size": "112x80", "seed": 3}
-        answer = server.client.post("/v1/images/generations", json=fields)
-        assert answer.status_code == 200, answer.text
-        first, second = (Image.open(io.BytesIO(base64.b64decode(one["b64_json"]))) for one in answer.json()["data"])
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE)
+        made = client.images.generate(prompt=flux.PROMPT, n=2, size="112x80", extra_body={"seed": 3})
+        first, second = (Image.open(io.BytesIO(base64.b64decode(one.b64_json))) for one in made.data)
         assert first.size == second.size == (112, 80) and first.tobytes() != second.tobytes()
         video, *_ = server.get("/v1/videos").json()["data"]
         assert video["media_type"] == "image/png" and video["frames"] == 1
