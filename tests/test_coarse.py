@@ -1,5 +1,7 @@
 """Coarse first: where the change is, that it is the published loop around diffusers' transformer, what is refused."""
 import copy
+import re
+import sys
 
 import diffusers
 import numpy
@@ -7,9 +9,10 @@ import pytest
 import scipy.fft
 import torch
 from PIL import Image
+from safetensors.numpy import save_file
 
 from tests import reference, tiny
-from tests.conftest import make_config, metrics, results, run_into
+from tests.conftest import ROOT, make_config, metrics, results, run_into
 from tests.reference import TEXTS, relative_error
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ConfigError
@@ -222,3 +225,19 @@ def test_a_delta_is_refused_where_nothing_is_coarse():
 def test_steps_of_one_size_only_are_refused(override, which):
     with pytest.raises(ConfigError, match=f"{which} of 8 steps would be coarse"):
         session.resolve(make_config(*tiny.model(), *SHORT, COARSE, override), ["coarse", "denoise"])
+
+
+def test_a_spectrum_is_fitted_to_latents(tmp_path, monkeypatch, capsys):
+    """Noise whose power falls as 5 / frequency^1.5, of any size."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import fit_spectrum
+
+    generator = numpy.random.default_rng(0)
+    waves = numpy.hypot(numpy.fft.fftfreq(32)[:, None] * 32, numpy.fft.fftfreq(48)[None] * 32)
+    noise = generator.normal(size=(1, 16, 9, 32, 48))
+    shaped = numpy.fft.ifft2(numpy.fft.fft2(noise) * numpy.sqrt(5 / numpy.maximum(waves, 1) ** 1.5)).real
+    save_file({"video_latents": shaped.astype(numpy.float32)}, tmp_path / "encode.safetensors")
+    monkeypatch.setattr(sys, "argv", ["fit_spectrum.py", str(tmp_path / "encode.safetensors")])
+    fit_spectrum.main()
+    amplitude, exponent = map(float, re.search(r"spectrum=\[(.+),(.+)\]", capsys.readouterr().out).groups())
+    assert amplitude == pytest.approx(5, rel=0.15) and exponent == pytest.approx(1.5, abs=0.1)  # rings have a width
