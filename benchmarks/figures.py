@@ -98,6 +98,13 @@ def claims():
     ends = "likely", "low", "high"
     yield "docs/plans.md", text, [f"{plan[end]:.2f}" for plan in (large, small) for end in ends]
     yield "docs/plans.md", "FLUX.1 dev at 1024 x 1024: {} ms ({} to {})", [f"{1000 * image[end]:.0f}" for end in ends]
+    for name, digits in (("hunyuan15_720p", ".2f"), ("hunyuan15_480p", ".2f"), ("flux1_dev_1024", ".3f")):
+        kind = "t2i" if "flux" in name else "t2v"
+        plan = plans[f"{kind}_{name}_v6e8_v1"]["seconds_per_step"]
+        figures = [format(plan[end], digits) for end in ends]
+        yield f"conf/preset/{kind}_{name}_v6e8_v1.yaml", "Time: an estimate of {} s a step ({} to {}).", figures
+        if kind == "t2v":
+            yield f"conf/preset/i2v_{name}_v6e8_v1.yaml", "estimated at {} s ({} to {}); nobody", figures
     for name, what, case, peer in (
         ("HunyuanVideo 1.5, 848 x 480 x 121, one forward pass", "one forward", "hunyuan15-480p", "b"),
         ("the same, given only the valid tokens and no mask", "one forward", "hunyuan15-480p", "v"),
@@ -164,6 +171,12 @@ def claims():
 
 
 def cache_claims():
+    for one in read("quality_coarse")["rows"]:
+        figures = [f"{one['forwards']:.0f}"]
+        for aspect in ("colour", "shape", "motion"):
+            low, high = one[aspect]["interval"]
+            figures += [f"{100 * one[aspect]['rate']:.1f}", f"{100 * low:.0f}", f"{100 * high:.0f}"]
+        yield "docs/quality.md", f"\n| {one['mode']} | {{}} |" + " {} ({}–{}) |" * 3, figures
     for name, case, modes in (("14B, 480p", "14b-480p", 2), ("1.3B, 480p", "1.3b-480p", 1)):
         step = row(GPU, "guided step", case, "c")["seconds"]
         what = ("denoise, magcache, 50 steps", "denoise, magcache and guidance, 50 steps")[:modes]

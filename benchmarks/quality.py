@@ -2,6 +2,7 @@
 
     python benchmarks/quality.py outputs/quality                    # 73 prompts x 2 seeds; resumes where it stopped
     python benchmarks/quality.py outputs/quality --modes magcache   # some of the modes
+    python benchmarks/quality.py --judge --modes coarse             # rates alone: for modes that begin with other noise
     python benchmarks/quality.py --smoke                            # one prompt, one mode, few steps
 
 The reference is the exact float32 video of 50 steps. Each mode is compared with the alternative at equal cost: exact
@@ -42,11 +43,14 @@ MODES = {
     "guidance every 5th": ["cache=guidance"],
     "guidance in 0 to 0.6": ["cache.guidance_stop=0.6"],
     "magcache + guidance": ["cache=magcache_guidance"],
+    "coarse first 0.01": ["pipeline=t2v_coarse", "coarse_delta=0.01"],
+    "coarse first 0.05": ["pipeline=t2v_coarse"],
     "bf16 transformer": ["model.dtype.transformer=bfloat16"],
 } | {  # four of its six blocks
     f"precision {name}": [f"precision={name}", "precision.first=1", "precision.last=1"]
     for name in ("int8_weights", "int8", "fp8")
 }
+FORWARDS = {"full": 2, "prompt": 1, "reuse": 0, "coarse": 0.5}  # of a step; coarse ones have a quarter of the tokens
 ASPECTS = ("colour", "shape", "motion")
 SHOWN = 6  # prompts on the page
 
@@ -71,7 +75,7 @@ def make(folder: Path, mode: str, overrides: list[str], clips: list, extra: list
 
         def note(event, work=work):
             if isinstance(event, Stepped):
-                work.append({"full": 2, "prompt": 1, "reuse": 0}[event.work])
+                work.append(FORWARDS[event.work])
 
         resolved = session.resolve(config, config.stages)
         numpy.save(file, session.run(resolved, config.stages, resolved.inputs(), note)["frames"])
@@ -145,6 +149,25 @@ def wilson(share: float, count: int) -> tuple[float, float]:
     return max(middle - half, 0.0), min(middle + half, 1.0)
 
 
+def judged(arguments) -> dict:
+    """The judge's verdict on one clip."""
+    import judge_demo
+
+    folder, mode, number, scene = arguments
+    verdict = judge_demo.judge(read(folder, mode, number), scene)
+    return {aspect: bool(verdict[aspect]) for aspect in ASPECTS}
+
+
+def rates(rows: list[dict]) -> dict:
+    shares = {aspect: float(numpy.mean([row[aspect] for row in rows])) for aspect in ASPECTS}
+    return {aspect: {"rate": share, "interval": wilson(share, len(rows))} for aspect, share in shares.items()}
+
+
+def summarise_rates(folder: Path, mode: str, scenes: list, forwards: list[float], pool) -> dict:
+    rows = list(pool.map(judged, [(folder, mode, number, scene) for number, scene in enumerate(scenes)], chunksize=4))
+    return {"mode": mode, "clips": len(rows), "forwards": float(numpy.mean(forwards)), **rates(rows)}
+
+
 def summarise(folder: Path, mode: str, scenes: list, forwards: list[float], pool) -> dict:
     jobs = [(folder, mode, number, scene) for number, scene in enumerate(scenes)]
     rows = list(pool.map(compare, jobs, chunksize=4))
@@ -155,10 +178,7 @@ def summarise(folder: Path, mode: str, scenes: list, forwards: list[float], pool
         "edges": float(numpy.mean([row["edges"] for row in rows])),
         "psnr_by_frame": numpy.mean([row["psnr_by_frame"] for row in rows], axis=0).round(2).tolist(),
     }
-    for aspect in ASPECTS:
-        rate = float(numpy.mean([row[aspect] for row in rows]))
-        summary[aspect] = {"rate": rate, "interval": wilson(rate, len(rows))}
-    return summary
+    return summary | rates(rows)
 
 
 # ---------------------------------------------------------------- what is written
@@ -170,9 +190,11 @@ def table(rows: list[dict]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        rates = " | ".join(percent(row[aspect]) for aspect in ASPECTS)
-        close = f"{row['psnr']:.1f} ({row['psnr_p5']:.1f}) | {row['ssim']:.3f} | {row['edges']:.3f}"
-        lines.append(f"| {row['mode']} | {row['forwards']:.0f} | {close} | {rates} |")
+        shares = " | ".join(percent(row[aspect]) for aspect in ASPECTS)
+        close = " | | "
+        if "psnr" in row:
+            close = f"{row['psnr']:.1f} ({row['psnr_p5']:.1f}) | {row['ssim']:.3f} | {row['edges']:.3f}"
+        lines.append(f"| {row['mode']} | {row['forwards']:.0f} | {close} | {shares} |")
     return "\n".join(lines) + "\n"
 
 
@@ -205,22 +227,26 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=Path("outputs/quality"))
     parser.add_argument("--modes", nargs="*", default=list(MODES), help="names, or parts of them")
     parser.add_argument("--prompts", type=int, help="use only this many")
+    parser.add_argument("--seeds", type=int, default=2, help="of each prompt")
     parser.add_argument("--make", action="store_true", help="only make videos: several processes may share the modes")
+    parser.add_argument("--judge", action="store_true", help="no comparison with exact videos of 50 steps, nor a page")
     parser.add_argument("--no-videos", action="store_true", help="no page, for machines without ffmpeg")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     extra, held_out = [], world.held_out_prompts()[: 1 if options.smoke else options.prompts]
     if options.smoke:
         extra = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "steps=8"]
-    clips = [(prompt, number + 1000 * seed) for seed in range(2) for number, (prompt, _) in enumerate(held_out)]
-    scenes = [scene for _ in range(2) for _, scene in held_out]
+    seeds = range(options.seeds)
+    clips = [(prompt, number + 1000 * seed) for seed in seeds for number, (prompt, _) in enumerate(held_out)]
+    scenes = [scene for _ in seeds for _, scene in held_out]
     chosen = ["easycache 0.02"] if options.smoke else options.modes
     modes = {name: MODES[name] for name in MODES if any(part in name for part in chosen)}
-    rows = []
+    rows: list[dict] = []
+    summary = summarise_rates if options.judge else summarise
     with ProcessPoolExecutor(mp_context=__import__("multiprocessing").get_context("spawn")) as pool:
-        if not options.make or not modes:
+        if not (options.make or options.judge) or not modes:
             exact = make(options.folder, "exact", [], clips, extra)
-        if not options.make:
+        if not (options.make or options.judge):
             rows.append(summarise(options.folder, "exact", scenes, exact, pool))
         for name, overrides in modes.items():
             made = {name: make(options.folder, name, overrides, clips, extra)}
@@ -229,7 +255,7 @@ def main() -> None:
             if steps < STEPS and not options.smoke and equal not in [row["mode"] for row in rows]:
                 made[equal] = make(options.folder, equal, [f"steps={steps}"], clips, extra)
             if not options.make:
-                rows += [summarise(options.folder, mode, scenes, forwards, pool) for mode, forwards in made.items()]
+                rows += [summary(options.folder, mode, scenes, forwards, pool) for mode, forwards in made.items()]
     if options.make:
         return
     import jax
@@ -241,7 +267,7 @@ def main() -> None:
     }
     (options.folder / "quality.json").write_text(json.dumps(report, indent=1) + "\n")
     (options.folder / "quality.md").write_text(table(rows))
-    if not options.no_videos:
+    if not (options.no_videos or options.judge):
         page(options.folder, rows, clips)
     print(table(rows))
     print(json.dumps(report))

@@ -30,8 +30,8 @@ import torch
 from PIL import Image
 from safetensors.numpy import load_file
 
-from tests import tiny
-from tests.conftest import ROOT
+from tests import flux, hunyuan15, tiny
+from tests.conftest import ROOT, results, run_into
 from wan_torchax import patches
 from wan_torchax.config.commandline import options
 from wan_torchax.config.schema import ConfigError
@@ -1038,3 +1038,25 @@ def post(server, path, body=None):
     content, kind = json.dumps(body or {}).encode(), {"Content-Type": "application/json"}
     request = urllib.request.Request(f"http://{server.address}{path}", content, kind)
     urllib.request.urlopen(request, timeout=PATIENCE).read()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("name", ["flux1_schnell", "hunyuan15_i2v_480p"])
+def test_other_families_go_through_the_pipeline_node_as_through_run_py(owner, monkeypatch, tmp_path, name):
+    is_video = "hunyuan" in name
+    own = hunyuan15.model(name) if is_video else [one for one in flux.model("schnell") if "prompt=" not in one]
+    monkeypatch.setenv(settings.OWNER, shlex.join([owner, *own]))
+    given = {"image": torch.rand(1, 48, 64, 3)} if is_video else {}
+    size = {"height": 48, "width": 64, "num_frames": 5 if is_video else 1, "num_inference_steps": 2}
+    resolution = {"resolution": "848x480"} if is_video else {}  # its own is a picture's, which this node has not
+    chosen = configure(model=name, **resolution)[0]
+    made = pipeline(config=chosen, **size, guidance_scale=1.0, **given)
+    overrides = ["resolution.height=48", "resolution.width=64", f"resolution.frames={size['num_frames']}", "steps=2"]
+    overrides += ["resolution.flow_shift=" + str(nodes.START.resolution.flow_shift)]
+    if is_video:
+        picture = tmp_path / "image.png"
+        Image.fromarray(files.pixels("image", given["image"], 4)[0]).save(picture)
+        overrides.append(f"image={picture}")
+    texts = [f"prompt={PROMPT}", "negative_prompt=", "guidance_scale=1", "seed=7", "output.keep_frames=true"]
+    expected = results(run_into(tmp_path / "run", *own, *overrides, *texts))["frames"]
+    assert numpy.array_equal((made * 255).round().to(torch.uint8).numpy(), expected)

@@ -21,7 +21,9 @@ REAL = {  # parameters of a transformer
 STAGES_OF = {model: list(make_config(f"model={model}").pipeline.stages) for model in REAL}
 OWN = {  # pipelines that want files, and most of them a model of their own
     "i2v": "wan22_i2v_a14b", "flf2v": "wan22_i2v_a14b", "i2v_clip": "wan21_i2v_14b_480p",
-    "flf2v_clip": "wan21_flf2v_14b", "ti2v": "wan22_ti2v_5b", "v2v": "wan21_t2v_14b", "vace": "wan21_vace_14b",
+    "flf2v_clip": "wan21_flf2v_14b", "i2v_coarse": "wan22_i2v_a14b", "flf2v_coarse": "wan22_i2v_a14b",
+    "i2v_clip_coarse": "wan21_i2v_14b_480p", "flf2v_clip_coarse": "wan21_flf2v_14b", "ti2v": "wan22_ti2v_5b",
+    "v2v": "wan21_t2v_14b", "vace": "wan21_vace_14b",
     "t2v_hunyuan15": "hunyuan15_t2v_720p", "i2v_hunyuan15": "hunyuan15_i2v_720p",
     "t2i_flux": "flux1_schnell", "t2i_flux_guided": "flux1_dev", "t2i": "flux2_klein_4b",
 }
@@ -51,7 +53,9 @@ def test_no_adapter_takes_the_place_of_another():
 
 @pytest.mark.parametrize("pipeline", OWN)
 def test_pipelines_go_with_their_model(pipeline):
-    resolution = "square" if pipeline.startswith("t2i") else "704p" if pipeline == "ti2v" else "720p"
+    resolution = "square" if pipeline.startswith("t2i") else "720p"
+    if pipeline == "ti2v" or pipeline.endswith("_coarse"):  # multiples of 32
+        resolution = "704p"
     model = [f"model={OWN[pipeline]}", f"pipeline={pipeline}", f"resolution={resolution}"]
     validate(make_config("task=plan", "mesh=gpu_1", *model))  # a plan needs no picture
 

@@ -75,6 +75,7 @@ BAD = {
     "scheduler.sigmas=[]": "must fall from 1 to above 0",
     "scheduler.sigmas=[1,0.5] steps=4": "steps=4: scheduler.sigmas are 2 steps; steps=2, or leave it out",
     "scheduler.sigmas=[1,0.5] scheduler=dpm": "takes none; use scheduler=euler, unipc or renoise",
+    "scheduler.round_times=float8": "scheduler.round_times=float8: unknown",
     "scheduler.noise_scale=0": "scheduler.noise_scale=0.0: must be above 0",
 }
 
@@ -104,13 +105,50 @@ def test_a_recipe_is_as_published(name):
     model, pipeline = MODELS.get(name, "wan21_t2v_14b"), ["pipeline=flf2v"] if "flf2v" in name else []
     config = make_config("task=plan", f"model={model}", f"sampling={name}", "resolution=720p", "mesh=v6e_8", *pipeline)
     validate(config)
-    times = sampling.scheduler_table(config)[0]
-    numpy.testing.assert_allclose(times / 1000, SHIFTED.get(name, [1, 0.9375, 0.83333, 0.625]), atol=2e-5)
+    times, _, sigmas = sampling.scheduler_table(config)
+    numpy.testing.assert_allclose(sigmas, SHIFTED.get(name, [1, 0.9375, 0.83333, 0.625]), atol=2e-5)
     assert config.steps == len(times) and config.guidance_scale == 1 and config.guidance_scale_2 is None
     if len(config.model.experts) == 2:
         assert [expert_at(config, time) for time in times] == ["transformer"] * 2 + ["transformer_2"] * 2
     text = (CONF / "sampling" / f"{name}.yaml").read_text()
     assert f"sampling={name}" in text and "# Source: " in text and "Not verified with the real weights" in text
+
+
+LARGEST = {"rcm_4step": 80, "rcm_4step_i2v": 200}  # rCM's sigmas
+TOLD = {"rcm_4step": [988, 932, 852, 608], "rcm_4step_i2v": [996, 932, 852, 608], "fastwan_3step": [1000, 757, 522]}
+FRESH = {"rcm_4step": True, "rcm_4step_i2v": False, "fastwan_3step": True}  # whether each step draws noise
+SWITCHED = {"renoise": True, "euler": False}
+
+
+@pytest.mark.parametrize("solver", [None, *SWITCHED])
+@pytest.mark.parametrize("name", TOLD)
+def test_a_recipe_is_the_published_formula(name, solver):
+    """TurboWan's and FastWan's samplers in float64, with a made-up model, and through our table."""
+    on_top = [] if solver is None else [f"scheduler={solver}"]
+    config = make_config(f"model={MODELS.get(name, 'wan21_t2v_14b')}", f"sampling={name}", *on_top)
+    fresh = FRESH[name] if solver is None else SWITCHED[solver]
+    if name in LARGEST:
+        ratios = numpy.array([LARGEST[name], *numpy.tan([1.5, 1.4, 1.0])])
+        times = ratios / (1 + ratios)
+    else:
+        even = numpy.array([1, 0.28, 0.12])
+        times = 8 * even / (1 + 7 * even)
+    table, draws = sampling.scheduler_table(config), sampling.noises(0, (1, 4, 3, 2, 2))
+    assert table.timesteps.tolist() == TOLD[name]
+    assert (table.coefficients.shape[2] == table.coefficients.shape[1] + 2) == fresh
+    first = next(draws)
+    latents = times[0] * first.astype(float)
+    state = numpy.float32(config.scheduler.noise_scale) * first[None]
+    for index, (time, after) in enumerate(zip(times, [*times[1:], 0])):
+        noise = next(draws) if fresh else None
+        velocity = numpy.sin(3 * latents) + TOLD[name][index] / 1000
+        if fresh:
+            latents = (1 - after) * (latents - time * velocity) + after * noise
+        else:
+            latents = latents - (time - after) * velocity
+        told = numpy.sin(3 * state[0]) + table.timesteps[index] / 1000
+        state = sampling.advance(state, told, table.coefficients[index], noise)
+        numpy.testing.assert_allclose(state[0], latents, atol=1e-5)
 
 
 def test_a_recipe_goes_on_top_of_a_preset():

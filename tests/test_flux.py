@@ -6,6 +6,7 @@ import re
 
 import diffusers
 import numpy
+import openai
 import pytest
 import torch
 from PIL import Image
@@ -14,8 +15,10 @@ from safetensors.torch import save_file
 from tests import flux
 from tests.conftest import ROOT, make_config, results, run_into
 from tests.reference import assert_same, psnr, relative_error
-from tests.serving import Server
+from tests.serving import DEADLINE, Server
 from wan_torchax.config.commandline import compose, rewrite
+from wan_torchax.config.registry import family_of
+from wan_torchax.config.resolve import plain
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
 from wan_torchax.models.family import Rows
@@ -125,6 +128,7 @@ def test_a_lora_of_joined_layers_is_added(tmp_path):
         "double_blocks_1_txt_attn_qkv": [f"transformer_blocks.1.attn.add_{name}_proj" for name in "qkv"],
         "single_blocks_2_linear1": [f"single_transformer_blocks.2.{name}" for name in (*QKV, "proj_mlp")],
         "single_blocks_0_linear2": ["single_transformer_blocks.0.proj_out"],
+        "final_layer_adaLN_modulation_1": ["norm_out.linear"],
     }
     transformer, tensors = diffusers.FluxTransformer2DModel.from_pretrained(flux.checkpoint("dev") / "transformer"), {}
     for name, modules in layers.items():
@@ -133,9 +137,11 @@ def test_a_lora_of_joined_layers_is_added(tmp_path):
         up = torch.randn(sum(len(weight) for weight in weights), rank) * 0.2
         factors = {"lora_down.weight": down, "lora_up.weight": up, "alpha": torch.tensor(alpha)}
         tensors |= {f"lora_unet_{name}.{end}": tensor for end, tensor in factors.items()}
+        if "adaLN" in name:
+            up = up.roll(len(up) // 2, 0)  # shift before scale in the file, behind it in diffusers
         for weight, rows in zip(weights, up.split([len(weight) for weight in weights])):
             weight.data += 0.5 * alpha / rank * rows @ down
-    assert width == len(weights[0])
+    assert 2 * width == len(weights[0])
     save_file(tensors, tmp_path / "style.safetensors")
     overrides = [*flux.model("dev"), *ODD, "steps=2"]
     adapter = f"adapter.style={{path: {tmp_path / 'style.safetensors'}, strength: 0.5}}"
@@ -161,18 +167,31 @@ def test_a_lora_of_other_widths_is_refused(tmp_path):
 def test_a_cache_and_eight_bits_serve_it(tmp_path):
     base = [*flux.model("dev"), *ODD, "stages=[text,denoise]"]
     exact = results(run_into(tmp_path / "exact", *base))["latents"]
-    eight = ["precision=int8_weights", "precision.first=1", "precision.last=0",
-             "precision.layers=[attention_in,attention_out,feed_forward_in,feed_forward_out,single_out]"]
-    small = results(run_into(tmp_path / "small", *base, *eight))["latents"]
-    assert 1e-5 < relative_error(small, exact) < 0.05
+    for mode in ("int8_weights", "int8"):
+        eight = [f"precision={mode}", "precision.first=1", "precision.last=0"]
+        small = results(run_into(tmp_path / mode, *base, *eight))["latents"]
+        assert 1e-5 < relative_error(small, exact) < 0.05, mode
     cached = results(run_into(tmp_path / "cached", *base, "cache=easycache", "steps=8"))["latents"]
     assert numpy.isfinite(cached).all()
+
+
+@pytest.mark.parametrize("model", ["flux1_dev", "flux2_klein_4b"])
+def test_every_large_layer_of_the_blocks_has_eight_bits(model):
+    """Of both kinds of blocks: in single ones several layers are one."""
+    config = make_config(f"model={model}", "precision=fp8", "prompt=a cat")
+    validate(config)
+    patterns = [config.model.weights.transformer[rule].pattern for rule in config.precision.layers]
+    module = family_of(config).spec("transformer").build(plain(config.model.architecture.transformer))
+    large = {name for name, weight in module.named_parameters() if "blocks.0." in name and weight.ndim == 2}
+    exact = {name for name in large if not any(re.fullmatch(pattern, name) for pattern in patterns)}
+    assert len(large) > 12 and all(".norm" in name for name in exact), exact  # modulations
 
 
 @pytest.mark.parametrize("overrides, message", [
     (["pipeline=t2i_flux"], "takes the guidance scale as an input; use pipeline=t2i_flux_guided"),
     (["products.kernel=pallas"], "has no layers for it; use products=xla"),
     (["resolution.frames=5"], "takes at most 1"),
+    (["resolution=auto"], "there is no picture to derive height from"),
     (["attention=xla", "attention.self.window=4"], "text and image attend to each other"),
 ])
 def test_what_it_cannot_do_is_refused(overrides, message):
@@ -185,14 +204,13 @@ def test_what_it_cannot_do_is_refused(overrides, message):
 
 @pytest.mark.system
 def test_the_server_makes_pictures(tmp_path):
-    """Through the API for images, two as one batch, and as what the page shows."""
+    """Through OpenAI's client for images, two as one batch, and as what the page shows."""
     overrides = [text for text in flux.model("schnell") if "prompt=" not in text]
     server = Server(tmp_path / "queue", *overrides, *ODD, "steps=1", "serve.batch=2", works=True)
     try:
-        fields = {"prompt": flux.PROMPT, "n": 2, "size": "112x80", "seed": 3}
-        answer = server.client.post("/v1/images/generations", json=fields)
-        assert answer.status_code == 200, answer.text
-        first, second = (Image.open(io.BytesIO(base64.b64decode(one["b64_json"]))) for one in answer.json()["data"])
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE)
+        made = client.images.generate(prompt=flux.PROMPT, n=2, size="112x80", extra_body={"seed": 3})
+        first, second = (Image.open(io.BytesIO(base64.b64decode(one.b64_json))) for one in made.data)
         assert first.size == second.size == (112, 80) and first.tobytes() != second.tobytes()
         video, *_ = server.get("/v1/videos").json()["data"]
         assert video["media_type"] == "image/png" and video["frames"] == 1

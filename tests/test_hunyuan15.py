@@ -6,6 +6,7 @@ import diffusers
 import jax
 import jax.numpy as jnp
 import numpy
+import openai
 import pytest
 import torch
 from diffusers.pipelines.hunyuan_video1_5 import pipeline_hunyuan_video1_5 as pipelines
@@ -16,6 +17,8 @@ from PIL import Image
 from tests import hunyuan15
 from tests.conftest import make_config, results, run_into
 from tests.reference import distance, psnr, relative_error
+from tests.serving import DEADLINE, Server
+from wan_torchax.config.frames import read_frames
 from wan_torchax.config.inputs import nearest_bucket
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
@@ -23,6 +26,7 @@ from wan_torchax.kernels.settings import Kernel, Parallel, Products
 from wan_torchax.models.family import Forward
 from wan_torchax.models.hunyuan15 import blocks, conditions, prompts, vae
 from wan_torchax.patches import conv3d_as_sum_of_2d, torchax_on
+from wan_torchax.session import session
 
 GRID = 3, 4, 6
 COUNTS, GLYPH_COUNTS = (7, 10), (4, 0)  # of the prompt and of the negative prompt, of 10 and 6
@@ -170,6 +174,15 @@ def test_buckets_are_the_pipelines():
                 assert nearest_bucket(height / width, side**2, 16) == expected
 
 
+@pytest.mark.parametrize("model, side", [("hunyuan15_i2v_480p", 640), ("hunyuan15_i2v_720p", 960)])
+def test_the_size_is_that_of_the_picture(tmp_path, model, side):
+    Image.new("RGB", (700, 1000)).save(tmp_path / "tall.png")
+    config = make_config(f"model={model}", "resolution=auto", "prompt=a cat", f"image={tmp_path / 'tall.png'}")
+    validate(config)
+    expected = HunyuanVideo15ImageProcessor().calculate_default_height_width(1000, 700, side)
+    assert (config.resolution.height, config.resolution.width) == expected
+
+
 @pytest.mark.parametrize("size", [(101, 70), (70, 101), (64, 48), (640, 31)])
 def test_an_image_is_framed_as_the_pipeline_does(tmp_path, size):
     noise = numpy.random.default_rng(0).integers(0, 255, (*size[::-1], 3), "uint8")
@@ -281,3 +294,24 @@ def test_a_tpus_kernels_compute_the_same():
         made[name] = numpy.asarray(output.velocity, numpy.float32)
     errors = {name: distance(made[name], made["exact"]) for name in ("xla", "pallas")}
     assert errors["pallas"] < 1.3 * errors["xla"] < 0.05, errors
+
+
+@pytest.mark.system
+def test_openais_client_makes_a_video_of_a_picture(tmp_path):
+    """The server and its page with this family: the picture comes with the request, and sizes are in its multiples."""
+    Image.fromarray(numpy.random.default_rng(0).integers(0, 255, (60, 80, 3), "uint8")).save(tmp_path / "image.png")
+    size = ["resolution.height=48", "resolution.width=64", "resolution.frames=5", "resolution.fps=8", "steps=2"]
+    server = Server(tmp_path / "queue", *hunyuan15.model("hunyuan15_i2v_480p"), *size, works=True)
+    try:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE)
+        fields = dict(prompt='a cat says "hello"', size="64x48", input_reference=tmp_path / "image.png")
+        video = client.videos.create(**fields, extra_body={"seed": 7})
+        assert server.finished(video.id)["status"] == "completed"
+        (tmp_path / "video.mp4").write_bytes(client.videos.download_content(video.id).read())
+        frames = read_frames(tmp_path / "video.mp4", make_config(*size).resolution, "cover")
+        assert frames.shape == (5, 48, 64, 3) and frames.std() > 1
+        assert server.get("/page/runs").json()["data"][0]["file"] == "video.mp4"
+        assert 'type="file"' in server.get("/").text, "the page asks for a picture"
+    finally:
+        server.close()
+        session.clear()

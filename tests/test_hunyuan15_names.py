@@ -1,18 +1,21 @@
 """HunyuanVideo 1.5's weights and adapters in the names of others: each ends up where diffusers has it."""
 import json
+from pathlib import Path
 
+import diffusers
 import numpy
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from tests import hunyuan15
+from tests.conftest import make_config, results, run_into
 from tests.test_hunyuan15 import mesh_of
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.models.family import Rows
 from wan_torchax.models.hunyuan15 import FAMILY
 from wan_torchax.models.hunyuan15.adapters import BLOCK, REFINER, REST
-from wan_torchax.runtime import adapters, weights
+from wan_torchax.runtime import adapters, checkpoint, weights
 
 SPEC = FAMILY.components["transformer"]
 COMFYUI = (".qkv", ".lin", "_mlp.0", "_mlp.2", "_attn.proj")  # spellings that the original does not have
@@ -47,6 +50,34 @@ def original(module) -> dict[str, torch.Tensor]:
                 tensor = torch.cat([state[f"{start}{part}.{end}"] for part in rows.names])
                 made[f"{name}.{end}"] = torch.cat(tensor.chunk(2)[::-1]) if rows.swapped else tensor
     return made
+
+
+@pytest.mark.system
+def test_the_transformer_may_be_one_file_anywhere(tmp_path):
+    """As LightX2V publishes its four steps: in the original's names, without a config.json beside it."""
+    size = ["resolution.height=48", "resolution.width=64", "resolution.frames=5"]
+    overrides = [*hunyuan15.model(), "prompt=a cat", *size, "steps=2", "stages=[text,denoise]"]
+    folder = Path(make_config(*overrides).model.path)
+    module = diffusers.HunyuanVideo15Transformer3DModel.from_pretrained(folder / "transformer")
+    file = tmp_path / "four_steps.safetensors"
+    save_file({key: tensor.contiguous() for key, tensor in original(module).items()}, file)
+    expected, made = (
+        results(run_into(tmp_path / name, *overrides, *more))["latents"]
+        for name, more in (("folder", []), ("file", [f"+model.paths.transformer={file}"]))
+    )
+    numpy.testing.assert_array_equal(made, expected)
+
+
+@pytest.mark.parametrize("path, component, message", [
+    ("/nowhere/a.safetensors", "transformer", "model.paths.transformer=/nowhere/a.safetensors: no such file"),
+    ("{here}", "text_encoder", "text_encoder needs tokenizer too; give the folder"),
+])
+def test_a_file_that_cannot_be_the_component_is_refused(tmp_path, path, component, message):
+    file = tmp_path / "a.safetensors"
+    save_file({"a": torch.zeros(1)}, file)
+    config = make_config("model=hunyuan15_t2v_480p", f"+model.paths.{component}={path.format(here=file)}")
+    with pytest.raises(ConfigError, match=message):
+        checkpoint.find(config, component)
 
 
 def test_a_checkpoint_in_the_original_names_is_the_same(module, specs, tmp_path):

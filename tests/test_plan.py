@@ -12,6 +12,8 @@ from tests.conftest import build, make_config, resolve_there
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ENDS, ConfigError
 from wan_torchax.config.validation import validate
+from wan_torchax.runtime.jobs import plan_job
+from wan_torchax.stages.stage import find
 from wan_torchax.tasks import compiler, plan, plan_page
 
 
@@ -401,3 +403,20 @@ def test_libtpu_agrees_with_the_table(tmp_path):
     assert 1 <= ratio < 1.5, "small tensors are padded to whole tiles"
     assert plan_page.time_of(made) > 0 and compiled["cycles"] > 0
     assert sum(compiled["cycles_by_group"].values()) == pytest.approx(compiled["cycles"], rel=0.05)
+
+
+# ---------------------------------------------------------------- other families
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("name, tokens, videos", [
+    ("t2v_hunyuan15_480p_v5e8_v1", 31 * 30 * 53, 1), ("t2i_flux1_dev_1024_images8_v6e8_v1", 64 * 64, 8),
+])
+def test_other_families_fit_their_chips(tmp_path, name, tokens, videos):
+    made = make(tmp_path, f"preset={name}", *([f"images={videos}"] if videos > 1 else []))
+    config = make_config(f"preset={name}")
+    once = find("denoise").flops(plan_job(config))["total"]
+    assert (made["tokens"], made["videos"]) == (tokens, videos) and made["flops_per_step"]["total"] == videos * once
+    assert made["fits"] and {"text", "denoise", "decode"} <= made["memory"].keys()
+    assert made["memory"]["denoise"]["weights_gib"] > 2 and made["components"]["transformer"]["parameters"] > 8e9
+    assert (f" of {videos} at once" in (tmp_path / "plan.md").read_text()) == (videos > 1)

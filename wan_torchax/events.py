@@ -61,7 +61,7 @@ class Stepped:
     steps: int
     seconds: float
     estimate: Any  # part of the predicted clean latents (x0), on the devices
-    work: str = "full"  # how much of it was computed: full, prompt or reuse
+    work: str = "full"  # how much of it was computed: full, prompt or reuse; coarse: at half height and width
     measures: Any = None  # measurements of the step, for cache calibration
     rescued: tuple[int, int] | None = None  # attention rows that the guard recomputed, and in how many layers
     video: int = 0  # index in the batch; each video gets its own event

@@ -81,8 +81,9 @@ def chips_here() -> str:
 
 
 def are_listed(config) -> bool:
-    """Whether the config asks for a list of videos."""
-    return not (config.prompts is config.seeds is config.images is None)
+    """Whether the config asks for a list of videos. A plan is one of `images` at once."""
+    several = None if config.task == "plan" else config.images
+    return not (config.prompts is config.seeds is several is None)
 
 
 def read(config) -> list[Job]:

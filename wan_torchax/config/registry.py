@@ -18,6 +18,8 @@ STAGES = {
     "text": "wan_torchax.stages.text.Text",
     "image": "wan_torchax.stages.image.Image",
     "encode": "wan_torchax.stages.encode.Encode",
+    "coarse_encode": "wan_torchax.stages.coarse.CoarseEncode",
+    "coarse": "wan_torchax.stages.coarse.Coarse",
     "denoise": "wan_torchax.stages.denoise.Denoise",
     "decode": "wan_torchax.stages.decode.Decode",
 }

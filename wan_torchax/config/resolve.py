@@ -49,7 +49,7 @@ class Devices(Protocol):
 class Checkpoint:
     """One component of a checkpoint on this machine."""
 
-    folder: Path
+    folder: Path  # or a single file
     architecture: dict  # its config.json, merged with conf/model
     fingerprint: str  # of its weights and of the adapters merged into them
     adapters: tuple = ()  # runtime.adapters.File
@@ -95,6 +95,7 @@ class Job:
     contents: Mapping[str, str]  # by the key of an input file: a digest of its content
     seeds: tuple[int, ...]  # of the videos denoised as a batch, which differ only in these and their prompts
     segment: int = 0  # the index of this part, if the video is made in several
+    is_halved: bool = False  # of half height and width
 
     @classmethod
     def of(
@@ -145,6 +146,18 @@ class Job:
         config.resolution.frames = config.pipeline.segments.frames
         OmegaConf.set_readonly(config, True)
         return [replace(self, config=config, segment=number) for number in range(segment_count(self.config))]
+
+    def halved(self) -> Self:
+        """The same job at half height and width, every step computed in full: as coarse stages see it."""
+        if self.is_halved:
+            return self
+        config = self.config.copy()
+        OmegaConf.set_readonly(config, False)
+        config.resolution.height //= 2
+        config.resolution.width //= 2
+        config.cache.mode = None
+        OmegaConf.set_readonly(config, True)
+        return replace(self, config=config, is_halved=True)
 
     def inputs(self) -> dict[str, Any]:
         """The user's inputs, under the names by which stages take them."""

@@ -18,7 +18,9 @@ from wan_torchax.kernels.settings import Kernel, Products
 
 DTYPES = ("float32", "bfloat16", "float16")
 NOISES = ("float32", "bfloat16", "bfloat16_8bit")
+TIMES = ("bfloat16", "integer")
 EIGHT_BITS = ("float8_e4m3fn", "int8")
+LARGE_LAYERS = "attention_in", "attention_out", "feed_forward_in", "feed_forward_out"  # rules of most families
 GUIDANCE = ("batched", "sequential")
 EXPERT_WEIGHTS = ("resident", "swapped")
 PLATFORMS = ("cpu", "gpu", "tpu")
@@ -140,8 +142,9 @@ class Model:
     name: str = ""
     family: str = MISSING  # conf/family, wan_torchax/models/<family>
     weights: dict[str, Any] = field(default_factory=dict)  # by component: rows of Rule
+    quantized: list[str] = field(default_factory=lambda: list(LARGE_LAYERS))  # rules of weights.transformer
     path: str = MISSING  # a folder in diffusers layout, or a Hub id
-    paths: dict[str, str] = field(default_factory=dict)  # by component: for those stored elsewhere
+    paths: dict[str, str] = field(default_factory=dict)  # by component: like path, or a .safetensors file
     revision: Optional[str] = None
     scan_blocks: bool = offered(True)
     text_tokens: int = offered(512)
@@ -158,6 +161,7 @@ class Model:
     frames: int = 81
     fps: int = 16
     size_multiple: int = 16
+    spectrum: Optional[list[float]] = None  # amplitude and exponent of the latents' power, for coarse steps
     curve: Optional[str] = None  # for cache=magcache; null: the one with the model's name
     min_size: int = 256
     max_size: int = 1280
@@ -264,6 +268,7 @@ class Scheduler:
     sigmas: Optional[list[float]] = offered(None)  # noise at the start of each step, before the shift; null: default
     linear: bool = offered(False)  # if sigmas are null: 1 - step / steps, shifted once; else the scheduler's default
     noise_scale: float = offered(1.0)  # of the initial latents
+    round_times: Optional[str] = offered(None)  # how the times that the model is told are rounded; one of TIMES
 
 
 @dataclass
@@ -443,6 +448,7 @@ class Config:
     references: list[str] = field(default_factory=list)
     fit: str = offered("cover")
     strength: Optional[float] = offered(None)
+    coarse_delta: Optional[float] = offered(None)
     conditioning_scale: Any = offered(None, Union[float, list[float], None])
     prompts: Optional[str] = None
     seeds: Optional[Any] = None

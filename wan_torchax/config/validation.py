@@ -21,6 +21,7 @@ from wan_torchax.config import inputs, trust
 from wan_torchax.config.adapters import adapter_problems
 from wan_torchax.config.attention import attention_problems, parallel_of, takes_dtype
 from wan_torchax.config.caches import cache_problems
+from wan_torchax.config.coarse import coarse_problems
 from wan_torchax.config.commandline import options
 from wan_torchax.config.geometry import guided, steps_skipped
 from wan_torchax.config.graph import Graph
@@ -34,6 +35,7 @@ from wan_torchax.config.schema import (
     GUIDANCE,
     NOISES,
     PLATFORMS,
+    TIMES,
     ConfigError,
     Op,
     PipelineStage,
@@ -240,7 +242,7 @@ def sampling_problems(config: DictConfig) -> Iterator[str]:
         scale = config.guidance_scale
         reason = f"guidance_scale={scale} decides, and turns guidance off"
         yield f"guidance_scale_2={second}: {reason}; set it above 1, or both to 1"
-    for key, most in (("strength", 1), ("conditioning_scale", 10)):
+    for key, most in (("strength", 1), ("coarse_delta", 1), ("conditioning_scale", 10)):
         numbers = config[key] if OmegaConf.is_list(config[key]) else [config[key]]
         if config[key] is None:
             continue
@@ -262,6 +264,8 @@ def sigma_problems(config: DictConfig) -> Iterator[str]:
     scheduler = config.scheduler
     if not 0 < scheduler.noise_scale <= 10:
         yield f"scheduler.noise_scale={scheduler.noise_scale}: must be above 0 and at most 10; usual 1.0"
+    if scheduler.round_times is not None:
+        yield from one_of("scheduler.round_times", scheduler.round_times, TIMES)
     if scheduler.linear and scheduler.target not in SIGMAS_TAKEN:
         yield f"scheduler.linear=true: {scheduler.target} takes no sigmas; use scheduler=flow_euler"
     if scheduler.sigmas is None:
@@ -587,6 +591,6 @@ CHECKS = (
     plan_problems, adapter_problems, serve_problems,
 )
 LATER_CHECKS = (
-    cache_problems,
+    cache_problems, coarse_problems,
     missing_problems, family_problems, kernel_problems, product_problems, precision_problems,
 )

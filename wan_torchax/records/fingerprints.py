@@ -20,7 +20,8 @@ def fingerprint(folders: Iterable[Path]) -> str:
         if (folder / REMOTE).exists():
             digest.update((folder / REMOTE).read_bytes())
             continue
-        for file in sorted(path for path in folder.iterdir() if path.is_file()):
+        files = [folder] if folder.is_file() else sorted(path for path in folder.iterdir() if path.is_file())
+        for file in files:
             digest.update(f"{folder.name}/{file.name}\0".encode())
             digest.update(known_hash(file) or sampled(file))
     return digest.hexdigest()[:16]

@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from wan_torchax import interruption, own_path
 from wan_torchax.config.registry import family_of
-from wan_torchax.config.resolve import Checkpoint
+from wan_torchax.config.resolve import Checkpoint, plain
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import listed
 from wan_torchax.records.fingerprints import fingerprint
@@ -39,6 +39,8 @@ def find(config, component: str, local_only: bool = False) -> Checkpoint:
     not contradict it."""
     model, family = config.model, family_of(config)
     path, key = model.paths.get(component, model.path), family.described_by(component)
+    if path.endswith(".safetensors"):
+        return find_file(config, component, path)
     revision = model.revision if path == model.path else None
     names = component, *family.spec(component).beside
     folder, *beside = (find_folder(path, revision, name, local_only) for name in names)
@@ -47,6 +49,17 @@ def find(config, component: str, local_only: bool = False) -> Checkpoint:
     for file in (path for other in beside for path in sorted(other.glob("*.json"))):
         check_ends(file)
     return Checkpoint(folder, architecture, fingerprint([folder, *beside]))
+
+
+def find_file(config, component: str, path: str) -> Checkpoint:
+    """A component whose weights are one file, wherever it is; its architecture is the config's."""
+    file, family, key = own_path(path), family_of(config), f"model.paths.{component}={path}"
+    if not file.is_file():
+        raise ConfigError(f"{key}: no such file; give a .safetensors file of this machine, or a folder")
+    if beside := family.spec(component).beside:
+        raise ConfigError(f"{key}: {component} needs {', '.join(beside)} too; give the folder that holds them")
+    index(file)
+    return Checkpoint(file, plain(config.model.architecture[family.described_by(component)]), fingerprint([file]))
 
 
 # ---------------------------------------------------------------- folders
@@ -142,9 +155,14 @@ class Stored:
     shift: int = 0  # row i of the tensor is stored as row i + shift; after the last comes the first
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """A component's safetensors files: those of its folder, or the one that is all of it."""
+    return [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
+
+
 def index(folder: Path) -> dict[str, Stored]:
     """Every tensor in a component's safetensors files."""
-    files = sorted(folder.glob("*.safetensors"))
+    files = weight_files(folder)
     if not files:
         others = ", ".join(path.name for pattern in ("*.bin", "*.pt*") for path in sorted(folder.glob(pattern)))
         hint = f" ({others} can run code when opened and is not read; convert it to safetensors)" if others else ""

@@ -13,6 +13,7 @@ from wan_torchax.models.family import ComponentSpec, Family
 from wan_torchax.records import provenance
 from wan_torchax.runtime import adapters, weights
 from wan_torchax.runtime.build_cache import BuildCache, pack_specs, unpack_specs
+from wan_torchax.runtime.checkpoint import weight_files
 
 log = logging.getLogger("wan")
 READ_BYTES = 1 << 26
@@ -124,14 +125,14 @@ class Component:
 
     def fits_in_memory(self) -> bool:
         """Whether the page cache can hold the weight files using at most half of the available memory."""
-        needed: int = sum(file.stat().st_size for file in self.stored.folder.glob("*.safetensors"))
+        needed: int = sum(file.stat().st_size for file in weight_files(self.stored.folder))
         return 2 * needed < provenance.available_host_bytes()
 
     def read_ahead(self) -> threading.Thread:
         """Prefetch the weights into the page cache, so that loading does not wait for the disk."""
 
         def read():
-            for file in sorted(self.stored.folder.glob("*.safetensors")):
+            for file in weight_files(self.stored.folder):
                 with file.open("rb", buffering=0) as handle:
                     while handle.read(READ_BYTES):
                         pass

@@ -9,10 +9,11 @@ from dataclasses import replace
 import jax
 import numpy
 
-from wan_torchax.config import caches
+from wan_torchax.config import caches, coarse
 from wan_torchax.config.attention import parallel_of
-from wan_torchax.config.geometry import device_count, expert_at, guidance_at, prompt_count, steps_skipped
+from wan_torchax.config.geometry import device_count, expert_at, guidance_at, prompt_count
 from wan_torchax.config.resolve import plain
+from wan_torchax.config.validation import SEEDS
 from wan_torchax.devices.mesh import memory_bytes
 from wan_torchax.devices.sharding import replicated, struct
 from wan_torchax.events import Advanced, Stepped
@@ -22,13 +23,15 @@ from wan_torchax.records.store import Store
 from wan_torchax.runtime import weights
 from wan_torchax.runtime.programs import NotFinite, Program, own_compilation, put
 from wan_torchax.stages import caching
-from wan_torchax.stages.sampling import noises, scheduler_table
+from wan_torchax.stages.enlarge import enlarged
+from wan_torchax.stages.sampling import Table, coarse_steps, noises, scheduler_table
 from wan_torchax.stages.stage import Stage
 from wan_torchax.stages.step import Step
 
 log = logging.getLogger("wan")
 LANES = 128  # of a TPU tile
 SPARE_BYTES = 2 * 2**30  # headroom besides weights and temporaries
+SEED_ENLARGED = 10_000  # added to the seed for the noise of enlarged latents
 PROGRAMS = {caching.FULL: "step", caching.PROMPT: "prompt", caching.REUSE: "reuse"}
 
 
@@ -44,6 +47,8 @@ class Denoise(Stage):
         conditions  further inputs of the transformer (Family.conditions): per-prompt ones have all videos' prompts
                     first, then their negative prompts; first_latent (1, channels, 1, height, width) is the noise-free
                     first latent frame
+
+    With coarse_latents it continues from these, enlarged: the scheduler and caches begin anew.
 
     Reference frames that a family prepends are denoised with the video and dropped from the result.
     """
@@ -62,7 +67,7 @@ class Denoise(Stage):
 
     @classmethod
     def derived(cls, name, job):
-        _, slots, terms = scheduler_table(job.config, Store.of(job.config)).coefficients.shape
+        _, slots, terms = cls.table(job.config, job.geometry, Store.of(job.config)).coefficients.shape
         return {
             "prompts": prompt_count(job.config),
             "videos": job.videos,
@@ -74,11 +79,28 @@ class Denoise(Stage):
             "two_times": job.family.two_times(job.config),
             "conditions": {
                 value: job.family.conditions[value].shape(job)
-                for value in job.graph.stages[name].takes if value in job.family.conditions
+                for value in cls.takes(name, job) if value in job.family.conditions
             },
             "mode": job.config.cache.mode,
             "rests": caches.rests(job.config),
         }
+
+    @classmethod
+    def reads_for(cls, name, job):
+        return *cls.reads, *(("coarse_delta", "model.spectrum") if coarse.is_on(job.config) else ())
+
+    @classmethod
+    def takes(cls, name, job) -> list[str]:
+        """What it takes, by the family's names."""
+        return list(job.graph.stages[name].takes)
+
+    @classmethod
+    def table(cls, config, geometry, store) -> Table:
+        """Its steps: all, or those behind the coarse ones."""
+        if not coarse.is_on(config):
+            return scheduler_table(config, store)
+        *_, height, width = geometry.latent_shape(config.resolution)
+        return scheduler_table(config, store, coarse_steps(config, height // 2, width // 2, store))
 
     @classmethod
     def files(cls, job):
@@ -207,12 +229,12 @@ class Denoise(Stage):
 
     @classmethod
     def amount(cls, name, job):
-        return job.config.steps - steps_skipped(job.config), "step"
+        return len(cls.table(job.config, job.geometry, Store.of(job.config)).timesteps), "step"
 
     def components_first(self, view):
         if self.are_resident(view):
             return list(self.components)
-        return [expert_at(view.config, scheduler_table(view.config, view.store).timesteps[0])]
+        return [expert_at(view.config, self.table(view.config, view.geometry, view.store).timesteps[0])]
 
     def are_resident(self, view) -> bool:
         """Whether the weights of all experts stay in device memory: as configured, by default if they fit."""
@@ -232,8 +254,9 @@ class Denoise(Stage):
             self.components[name].load(self.specs[name], emit)
 
     def run(self, view, values, emit):
-        config, table = view.config, scheduler_table(view.config, view.store)
-        draws = map(numpy.concatenate, zip(*(self.noises(view, seed, table) for seed in view.seeds)))
+        config, table = view.config, self.table(view.config, view.geometry, view.store)
+        seeds = [(seed + SEED_ENLARGED) % SEEDS if "coarse_latents" in values else seed for seed in view.seeds]
+        draws = map(numpy.concatenate, zip(*(self.noises(view, seed, table) for seed in seeds)))
         state, schedule, conditions = self.first_arguments(config, table, values, draws)
         rows = schedule_rows(config, table)
         experts = [expert_at(config, timestep) for timestep in table.timesteps]
@@ -351,7 +374,9 @@ def width_of(family, config) -> int:
 
 
 def first_latents(config, values, noise: numpy.ndarray, sigma: float) -> numpy.ndarray:
-    """Noise; for video-to-video, the video's latents noised to the first step's sigma."""
+    """Noise; for video-to-video, the video's latents noised to the first step's sigma; or enlarged coarse latents."""
+    if "coarse_latents" in values:
+        return enlarged(values["coarse_latents"], noise, sigma)
     if "video_latents" not in values:
         return config.scheduler.noise_scale * noise
     return (1 - sigma) * values["video_latents"] + sigma * noise

@@ -23,11 +23,16 @@ class Encode(Stage):
 
     @classmethod
     def encoding(cls, name, job) -> LatentEncoding:
-        return job.family.encodings[job.graph.stages[name].gives[0]]
+        return job.family.encodings[cls.value(job.graph.stages[name].gives)]
+
+    @staticmethod
+    def value(gives) -> str:
+        """The family's name of what it gives."""
+        return gives[0]
 
     @classmethod
     def problems(cls, name, job):
-        value = job.graph.stages[name].gives[0]
+        value = cls.value(job.graph.stages[name].gives)
         if value not in job.family.encodings:
             model, pipeline = f"model={job.config.model.name}", f"pipeline={job.config.pipeline.name}"
             yield f"{pipeline}: {model} takes no {value}, which it gives; choose another pipeline"
@@ -73,7 +78,7 @@ class Encode(Stage):
         def encode(frames: int, pixels: Callable[[range], numpy.ndarray]) -> numpy.ndarray:
             return self.encode(view, frames, pixels, emit)
 
-        return {self.gives[0]: self.family.encodings[self.gives[0]].make(view, values, encode)}
+        return {self.gives[0]: self.family.encodings[self.value(self.gives)].make(view, values, encode)}
 
     def encode(self, view, frames: int, pixels: Callable[[range], numpy.ndarray], emit) -> numpy.ndarray:
         """Latents (1, channels, latent frames, height, width) of a video whose pixels (1, 3, frames, height, width) in

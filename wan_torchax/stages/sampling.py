@@ -11,6 +11,7 @@ import numpy
 from omegaconf import OmegaConf
 
 from wan_torchax import private
+from wan_torchax.config import coarse
 from wan_torchax.config.geometry import steps_skipped
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.records.provenance import sources, versions
@@ -47,30 +48,44 @@ class Steps:
     count: int
     sigmas: tuple[float, ...] | None = None
     begin: int = 0
+    rewinds: bool = False  # the first step to run begins with more noise: enlarged latents (stages/enlarge.py)
 
     @property
     def taken(self) -> int:
         return self.count - self.begin
 
 
-def scheduler_table(config, store: Store | None = None) -> Table:
+def scheduler_table(config, store: Store | None = None, behind_coarse: int = 0) -> Table:
     """A diffusers scheduler as a table: timesteps (steps,) and coefficients (steps, slots, slots + 1).
 
     A scheduler's step is linear in the latents, the model's output, its history and the noise it draws. Feeding it unit
     vectors returns the coefficients. The step then runs inside the compiled program, for any scheduler, without a
-    round trip to the host. Slot 0 is the latents; a scheduler that draws noise has one more column, the last.
+    round trip to the host. Slot 0 is the latents; a scheduler that draws noise has one more column, the last. Behind
+    coarse steps it begins anew, with the noise level of their enlarged latents.
     """
     target, arguments = config.scheduler.target, OmegaConf.to_container(config.scheduler.arguments, resolve=True)
     try:
         sigmas = config.scheduler.sigmas and tuple(config.scheduler.sigmas)
         if sigmas is None and config.scheduler.linear:
             sigmas = tuple(1 - step / config.steps for step in range(config.steps))
-        steps = Steps(config.steps, sigmas, steps_skipped(config))
-        return find_table(target, json.dumps(arguments, sort_keys=True), steps, store)
+        steps = Steps(config.steps, sigmas, behind_coarse or steps_skipped(config), behind_coarse > 0)
+        table = find_table(target, json.dumps(arguments, sort_keys=True), steps, store)
     except ConfigError:
         raise
     except Exception as error:  # schedulers raise different errors for invalid arguments
         raise ConfigError(f"scheduler.target={target}: fails with {arguments} ({error}); {USUAL}") from error
+    rounding = config.scheduler.round_times
+    return table if rounding is None else table._replace(timesteps=ROUNDINGS[rounding](table.timesteps))
+
+
+def coarse_steps(config, height: int, width: int, store: Store | None = None) -> int:
+    """How many steps have coarse latents, which are of this size."""
+    count = int((scheduler_table(config, store).sigmas > coarse.last_sigma(config, height, width)).sum())
+    if not 0 < count < config.steps:
+        few = f"{'none' if count == 0 else 'all'} of {config.steps} steps would be coarse"
+        remedy = f"give coarse_delta a {'larger' if count == 0 else 'smaller'} value, or more steps"
+        raise ConfigError(f"pipeline={config.pipeline.name}: {few}; {remedy}, or use the pipeline without")
+    return count
 
 
 @functools.lru_cache(maxsize=8)  # building and running a stage both need it
@@ -156,6 +171,10 @@ def make_scheduler(target: str, arguments: str, steps: Steps):
     given = {"num_inference_steps": steps.count} if steps.sigmas is None else {"sigmas": numpy.float32(steps.sigmas)}
     scheduler.set_timesteps(**given)
     scheduler.set_begin_index(steps.begin)
+    if steps.rewinds:
+        sigma = scheduler.sigmas[steps.begin]
+        scheduler.sigmas[steps.begin] = 2 * sigma / (1 + sigma)
+        scheduler.timesteps[steps.begin] = 1000 * scheduler.sigmas[steps.begin]
     return scheduler
 
 
@@ -245,6 +264,7 @@ def rounded(values: numpy.ndarray) -> numpy.ndarray:
     return values.astype(numpy.float32).astype(ml_dtypes.bfloat16).astype(numpy.float32)
 
 
+ROUNDINGS = {"bfloat16": rounded, "integer": numpy.rint}  # of times, by schema.TIMES
 NORMALS = {  # dtype -> how normal values are made, from how many bits
     "float32": (normal, 24), "bfloat16": (normal_bfloat16, 24), "bfloat16_8bit": (normal_bfloat16_8bit, 8),
 }

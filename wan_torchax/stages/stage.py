@@ -79,6 +79,11 @@ class Stage:
         self.build()
 
     @classmethod
+    def seen(cls, job: Job) -> Job:
+        """The job as the stage sees it."""
+        return job
+
+    @classmethod
     def recipe_for(cls, name: str, job: Job) -> Recipe:
         """Everything that the programs of this stage depend on."""
         uses = list(job.graph.stages[name].uses)

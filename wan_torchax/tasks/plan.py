@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -27,7 +28,8 @@ from omegaconf import OmegaConf
 
 from wan_torchax import interruption
 from wan_torchax.config.geometry import device_count, prompt_count
-from wan_torchax.config.resolve import Resolved, resolve
+from wan_torchax.config.jobs import read_seeds
+from wan_torchax.config.resolve import Job, Resolved, resolve
 from wan_torchax.config.schema import ENDS, ConfigError
 from wan_torchax.devices.mesh import Described, Here
 from wan_torchax.devices.start import use_fake_devices
@@ -38,7 +40,6 @@ from wan_torchax.runtime.jobs import plan_job
 from wan_torchax.runtime.weights import gib
 from wan_torchax.session import Session
 from wan_torchax.stages import caching
-from wan_torchax.stages.sampling import scheduler_table
 from wan_torchax.stages.stage import Stage, find, main_stage
 from wan_torchax.tasks import compiler, plan_page
 
@@ -63,7 +64,13 @@ def plan(config, folder: Path, overrides=()) -> float:
 
 def describe(config) -> Resolved:
     """The configuration on chips that need not be here. A local checkpoint's config.json completes conf/model."""
-    return resolve(plan_job(outlined(config)), Described.by(config.mesh))
+    return resolve(job_of(outlined(config)), Described.by(config.mesh))
+
+
+def job_of(config) -> Job:
+    """The job to plan: with `images`, all of them at once."""
+    job = plan_job(config)
+    return job if config.images is None else replace(job, seeds=tuple(read_seeds(config)))
 
 
 def outlined(config):
@@ -80,13 +87,15 @@ def make(config, folder: Path) -> dict:
     size, chips, main = config.resolution, device_count(resolved.config.mesh), main_stage(resolved.graph)
     with jax.sharding.use_abstract_mesh(resolved.mesh):
         stages = Session().build(resolved, resolved.graph.stages)
-    steps = find(main)
+    videos, floor = resolved.videos, find(main).floor_seconds(resolved)
+    flops = {name: videos * count for name, count in find(main).flops(resolved).items()}
     report = {
         "model": config.model.name, "mesh": config.mesh.name, "axes": resolved.placement["axes"], "chips": chips,
         "sharding": config.sharding.name, "resolution": [size.width, size.height, size.frames],
         "guidance": config.guidance, "tokens": resolved.tokens, "forwards": prompt_count(config),
+        "videos": videos,
         "components": components(stages),
-        "flops_per_step": steps.flops(resolved), "floor_seconds_per_step": steps.floor_seconds(resolved),
+        "flops_per_step": flops, "floor_seconds_per_step": floor and videos * floor,
         "communication": communication(config, chips),
         "compiler": None, "main_stage": main,
     }
@@ -99,6 +108,8 @@ def make(config, folder: Path) -> dict:
     report["estimate"] = estimate(resolved, report)
     report["denoising"] = denoising(resolved, report)
     report["video"] = video(resolved, report)
+    amounts = {name: find(name).amount(name, resolved) for name in resolved.graph.stages}
+    report["stage_steps"] = {name: count for name, (count, unit) in amounts.items() if unit == "step"}
     report["why"] = why_not(config, report)
     (folder / "plan.json").write_text(json.dumps(report, indent=1) + "\n")
     (folder / "plan.md").write_text(plan_page.render(config, report))
@@ -142,7 +153,7 @@ def communication(config, chips: int) -> dict:
     devices = jax.devices("cpu")
     if len(devices) < chips:
         return {"source": f"not counted: needs {chips} fake CPU devices, this process has {len(devices)}", "rows": []}
-    resolved = resolve(plan_job(local), Here(devices[:chips])).segments()[0]
+    resolved = resolve(job_of(local), Here(devices[:chips])).segments()[0]
     name = main_stage(resolved.graph)
     stage = Session().build(resolved, [name])[name]
     step = stage.programs.lower()[stage.usual_program].compile()
@@ -261,7 +272,8 @@ def memory(resolved: Resolved, stages: dict[str, Stage], report: dict) -> dict:
 
 def denoising(resolved: Resolved, report: dict) -> dict:
     """The number of steps of each kind in a video, and their seconds, if estimated."""
-    work = caching.plan(resolved.config, scheduler_table(resolved.config))
+    table = find(main_stage(resolved.graph)).table(resolved.config, resolved.geometry, None)
+    work = caching.plan(resolved.config, table)
     counts = {kind: work.count(kind) for kind in dict.fromkeys(work)}
     whole, alone = report["estimate"], estimate(resolved, report, PROMPT_ALONE, 0.5)
     seconds = {
@@ -281,14 +293,23 @@ def video(resolved: Resolved, report: dict) -> dict[str, dict[str, float] | None
     compiled = report["compiler"] or {}
     parts = {"weights from disk": dict.fromkeys(ENDS, weights / (resolved.config.plan.disk_gbs * 1e9))}
     for name in resolved.graph.stages:
-        parts[name] = run_seconds(resolved, name, compiled[name]) if name in compiled else None
+        seconds = steps_seconds if find(name).amount(name, resolved)[1] == "step" else run_seconds
+        parts[name] = seconds(resolved, name, report) if name in compiled else None
     return parts | {main_stage(resolved.graph): report["denoising"]["seconds"]}
 
 
-def run_seconds(resolved: Resolved, name: str, compiled: dict) -> dict[str, float]:
+def steps_seconds(resolved: Resolved, name: str, report: dict) -> dict[str, float]:
+    """Seconds of a stage that denoises, every step computed in full."""
+    stage, (count, _) = find(name), find(name).amount(name, resolved)
+    seen = stage.seen(resolved)
+    each = estimate(seen, report | {"flops_per_step": stage.flops(seen)}, name)["seconds_per_step"]  # of one video
+    return {end: count * each[end] for end in ENDS}
+
+
+def run_seconds(resolved: Resolved, name: str, report: dict) -> dict[str, float]:
     """Seconds of a stage other than denoising: its program as often as it runs; the first piece of a video counts like
     the later ones."""
-    chip, (frames, _) = resolved.config.mesh.chip, find(name).amount(name, resolved)
+    chip, (frames, _), compiled = resolved.config.mesh.chip, find(name).amount(name, resolved), report["compiler"][name]
     pieces = math.ceil(frames / resolved.geometry.frame_scale) if frames else 1
     seconds = {}
     for end in ENDS:
@@ -327,7 +348,7 @@ def step_parts(resolved: Resolved, report: dict, compiled: dict, share: float, a
     for fact, count in find(main_stage(resolved.graph)).product_flops(resolved).items():
         kind = fact.removesuffix("product_share").strip("_").replace("_", " ")
         name = f"product kernel, {kind}" if kind else "product kernel"
-        parts[name] = assumed.product * count * share / all_chips / chip_fact(config, fact)
+        parts[name] = assumed.product * resolved.videos * count * share / all_chips / chip_fact(config, fact)
     for group, moved in compiled["kernel_bytes"].items():  # kernels bound by memory
         parts[group] = parts.get(group, 0) + moved / memory
     parts["products' waits for memory"] = sum(wait_seconds(call, config, assumed) for call in compiled["product_calls"])

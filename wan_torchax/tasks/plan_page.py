@@ -45,6 +45,8 @@ def render(config, report: dict) -> str:
         lines.append(f"**Estimated denoising of a video: {between(whole['seconds'], '.0f', ' s')}**; {whole['plan']}.")
     elif len(whole["steps"]) > 1:
         lines.append(f"Cache: {whole['plan']}.")
+    if (coarse := report["stage_steps"].get("coarse")) is not None:
+        lines.append(f"Before these, {coarse} steps at half height and width.")
     verdict = "Fits" if report["fits"] else f"**Does not fit**: {report['why']};"
     lines += [f"{verdict} with a margin of {config.plan.margin_gib} GiB.", ""]
     columns = "| stage | weights GiB/chip | temporaries GiB/chip | of GiB | fits | source |"
@@ -53,7 +55,9 @@ def render(config, report: dict) -> str:
         sizes = f"{row['weights_gib']:.2f} | {row['temporaries_gib']:.2f} | {row['limit_gib']}"
         lines.append(f"| {name} | {sizes} | {'yes' if row['fits'] else 'no'} | {row['source']} |")
     shares = ", ".join(f"{name} {count / flops['total']:.0%}" for name, count in flops.items() if name != "total")
-    work = f"{report['tokens']:,} tokens, {report['forwards']} forwards a step, {flops['total'] / 1e12:,.0f} TFLOPs"
+    several = f" of {report['videos']} at once" if report["videos"] > 1 else ""
+    tokens, forwards = f"{report['tokens']:,} tokens", f"{report['forwards']} forwards a step{several}"
+    work = f"{tokens}, {forwards}, {flops['total'] / 1e12:,.0f} TFLOPs"
     lines += ["", f"{work}: {shares}."]
     if floor:
         lines.append(f"Floor at 100 % of peak: {floor:.3f} s a step.")

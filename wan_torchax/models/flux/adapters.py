@@ -5,7 +5,8 @@ from collections.abc import Mapping
 
 from wan_torchax.models.family import AdapterNames, Rows
 
-Table = Mapping[str, str | tuple[str, ...]]  # a name -> diffusers' name, or those of the layers that it is one of
+# A name -> diffusers' name, or those of the layers that it is one of, or with its rows in another order.
+Table = Mapping[str, str | tuple[str, ...] | Rows]
 IMAGE_IN, TEXT_IN = (
     tuple(f"attn.{name}" for name in names)
     for names in (("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"))
@@ -23,7 +24,8 @@ SINGLE = {
     "linear1": (*IMAGE_IN, "proj_mlp"), "linear2": "proj_out", "modulation.lin": "norm.linear",
     "processor.qkv_lora": IMAGE_IN, "processor.proj_lora": "proj_out",
 }
-REST = {
+HEAD = {"final_layer.adaLN_modulation.1": Rows(("norm_out.linear",), swapped=True)}  # shift before scale there
+REST = HEAD | {
     "img_in": "x_embedder", "txt_in": "context_embedder", "final_layer.linear": "proj_out",
     **{f"{old}_in.{layer}_layer": f"time_text_embed.{new}_embedder.linear_{number}"
        for old, new in (("time", "timestep"), ("vector", "text"), ("guidance", "guidance"))
@@ -47,7 +49,7 @@ def names_of(double: Table, single: Table, rest: Table) -> AdapterNames:
         """single_blocks_3_linear2 -> single_transformer_blocks.3.proj_out; None if the transformer has no such layer"""
         match = re.fullmatch(r"(\w*?blocks)[._](\d+)[._](.+)", module)
         if match is None or match[1] not in tables:
-            return others.get(module)  # type: ignore[return-value]  # none of these is several
+            return others.get(module)  # type: ignore[return-value]  # no plain tuple is among these
         stack, table = tables[match[1]]
         part, start = table.get(match[3]), f"{stack}.{match[2]}."
         return Rows(tuple(start + one for one in part)) if isinstance(part, tuple) else part and start + part
@@ -57,8 +59,11 @@ def names_of(double: Table, single: Table, rest: Table) -> AdapterNames:
 
 def own(names: Table) -> Table:
     """diffusers' names for themselves."""
-    listed = (theirs if isinstance(theirs, tuple) else (theirs,) for theirs in names.values())
-    return {name: name for theirs in listed for name in theirs}
+    listed: dict[str, str] = {}
+    for theirs in names.values():
+        several = theirs.names if isinstance(theirs, Rows) else (theirs,) if isinstance(theirs, str) else theirs
+        listed |= {name: name for name in several}
+    return listed
 
 
 def with_underscores(names: Table) -> Table:
