@@ -378,6 +378,13 @@ class Port:
 
 
 @dataclass
+class Verify:
+    checks: list[str] = field(default_factory=list)
+    plan: Optional[str] = None
+    repeats: int = MISSING
+
+
+@dataclass
 class Serve:
     folder: str = MISSING
     gallery: list[str] = field(default_factory=list)
@@ -471,6 +478,7 @@ class Config:
     calibrate: Calibrate = field(default_factory=Calibrate)
     plan: Plan = field(default_factory=Plan)
     port: Port = field(default_factory=Port)
+    verify: Verify = field(default_factory=Verify)
     serve: Serve = field(default_factory=Serve)
 
 

@@ -60,6 +60,7 @@ KERNEL_SHARES = {
 }
 # Device kinds as JAX names them: TPUs before TPU7x, NVIDIA before Ada and Hopper.
 NO_FLOAT8 = r"TPU v|V100|T4|A100|A10\b|A10G|A16|A2\b|A30|A40|RTX A\d|RTX [23]0|GTX|Quadro|TITAN"
+VERIFY_CHECKS = ("kernels", "machine", "step", "weights")  # tasks/verify has a module for each
 SERVE_LEAST = {
     "queue_limit": 1, "batch": 1, "preview_every": 0, "upload_mb": 0.01, "upload_seconds": 1, "connections": 10,
     "drain_seconds": 0, "attempts": 1,
@@ -71,7 +72,7 @@ def validate(config: DictConfig, files: str = "whole") -> None:
     and videos are checked: `whole`, only their `headers`, or `none`, if they need not exist yet."""
     problems = list(one_of("model.family", config.model.family, FAMILIES))
     problems = problems or [problem for check in CHECKS for problem in check(config)]
-    if files != "none" and config.task not in ("plan", "serve"):  # a server gets files with its requests
+    if files != "none" and config.task not in ("plan", "serve", "verify"):  # a server gets files with its requests
         problems += inputs.input_problems(config, files == "whole")
     if not problems:  # these need valid axes, heads and stages
         problems = [problem for check in LATER_CHECKS for problem in check(config)]
@@ -340,7 +341,7 @@ def host_problems(config: DictConfig) -> Iterator[str]:
     if mesh.hosts is not None and (mesh.hosts < 1 or devices % mesh.hosts):
         known = "number of devices" if devices < 0 else f"{devices} devices of mesh.axes"
         yield f"mesh.hosts={mesh.hosts}: must be at least 1 and divide the {known}"
-    if several.name == "none" and (mesh.hosts or 1) > 1 and config.task in ("generate", "tune"):
+    if several.name == "none" and (mesh.hosts or 1) > 1 and config.task in ("generate", "tune", "verify"):
         yield (
             f"mesh={mesh.name}: has {mesh.hosts} hosts, and distributed=none is one process; "
             "set distributed=auto, and run the command on every host"
@@ -555,6 +556,15 @@ def tune_problems(config: DictConfig) -> Iterator[str]:
         yield f"tune.repeats={config.tune.repeats}: must be at least 1; usual 5"
 
 
+def verify_problems(config: DictConfig) -> Iterator[str]:
+    for name in config.verify.checks:
+        yield from one_of("verify.checks", name, VERIFY_CHECKS)
+    if config.verify.repeats < 1:
+        yield f"verify.repeats={config.verify.repeats}: must be at least 1; usual 5"
+    if config.verify.plan is not None and not Path(config.verify.plan).is_file():
+        yield f"verify.plan={config.verify.plan}: no such file; give the plan.json that task=plan wrote"
+
+
 def search_lists(config) -> dict[str, list]:
     """tune.search as {key: values}: `attention.self.block_q=512,1024` -> {"attention.self.block_q": [512, 1024]}."""
     pairs = (entry.partition("=") for entry in config.tune.search)
@@ -583,7 +593,7 @@ def op_problems(config: DictConfig) -> Iterator[str]:
 CHECKS = (
     unknown_problems, choice_problems, pipeline_problems, stage_problems, resolution_problems, sampling_problems,
     prompt_problems, mesh_problems, host_problems, table_problems, op_problems, tune_problems,
-    plan_problems, adapter_problems, serve_problems,
+    plan_problems, adapter_problems, serve_problems, verify_problems,
 )
 LATER_CHECKS = (
     cache_problems,
