@@ -23,6 +23,7 @@ ENDS = {  # the last line's keys, where it is JSON
     "quality.py": {"command", "versions", "device", "n", "rows"},
     "outliers.py": {"command", "versions", "device", "n", "rows"},
     "families_gpu.py": {"command", "versions", "device", "n", "rows"},
+    "sanitize.py": {"command", "versions", "device", "n", "rows"},
     "port.py": {"command", "versions", "device", "n", "models", "rows"},
 }
 

@@ -170,6 +170,7 @@ class Chip:
     kind: Optional[str] = None  # JAX's name for it
     devices: int = 1  # JAX devices per chip; the figures below are per device
     hbm_gib: Optional[float] = None
+    vmem_mib: Optional[float] = None  # on-chip memory of a core, for kernels
     peak_tflops: Optional[float] = None  # dense bf16
     topology: Optional[str] = None  # the TPU compiler's name of the slice
     clock_ghz: Optional[float] = None
@@ -352,6 +353,7 @@ class Assumed:
 @dataclass
 class Plan:
     compiler: Optional[str] = None  # a Python with libtpu; null: this one if it has it; none: do not compile
+    kernels: bool = False  # compile the bodies of Pallas kernels too
     margin_gib: float = MISSING
     disk_gbs: float = MISSING
     low: Assumed = field(default_factory=Assumed)

@@ -452,6 +452,16 @@ def kernel_problems(config: DictConfig) -> Iterator[str]:
             )
 
 
+def vmem_problems(config: DictConfig) -> Iterator[str]:
+    """What Pallas kernels may use of a TPU core's VMEM, against what it has."""
+    limit = config.mesh.chip.vmem_mib
+    for key in ("attention.self", "attention.cross", "products"):
+        kernel = OmegaConf.select(config, key)
+        if kernel.kernel in ("splash", "pallas") and limit is not None and kernel.vmem_mib > limit:
+            what = f"{key}.vmem_mib={kernel.vmem_mib}: a core of {config.mesh.chip.kind} has {limit:g} MiB"
+            yield f"{what}; choose the {key.split('.')[0]} option for this chip, or smaller blocks and a smaller limit"
+
+
 def product_problems(config: DictConfig) -> Iterator[str]:
     """The kernel of linear layers against the model and the sharding of its weights."""
     products, dtype = config.products, config.model.dtype["transformer"]
@@ -597,5 +607,5 @@ CHECKS = (
 )
 LATER_CHECKS = (
     cache_problems,
-    missing_problems, family_problems, kernel_problems, product_problems, precision_problems,
+    missing_problems, family_problems, kernel_problems, product_problems, precision_problems, vmem_problems,
 )
