@@ -250,6 +250,9 @@ def plan_claims():
     text = "| 14B, 720p, four TPU7x chips | {} s ({} to {}) | {} s (maxdiffusion, Wan 2.2) |"
     yield page, text, [*spread(steps["t2v_14b_720p_v7x8_v3"]), v7x]
     yield from accuracy_claims(page, steps, PLANS[exact]["estimate"]["assumed"])
+    for name, row in read("plan_memory_v6e8")["vmem_bytes"].items():
+        shown = f"`{name}`" if name.endswith("_kernel") else name
+        yield page, f"\n| {shown} | {{}} | {{}} |", [f"{row['used'] / 2**20:.1f}", f"{row['limit'] / 2**20:.0f}"]
 
 
 def accuracy_claims(page: str, steps: dict, assumed: dict):

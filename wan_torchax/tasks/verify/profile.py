@@ -11,6 +11,7 @@ import jax
 
 from wan_torchax.tasks import compiler
 
+CORE = "XLA Ops"
 Interval = tuple[float, float, str]  # begin and end in ns, and the op
 
 
@@ -49,11 +50,13 @@ def instructions(text: str) -> dict[str, tuple[str, str]]:
 
 
 def read(folder: Path, ops: dict) -> dict[str, list[list[Interval]]]:
-    """The program's ops by device, line by line of the profile."""
+    """The program's ops by device, line by line of the profile. A TPU has one line for what its core does; in others
+    transfers run beside it, and count only as far as the core waits for them."""
     devices: dict[str, list[list[Interval]]] = {}
     for file in folder.rglob("*.xplane.pb"):
         for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-            for line in plane.lines:
+            lines = list(plane.lines)
+            for line in [line for line in lines if line.name == CORE] or lines:
                 for device, events in by_device(plane.name, line, ops).items():
                     devices.setdefault(device, []).append(events)
     return devices

@@ -24,6 +24,7 @@ from wan_torchax.tasks.verify.profile import by_part
 
 DIFFERENT = 0.15
 NOTICED = 0.01  # of the step: smaller differences are not worth a word
+UNKNOWN = 0.8  # of the step without an op: then the profile lacks them
 REST, WAIT = "rest", "wait"
 # Parts of a plan, and of a family's `groups`, that make up a part here; what is in none is the rest.
 PARTS = {
@@ -71,7 +72,10 @@ def check(resolved: Resolved, folder: Path, report: dict) -> Iterator[Finding]:
     }
     main = ", ".join(f"{part} {taken / whole:.0%}" for part, taken in sorted(parts.items(), key=lambda item: -item[1]))
     yield Finding("step", "ok", f"{seconds:.3f} s: {main}")
-    if plan:
+    if parts[WAIT] > UNKNOWN * whole:
+        what = f"the profile shows ops for {1 - parts[WAIT] / whole:.0%} of the step only: its parts are not known"
+        yield Finding("step", "note", what, "on a GPU 'compile.xla_flags=[--xla_gpu_enable_command_buffer=]'")
+    elif plan:
         yield from differences(report["step"])
     else:
         remedy = "python run.py task=plan with the same overrides, then verify.plan=<its plan.json>"
