@@ -3,6 +3,7 @@ import json
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -181,6 +182,20 @@ def test_a_kernel_slower_than_xla_and_one_beyond_its_bound_are_named(two_layers)
     wrong = replace(case, run=lambda array: 2.001 * array[0], plain=None)
     row, (finding,) = kernels.measure(wrong, resolved)
     assert finding.state == "bad" and "mine: error 5.0e-04" in finding.what and row["wrong"]
+
+
+@pytest.mark.parametrize("sums, again, named", [
+    ([1, 1, 1], [1, 1, 1], None),
+    ([1, 2, 1], [1, 2, 1], "device 1 gives other bits than most"),
+    ([1, 2], [1, 2], "device 0, device 1 do not agree, and no majority does"),
+    ([1, 1, 1], [1, 1, 3], "the second call gives other bits on device 2"),
+])
+def test_devices_are_judged_by_what_most_of_them_compute(sums, again, named):
+    devices = np.array([SimpleNamespace(id=number) for number in range(len(sums))])
+    case = kernels.Case("mine", "", (), None, None, None, 1, 1e-5)
+    row = {"error": 0.0, "seconds": 1.0, "wrong": []}
+    given = case, row, [0.0] * len(sums), np.array(sums), np.array(again), SimpleNamespace(devices=devices)
+    assert [finding.what for finding in kernels.faults(*given)] == ([] if named is None else [f"mine: {named}"])
 
 
 @pytest.mark.system

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from wan_torchax import interruption
 from wan_torchax.config.resolve import Resolved
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.records import pages, provenance
@@ -55,9 +56,11 @@ def verify(config, folder: Path, overrides=()) -> float | None:
 
 def run_check(name: str, resolved: Resolved, folder: Path, report: dict) -> Iterator[Finding]:
     """One check; if it cannot be done, that is what it finds."""
+    interruption.check()
     try:
         yield from CHECKS[name](resolved, folder, report)
     except Exception as error:  # compilers and devices raise all kinds; the other checks still run
+        interruption.check()
         message = without_places(str(error).strip(), folder).partition("\n")[0][:300]
         yield Finding(name, "bad", f"{type(error).__name__}: {message}", "traceback=true in the command shows where")
         if resolved.config.traceback:
