@@ -59,7 +59,8 @@ def read(folder: Path, ops: dict) -> dict[str, list[list[Interval]]]:
             for line in [line for line in lines if line.name == CORE] or lines:
                 for device, events in by_device(plane.name, line, ops).items():
                     devices.setdefault(device, []).append(events)
-    return devices
+    # Beside an accelerator's planes, the host's has the launches of the same ops.
+    return {name: lines for name, lines in devices.items() if name.startswith("/device:")} or devices
 
 
 def by_device(plane: str, line, ops: dict) -> dict[str, list[Interval]]:
