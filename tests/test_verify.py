@@ -182,6 +182,8 @@ def test_a_kernel_slower_than_xla_and_one_beyond_its_bound_are_named(two_layers)
     wrong = replace(case, run=lambda array: 2.001 * array[0], plain=None)
     row, (finding,) = kernels.measure(wrong, resolved)
     assert finding.state == "bad" and "mine: error 5.0e-04" in finding.what and row["wrong"]
+    _, (finding,) = kernels.measure(replace(wrong, run=lambda array: array[0] * jnp.nan), resolved)
+    assert finding.state == "bad" and "mine: error inf" in finding.what
 
 
 @pytest.mark.parametrize("sums, again, named", [

@@ -47,7 +47,7 @@ class Case:
     remedy: str  # what to use instead of the kernel; empty: it is XLA's
     shapes: tuple  # of the inputs, normally distributed
     run: Callable  # the kernel: the inputs to (rows, …)
-    plain: Callable | None  # the same by XLA, to compare seconds; None: at an awkward shape they do not matter
+    plain: Callable | None  # the same by XLA, to compare seconds; None: they do not matter, as at an awkward shape
     exact: Callable  # (row numbers, *inputs) in float32 -> those rows
     rows: int
     bound: float
@@ -162,8 +162,9 @@ def wide(arrays) -> list:
 
 
 def relative_error(out, truth) -> float:
-    """NaN if a value is not finite."""
-    return float(numpy.linalg.norm(out - truth) / numpy.linalg.norm(truth))
+    """Infinite if a value is not finite."""
+    error = float(numpy.linalg.norm(out - truth) / numpy.linalg.norm(truth))
+    return error if math.isfinite(error) else math.inf
 
 
 def named(devices: list, indices: list[int]) -> str:
@@ -227,6 +228,7 @@ def attention_case(config, part: str, kernel: Kernel, lengths: tuple[int, int], 
 
 
 def attention_rows(head_dim, window, numbers, query, key, value):
+    """Those rows of attention, written out."""
     split = [array[0].reshape(array.shape[1], -1, head_dim) for array in (query[:, numbers], key, value)]
     scores = jnp.einsum("qhd,khd->hqk", *split[:2]) * head_dim**-0.5
     if window is not None:
@@ -282,7 +284,7 @@ def linear_case(config, rows, outputs, inputs, options) -> Case:
     words = ["linear layer", kind, precision.weights, *options]
     return Case(
         f"{' '.join(word for word in words if word)}, {rows} x {inputs} x {outputs}", remedy, shapes,
-        run if kind == "pallas" else plain, plain, exact, rows,
+        run if kind == "pallas" else plain, plain if kind == "pallas" else None, exact, rows,
         BOUNDS[config.model.dtype.transformer] * (2 if precision.weights else 1),
     )
 
