@@ -283,11 +283,14 @@ def accuracy_claims(page: str, steps: dict, assumed: dict):
         yield page, f"| {what} | {{}} ({{}} to {{}}) | {{}} | {{}} |", figures
     plans = {name: one["seconds_per_step"] for name, one in read("families_plans")["presets"].items()} | steps
     hunyuan = "HunyuanVideo 1.5, 720p, 121 frames, v6e-8: torchax scripts, heads over tp"
+    layout = "the same, with this project's kernel in that layout"
+    as_theirs = "t2v_hunyuan15_720p_v6e8_v1 sharding=tp products=xla mesh.axes={dp:1,sp:1,tp:8}"
     flux = "FLUX.1 dev, v6e-8: maxdiffusion, batch not stated"
     for what, name, peer, chips in (
         ("Wan 2.2 A14B, 720p, v6e-8: maxdiffusion", "t2v_14b_720p_v6e8_v3", "maxdiffusion", "v6e-8"),
         ("Wan 2.2 A14B, 720p, four TPU7x chips: maxdiffusion", "t2v_14b_720p_v7x8_v3", "maxdiffusion", "v7x-8"),
         (hunyuan, "t2v_hunyuan15_720p_v6e8_v1", "hunyuan scripts", "v6e-8"),
+        (layout, as_theirs, "hunyuan scripts", "v6e-8"),
         (flux, "t2i_flux1_dev_1024_v6e8_v1", "maxdiffusion flux", "v6e-8"),
     ):
         measured, found = TPU["steps"][peer][chips]["seconds_per_step"], plans[name]
