@@ -262,14 +262,53 @@ def plan_claims():
     yield page, text, [*spread(steps["t2v_14b_480p_v6e8_v2"]), *measured["480p"]]
     text = "| 14B, 720p, four TPU7x chips | {} s ({} to {}) | {} s (maxdiffusion, Wan 2.2) |"
     yield page, text, [*spread(steps["t2v_14b_720p_v7x8_v3"]), v7x]
-    assumed = PLANS[exact]["estimate"]["assumed"]
+    yield from accuracy_claims(page, steps, PLANS[exact]["estimate"]["assumed"])
+    for name, row in read("plan_memory_v6e8")["vmem_bytes"].items():
+        shown = f"`{name}`" if name.endswith("_kernel") else name
+        yield page, f"\n| {shown} | {{}} | {{}} |", [f"{row['used'] / 2**20:.1f}", f"{row['limit'] / 2**20:.0f}"]
+
+
+def accuracy_claims(page: str, steps: dict, assumed: dict):
+    """What the method predicts of programs and ops that others have timed, and of this project's for the same work."""
+    scripts = TPU["steps"]["replaced scripts"]
+
+    def predicted(**static: float) -> dict[str, float]:
+        """Low, likely and high, from static figures by the assumption that each is multiplied by."""
+        sent = static.pop("communication", 0)
+        work = {end: sum(factors[name] * value for name, value in static.items()) for end, factors in assumed.items()}
+        return {end: work[end] / factors["clock"] + sent / factors["link"] for end, factors in assumed.items()}
+
     for size in ("720p", "480p"):
-        static, found = scripts[size]["static"], {}
-        for end, factors in assumed.items():
-            work = factors["xla"] * static["xla"] + factors["attention"] * static["attention"]
-            found[end] = work / factors["clock"] + static["communication"] / factors["link"]
-        text = f"at {size} {{}} s ({{}} to {{}}) where {{}} to {{}} were measured"
-        yield page, text, [*spread(found), *measured[size]]
+        found, measured = predicted(**scripts[size]["static"]), scripts[size]["seconds_per_step"]
+        shares = [f"{value / found['likely']:.2f}" for value in measured]
+        text = f"| the replaced scripts' layout, 14B, {size}, v6e-8 "
+        text += "| {} s ({} to {}) | {} to {} s | {} to {} |"
+        yield page, text, [*spread(found), *(f"{value:.2f}" for value in measured), *shares]
+    for what, op, kind, static, measured, unit in (
+        ("XLA's product 8192 × 8192 × 8192, v6e, million cycles", 0, "xla", "xla_cycles", "cycles", 1e6),
+        ("the same, TPU7x", 1, "xla", "xla_cycles", "cycles", 1e6),
+        ("JAX's splash attention, v6e, thousand cycles a grid step", 2, "attention", "bundles", "cycles", 1e3),
+        ("maxdiffusion's ring attention, TPU7x, ms a hop", 3, "attention", "static_milliseconds", "milliseconds", 1),
+    ):
+        static, measured = (TPU["chips"][op][key] / unit for key in (static, measured))
+        found = predicted(**{kind: static})
+        figures = [*spread(found), f"{measured:.2f}", f"{measured / found['likely']:.2f}"]
+        yield page, f"| {what} | {{}} ({{}} to {{}}) | {{}} | {{}} |", figures
+    plans = {name: one["seconds_per_step"] for name, one in read("families_plans")["presets"].items()} | steps
+    hunyuan = "HunyuanVideo 1.5, 720p, 121 frames, v6e-8: torchax scripts, heads over tp"
+    layout = "the same, with this project's kernel in that layout"
+    as_theirs = "t2v_hunyuan15_720p_v6e8_v1 sharding=tp products=xla mesh.axes={dp:1,sp:1,tp:8}"
+    flux = "FLUX.1 dev, v6e-8: maxdiffusion, batch not stated"
+    for what, name, peer, chips in (
+        ("Wan 2.2 A14B, 720p, v6e-8: maxdiffusion", "t2v_14b_720p_v6e8_v3", "maxdiffusion", "v6e-8"),
+        ("Wan 2.2 A14B, 720p, four TPU7x chips: maxdiffusion", "t2v_14b_720p_v7x8_v3", "maxdiffusion", "v7x-8"),
+        (hunyuan, "t2v_hunyuan15_720p_v6e8_v1", "hunyuan scripts", "v6e-8"),
+        (layout, as_theirs, "hunyuan scripts", "v6e-8"),
+        (flux, "t2i_flux1_dev_1024_v6e8_v1", "maxdiffusion flux", "v6e-8"),
+    ):
+        measured, found = TPU["steps"][peer][chips]["seconds_per_step"], plans[name]
+        figures = [*spread(found, ".3f"), f"{measured:.3f}", f"{measured / found['likely']:.2f}"]
+        yield page, f"| {what} | {{}} s ({{}} to {{}}) | {{}} s | {{}} |", figures
 
 
 def cpu_claims():

@@ -96,8 +96,8 @@ def call_blocks(body, arrays, keys, head_dim, kernel, dtype, block_q, blocks, in
     block_out_t = pl.BlockSpec((None, head_dim, block_q), lambda b, h, i, j: (b, h, i + first))
     block_log_sum = pl.BlockSpec((None, None, 1, block_q), lambda b, h, i, j: (b, h, 0, i + first))
     out_specs = [block_out_t, pl.BlockSpec((None, None, 2, block_q), lambda b, h, i, j: (b, h, 0, i + first))]
-    # Aliased outputs need not be fetched; in interpret mode they must have the blocks of the result.
-    into_specs = out_specs if kernel.interpret else [pl.BlockSpec(memory_space=pl.ANY)] * 2
+    # Aliased outputs need not be fetched; plain interpret mode wants them with the blocks of the result.
+    into_specs = out_specs if kernel.interpret is True else [pl.BlockSpec(memory_space=pl.ANY)] * 2
     return pl.pallas_call(
         lambda *refs: body(*refs[:3], refs[3:given], *refs[given + len(into) :]),
         grid=(batch, heads, len(blocks), pl.cdiv(keys, block_kv)),

@@ -24,6 +24,7 @@ ENDS = {  # the last line's keys, where it is JSON
     "outliers.py": {"command", "versions", "device", "n", "rows"},
     "families_gpu.py": {"command", "versions", "device", "n", "rows"},
     "sparse_gpu.py": {"command", "versions", "device", "n", "rows"},
+    "sanitize.py": {"command", "versions", "device", "n", "rows"},
     "port.py": {"command", "versions", "device", "n", "models", "rows"},
 }
 

@@ -253,7 +253,7 @@ def test_a_whole_video_is_its_stages_and_the_disk(report):
 
 def test_a_page_gives_the_range_and_says_that_nobody_measured_it(report):
     made = report[1] | {"estimate": estimate(report[1], "preset=t2v_14b_720p_v6e8_v3")}
-    compiled = {"code_bytes": 0, "cycles": 0, "compile_seconds": 1, "compile_core_seconds": 1}
+    compiled = {"code_bytes": 0, "cycles": 0, "compile_seconds": 1, "compile_core_seconds": 1, "vmem_bytes": {}}
     config = make_config("task=plan", "preset=t2v_14b_720p_v6e8_v3")
     page = plan_page.render(config, made | {"compiler": {"denoise": compiled}})
     low, likely, high = (f"{made['estimate']['seconds_per_step'][end]:.2f}" for end in ENDS)
@@ -337,6 +337,37 @@ def test_collectives_are_counted_by_kind_axis_and_trips():
         {"start": "sum.1"} | reduce,
         {"done": "sum.1"},
     ]
+
+
+SCOPED = """ENTRY %main (a: bf16[8]) -> bf16[8] {
+  %fast_kernel.1 = bf16[8] custom-call(%a), operand_layout_constraints={bf16[8]{0}}, backend_config={\
+"scoped_memory_configs":[{"memory_space":"1","offset":"0","size":"104857600"}],\
+"used_scoped_memory_configs":[{"memory_space":"1","offset":"0","size":"87031808"}]}
+  %fusion.1 = bf16[8] fusion(%a), backend_config={"scoped_memory_configs":[{"memory_space":"1","offset":"0",\
+"size":"33554432"}],"used_scoped_memory_configs":[]}
+}
+"""
+
+
+def test_vmem_is_what_libtpu_says_of_each_kernel():
+    """Of a kernel without its body, only what it may use."""
+    rows = compiler.vmem_bytes(SCOPED)
+    assert rows["fast_kernel"] == {"used": 83 * 2**20, "limit": 100 * 2**20}
+    assert rows[compiler.XLA_OPS] == {"used": 0, "limit": 32 * 2**20}
+    for kernels, used in (("true", "83.0"), ("false", "plan.kernels=true tells")):
+        config = make_config("mesh=v6e_8", f"plan.kernels={kernels}")
+        page = plan_page.vmem(config, {"denoise": {"vmem_bytes": rows}})
+        assert f"| denoise: fast_kernel | {used} | 100 | 128.0 |" in page
+        assert "| denoise: XLA's ops | 0.0 | 32 | 128.0 |" in page
+        resolved = plan.describe(make_config("task=plan", "preset=t2v_14b_720p_v6e8_v3", f"plan.kernels={kernels}"))
+        assert resolved.config.attention.self.outline == (kernels == "false")
+
+
+def test_more_vmem_than_a_core_has_is_refused():
+    told = "products.vmem_mib=112: a core of TPU v5 has 64 MiB; choose the products option for this chip"
+    with pytest.raises(ConfigError, match=told):
+        size = "model=wan21_t2v_14b", "resolution=480p", "mesh=v5p_8"
+        resolve_there("task=plan", *size, "sharding=tokens", "products=pallas")
 
 
 def test_what_kernels_move_and_how_often_they_are_called_is_counted():

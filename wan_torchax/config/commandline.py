@@ -152,6 +152,7 @@ TASKS = {
     "plan": "estimate whether it fits these chips and how fast it is; needs neither chips nor weights",
     "presets": "list the published configurations",
     "doctor": "check this machine for problems",
+    "verify": "check what the devices compute and how fast: one page, made to be sent",
     "tune": "find the fastest attention blocks for this shape and device",
     "calibrate": "measure a curve for cache=magcache",
     "port": "what a diffusers model needs to run here, and the files to begin with",

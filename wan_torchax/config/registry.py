@@ -32,6 +32,7 @@ TASKS = {
     "doctor": "wan_torchax.tasks.doctor.doctor",
     "serve": "wan_torchax.tasks.serve.serve",
     "port": "wan_torchax.tasks.port.port",
+    "verify": "wan_torchax.tasks.verify.verify",
 }
 
 

@@ -174,6 +174,7 @@ class Chip:
     kind: Optional[str] = None  # JAX's name for it
     devices: int = 1  # JAX devices per chip; the figures below are per device
     hbm_gib: Optional[float] = None
+    vmem_mib: Optional[float] = None  # on-chip memory of a core, for kernels
     peak_tflops: Optional[float] = None  # dense bf16
     topology: Optional[str] = None  # the TPU compiler's name of the slice
     clock_ghz: Optional[float] = None
@@ -358,6 +359,7 @@ class Assumed:
 @dataclass
 class Plan:
     compiler: Optional[str] = None  # a Python with libtpu; null: this one if it has it; none: do not compile
+    kernels: bool = False  # compile the bodies of Pallas kernels too
     margin_gib: float = MISSING
     disk_gbs: float = MISSING
     low: Assumed = field(default_factory=Assumed)
@@ -381,6 +383,13 @@ class Port:
     model: Optional[str] = None
     tokens: int = MISSING
     text_tokens: int = MISSING
+
+
+@dataclass
+class Verify:
+    checks: list[str] = field(default_factory=list)
+    plan: Optional[str] = None
+    repeats: int = MISSING
 
 
 @dataclass
@@ -478,6 +487,7 @@ class Config:
     calibrate: Calibrate = field(default_factory=Calibrate)
     plan: Plan = field(default_factory=Plan)
     port: Port = field(default_factory=Port)
+    verify: Verify = field(default_factory=Verify)
     serve: Serve = field(default_factory=Serve)
 
 

@@ -63,6 +63,7 @@ KERNEL_SHARES = {
 }
 # Device kinds as JAX names them: TPUs before TPU7x, NVIDIA before Ada and Hopper.
 NO_FLOAT8 = r"TPU v|V100|T4|A100|A10\b|A10G|A16|A2\b|A30|A40|RTX A\d|RTX [23]0|GTX|Quadro|TITAN"
+VERIFY_CHECKS = ("kernels", "machine", "step", "weights")  # tasks/verify has a module for each
 SERVE_LEAST = {
     "queue_limit": 1, "batch": 1, "preview_every": 0, "upload_mb": 0.01, "upload_seconds": 1, "connections": 10,
     "drain_seconds": 0, "attempts": 1,
@@ -74,7 +75,7 @@ def validate(config: DictConfig, files: str = "whole") -> None:
     and videos are checked: `whole`, only their `headers`, or `none`, if they need not exist yet."""
     problems = list(one_of("model.family", config.model.family, FAMILIES))
     problems = problems or [problem for check in CHECKS for problem in check(config)]
-    if files != "none" and config.task not in ("plan", "serve"):  # a server gets files with its requests
+    if files != "none" and config.task not in ("plan", "serve", "verify"):  # a server gets files with its requests
         problems += inputs.input_problems(config, files == "whole")
     if not problems:  # these need valid axes, heads and stages
         problems = [problem for check in LATER_CHECKS for problem in check(config)]
@@ -345,7 +346,7 @@ def host_problems(config: DictConfig) -> Iterator[str]:
     if mesh.hosts is not None and (mesh.hosts < 1 or devices % mesh.hosts):
         known = "number of devices" if devices < 0 else f"{devices} devices of mesh.axes"
         yield f"mesh.hosts={mesh.hosts}: must be at least 1 and divide the {known}"
-    if several.name == "none" and (mesh.hosts or 1) > 1 and config.task in ("generate", "tune"):
+    if several.name == "none" and (mesh.hosts or 1) > 1 and config.task in ("generate", "tune", "verify"):
         yield (
             f"mesh={mesh.name}: has {mesh.hosts} hosts, and distributed=none is one process; "
             "set distributed=auto, and run the command on every host"
@@ -456,6 +457,16 @@ def kernel_problems(config: DictConfig) -> Iterator[str]:
             )
 
 
+def vmem_problems(config: DictConfig) -> Iterator[str]:
+    """What Pallas kernels may use of a TPU core's VMEM, against what it has."""
+    limit = config.mesh.chip.vmem_mib
+    for key in ("attention.self", "attention.cross", "products"):
+        kernel = OmegaConf.select(config, key)
+        if kernel.kernel in ("splash", "pallas") and limit is not None and kernel.vmem_mib > limit:
+            what = f"{key}.vmem_mib={kernel.vmem_mib}: a core of {config.mesh.chip.kind} has {limit:g} MiB"
+            yield f"{what}; choose the {key.split('.')[0]} option for this chip, or smaller blocks and a smaller limit"
+
+
 def product_problems(config: DictConfig) -> Iterator[str]:
     """The kernel of linear layers against the model and the sharding of its weights."""
     products, dtype = config.products, config.model.dtype["transformer"]
@@ -560,6 +571,15 @@ def tune_problems(config: DictConfig) -> Iterator[str]:
         yield f"tune.repeats={config.tune.repeats}: must be at least 1; usual 5"
 
 
+def verify_problems(config: DictConfig) -> Iterator[str]:
+    for name in config.verify.checks:
+        yield from one_of("verify.checks", name, VERIFY_CHECKS)
+    if config.verify.repeats < 1:
+        yield f"verify.repeats={config.verify.repeats}: must be at least 1; usual 5"
+    if config.verify.plan is not None and not Path(config.verify.plan).is_file():
+        yield f"verify.plan={config.verify.plan}: no such file; give the plan.json that task=plan wrote"
+
+
 def search_lists(config) -> dict[str, list]:
     """tune.search as {key: values}: `attention.self.block_q=512,1024` -> {"attention.self.block_q": [512, 1024]}."""
     pairs = (entry.partition("=") for entry in config.tune.search)
@@ -588,9 +608,9 @@ def op_problems(config: DictConfig) -> Iterator[str]:
 CHECKS = (
     unknown_problems, choice_problems, pipeline_problems, stage_problems, resolution_problems, sampling_problems,
     prompt_problems, mesh_problems, host_problems, table_problems, op_problems, tune_problems,
-    plan_problems, adapter_problems, serve_problems,
+    plan_problems, adapter_problems, serve_problems, verify_problems,
 )
 LATER_CHECKS = (
     cache_problems, coarse_problems,
-    missing_problems, family_problems, kernel_problems, product_problems, precision_problems,
+    missing_problems, family_problems, kernel_problems, product_problems, precision_problems, vmem_problems,
 )

@@ -4,8 +4,8 @@
 
 It runs in any Python that has JAX and libtpu, and imports nothing else: plan.py calls it, in this environment or
 through the command in `plan.compiler`. The report, per chip: HBM, code size, the compiler's cycle estimate for every op
-(loop bodies times their trip counts; Pallas kernels have none), the bytes and shapes of those kernels, and the
-collectives with their bytes.
+(loop bodies times their trip counts; Pallas kernels have none), the bytes and shapes of those kernels, the VMEM that
+kernels and XLA's ops use and may use, and the collectives with their bytes.
 """
 import argparse
 import json
@@ -16,6 +16,7 @@ import sys
 import time
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute", "ragged-all-to-all")
+XLA_OPS = "XLA's ops"
 # Pallas kernels bound by memory, and the part of a plan that they count towards.
 PASSES = {"rotary_kernel": "rope", "norm_kernel": "norms", "copy_kernel": "attention"}
 ITEM_BYTES = {
@@ -154,6 +155,18 @@ def launches(text: str) -> int:
     return sum(times for line, times in instructions(text) if re.match(KERNEL, line))
 
 
+def vmem_bytes(text: str) -> dict[str, dict[str, int]]:
+    """The most VMEM that calls of each Pallas kernel, and XLA's ops, use and may use at a time."""
+    rows: dict[str, dict[str, int]] = {}
+    for line, _ in instructions(text):
+        kernel = re.match(KERNEL, line)
+        row = rows.setdefault(kernel.group(1) if kernel else XLA_OPS, {"used": 0, "limit": 0})
+        for key, field in (("used", "used_scoped_memory_configs"), ("limit", "scoped_memory_configs")):
+            sizes = re.search(rf'"{field}":\[{{"memory_space":"1","offset":"\d+","size":"(\d+)"', line)
+            row[key] = max(row[key], int(sizes.group(1)) if sizes else 0)
+    return rows
+
+
 def name_of(line: str) -> str:
     return line.split(" = ")[0].removeprefix("ROOT ").strip("% ")
 
@@ -254,6 +267,7 @@ def read(text: str, axes: dict[str, int]) -> dict:
         "kernel_bytes": kernel_bytes(text),
         "product_calls": product_calls(text),
         "launches": launches(text),
+        "vmem_bytes": vmem_bytes(text),
     }
 
 

@@ -1,6 +1,8 @@
 """task=doctor: compares this machine with what the project was tested with, and suggests a remedy for each difference.
 
     python run.py task=doctor              # one line per check; attach doctor.json from the run folder to a bug report
+
+This is the quick look; task=verify computes.
 """
 import importlib.metadata
 import json
@@ -60,6 +62,7 @@ def doctor(config, folder: Path, overrides=()) -> None:
     report |= {"git": provenance.git_revision(), "platform": platform.platform()}
     write_text(folder / "doctor.json", json.dumps(report, indent=2) + "\n")
     print(folder / "doctor.json")
+    print("python run.py task=verify checks what the devices compute, and how fast (docs/verified.md)")
     if bad := [finding.check for finding in findings if finding.state == "bad"]:
         raise ConfigError(f"task=doctor: {', '.join(bad)}: see above")
 

@@ -74,10 +74,11 @@ def job_of(config) -> Job:
 
 
 def outlined(config):
-    """The config with the Pallas kernels' bodies left out: they take minutes to compile and get no cycle estimate."""
+    """The config with the Pallas kernels' bodies left out: they take minutes to compile and get no cycle estimate. With
+    `plan.kernels` they are compiled."""
     local = config.copy()
     for part in ("attention.self", "attention.cross", "products"):
-        OmegaConf.update(local, f"{part}.outline", True)
+        OmegaConf.update(local, f"{part}.outline", not config.plan.kernels)
     return local
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from wan_torchax.config.schema import ENDS
+from wan_torchax.tasks import compiler
 
 COLOURS = {
     "self-attention kernel": "#2f6690", "cross-attention kernel": "#7aa6c2", "feed-forward": "#f2a65a",
@@ -80,6 +81,7 @@ def render(config, report: dict) -> str:
         made = f"{code:.0f} MiB of code, {cycles:,.0f} M cycles outside kernels"
         lines += ["", f"libtpu compiled the step in {compiled['compile_seconds']:.0f} s: {made}."]
     if report["compiler"]:
+        lines += vmem(config, report["compiler"])
         lines += whole_video(config, report)
     lines += ["", "| component | rule | tensors | GiB | GiB/chip |", "|---|---|---|---|---|"]
     for component, row in report["components"].items():
@@ -88,6 +90,18 @@ def render(config, report: dict) -> str:
         for rule, part in row["rules"].items():
             lines.append(f"| | {rule} | {part['tensors']} | {part['gib']:.2f} | {part['gib_per_chip']:.2f} |")
     return "\n".join(lines) + "\n"
+
+
+def vmem(config, compiled: dict[str, dict]) -> list[str]:
+    """A table of the VMEM of each program's kernels. Of kernels without their bodies, only what they may use is known.
+    """
+    lines = ["", "| VMEM, MiB (libtpu) | used | may use | a core has |", "|---|---|---|---|"]
+    for program, report in compiled.items():
+        for name, row in report["vmem_bytes"].items():
+            known = config.plan.kernels or name == compiler.XLA_OPS
+            used = f"{row['used'] / 2**20:.1f}" if known else "plan.kernels=true tells"
+            lines.append(f"| {program}: {name} | {used} | {row['limit'] / 2**20:.0f} | {config.mesh.chip.vmem_mib} |")
+    return lines
 
 
 def whole_video(config, report: dict) -> list[str]:

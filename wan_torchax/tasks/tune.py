@@ -112,7 +112,12 @@ def attention_call(resolved: Resolved, part: str) -> Callable:
 
 
 def step_call(resolved: Resolved) -> Callable:
-    """One denoising step with zero weights, which take as long as any."""
+    """One denoising step, as a function without arguments."""
+    return compiled_step(resolved)[1]
+
+
+def compiled_step(resolved: Resolved) -> tuple[jax.stages.Compiled, Callable]:
+    """One denoising step with zero weights, which take as long as any: the program and a call of it."""
     name = main_stage(resolved.graph)
     stage = session.build(resolved, [name])[name]
     compiled = stage.programs.lower()[stage.usual_program].compile()
@@ -120,7 +125,8 @@ def step_call(resolved: Resolved) -> Callable:
     arrays = {name: weights.zeros(tensor.struct) for name, tensor in stage.specs[step.component].items()}
     state, *rest = step.arguments
     rest = jax.tree.map(weights.zeros, rest)
-    return lambda: compiled(arrays, jax.tree.map(weights.zeros, state), *rest)  # the state is donated: new each time
+    # The state is donated: new each time.
+    return compiled, lambda: compiled(arrays, jax.tree.map(weights.zeros, state), *rest)
 
 
 def median_seconds(call: Callable, repeats: int) -> float:

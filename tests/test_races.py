@@ -1,0 +1,178 @@
+"""Every Pallas kernel for TPU in JAX's TPU interpret mode: no data race, no uninitialized read, nothing out of bounds.
+
+There memory starts as NaN, a block beyond its array raises, grid points of parallel dimensions run in random order, and
+copies happen when they are waited for. The tests at the end plant a fault of each kind in these kernels. The
+interpreter cannot run a last block of queries that overhangs a result it updates in place: here it does one or the
+other.
+"""
+from dataclasses import fields, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from wan_torchax.kernels import lanes, quantized, rotary, splash
+from wan_torchax.kernels.attention import Attend
+from wan_torchax.kernels.norm import Norm
+from wan_torchax.kernels.product import Linear
+from wan_torchax.kernels.settings import Kernel, Parallel, Products
+
+pytestmark = pytest.mark.system
+
+QUICK = {"xla_backend_optimization_level": 0}
+CHECKED = pltpu.InterpretParams(
+    detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise", random_seed=7
+)
+CORES = next(field.name for field in fields(CHECKED) if field.name in ("num_cores_or_threads", "num_cores_per_device"))
+TWO_CORES = replace(CHECKED, **{CORES: 2})  # a v5p chip: parallel grid points run on both
+SPLASH = Kernel(
+    kernel="splash", block_q=256, block_kv=256, tile_kv=128, sub_q=128, chunk_kv=128, interpret=CHECKED
+)
+PRODUCTS = Products(kernel="pallas", rows=64, weights_mib=1, interpret=CHECKED)
+
+
+def draw(*shape, dtype=jnp.bfloat16, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(0.5, 1, shape), dtype)
+
+
+def relative_error(out, truth):
+    out, truth = (np.asarray(array, np.float64) for array in (out, truth))
+    return np.linalg.norm(out - truth) / np.linalg.norm(truth)  # NaN, which is below nothing, if a value is
+
+
+@pytest.fixture
+def checked(capsys):
+    """Runs a function in the interpreter and fails if it reports a race."""
+    pltpu.reset_tpu_interpret_mode_state()
+
+    def run(function, *arrays):
+        anew = jax.jit(lambda *arrays: function(*arrays), compiler_options=QUICK)  # a fault may have been planted since
+        out = jax.block_until_ready(anew(*arrays))
+        assert "RACE DETECTED" not in capsys.readouterr().out
+        return out
+
+    yield run
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+def attention_error(checked, kernel, queries, keys, head_dim=128, scale=1, **placed):
+    query, key, value = (draw(1, n, 128, seed=n) for n in (queries, keys, keys))
+    query = query * scale
+    out = checked(Attend(head_dim, kernel, **placed), query, key, value)
+    truth = splash.reference(*(array.astype(jnp.float32) for array in (query, key, value)), head_dim, kernel.window)
+    return relative_error(out, truth)
+
+
+@pytest.mark.parametrize("queries, keys, head_dim, options", [
+    pytest.param(384, 300, 128, {"interpret": TWO_CORES}, id="a last block in place, two cores"),
+    pytest.param(100, 129, 64, {}, id="overhanging, two heads folded into the batch"),
+    pytest.param(300, 300, 128, {"window": 20, "block_q": 384}, id="window, the exact kernel"),
+])
+def test_attention(checked, queries, keys, head_dim, options):
+    assert attention_error(checked, replace(SPLASH, **options), queries, keys, head_dim) < 4e-3
+
+
+def test_attention_that_recomputes_lost_rows(checked):
+    """Scores that rise by more than 2**100 within a tile."""
+    query, key, value = jnp.abs(draw(1, 128, 128)) + 1, jnp.linspace(0, 60, 300)[None, :, None], draw(1, 300, 128)
+    key = jnp.broadcast_to(key, (1, 300, 128)).astype(jnp.bfloat16)
+    out, rescued = checked(Attend(128, SPLASH).counted, query, key, value)
+    truth = splash.reference(*(array.astype(jnp.float32) for array in (query, key, value)), 128)
+    assert rescued.sum() > 0 and relative_error(out, truth) < 4e-3
+
+
+@pytest.mark.parametrize("options, small, settings", [
+    ({"gelu": True}, None, replace(PRODUCTS, interpret=TWO_CORES)),
+    ({"transpose_in": True, "residual": True, "gate": True}, None, PRODUCTS),
+    ({"transpose_out": True}, "int8", PRODUCTS),
+    ({"residual": True, "transpose_in": True}, "float8_e4m3fn", PRODUCTS),
+])
+def test_linear_layers(checked, options, small, settings):
+    array, weight, bias = draw(2, 77, 256), draw(2, 300, 256, seed=1), draw(300)
+    given = {"residual": draw(2, 77, 300, seed=2), "gate": draw(2, 300, dtype=jnp.float32)}
+    how = options | {name: given[name] for name in given if name in options}
+    plain = {"scale": None, "weight": weight[1]}
+    if small:
+        weight, scale = quantized.quantize(weight, small)
+        how["scale"], plain = scale[1], {"scale": scale[1], "weight": weight[1]}
+    out = checked(partial(Linear(settings), **how), array, weight, bias, jnp.int32(1))
+    truth = linear(array, bias, plain["weight"], plain["scale"])
+    truth = jax.nn.gelu(truth, approximate=True) if "gelu" in how else truth
+    truth = truth * (how["gate"][:, None] if "gate" in how else 1)
+    assert relative_error(out, truth + how.get("residual", 0)) < 5e-3
+
+
+def linear(array, bias, weight, scale):
+    wide = [one.astype(jnp.float32) for one in (array, weight, bias)]
+    if scale is None:
+        return wide[0] @ wide[1].T + wide[2]
+    return quantized.linear(wide[0], weight, scale, wide[2], activations=True)
+
+
+@pytest.mark.parametrize("tokens, channels, centred, mode", [(600, 256, True, TWO_CORES), (7, 96, False, CHECKED)])
+def test_norms(checked, tokens, channels, centred, mode):
+    array, scale = draw(2, tokens, channels), draw(2, channels, dtype=jnp.float32)
+    out = checked(Norm(replace(PRODUCTS, interpret=mode)), array, scale, scale if centred else None)
+    truth = array.astype(jnp.float32)
+    truth -= truth.mean(axis=2, keepdims=True) if centred else 0
+    truth *= jax.lax.rsqrt((truth**2).mean(axis=2, keepdims=True) + 1e-6) * scale[:, None]
+    assert relative_error(out, truth + (scale[:, None] if centred else 0)) < 4e-3
+
+
+@pytest.mark.parametrize("tokens, head_dim, parts, weights", [(300, 128, 2, 512), (19, 64, 1, 64)])
+def test_rotation(checked, tokens, head_dim, parts, weights):
+    angles = np.repeat(np.linspace(0, 6, tokens * head_dim // 2).reshape(tokens, -1), 2, axis=1)
+    tables, norm = [jnp.float32(table(angles)) for table in (np.cos, np.sin)], (draw(weights), 0.1)
+    array, kernel = draw(1, tokens, 512), replace(SPLASH, interpret=TWO_CORES)
+    out = checked(lambda array: rotary.rotate(array, *tables, head_dim, kernel, parts, norm), array)
+    truth = rotary.rotate_plain(array.astype(jnp.float32), *tables, norm)
+    assert relative_error(jnp.concatenate(out, axis=2), truth) < 4e-3
+
+
+def copy_there_and_back(array):
+    return lanes.join(lanes.cut(array, 2, replace(SPLASH, interpret=TWO_CORES)), SPLASH)
+
+
+def test_copies(checked):
+    array = draw(1, 200, 512)
+    np.testing.assert_array_equal(checked(copy_there_and_back, array), array)
+
+
+@pytest.mark.parametrize("axes, parallel", [
+    ({"r": 2}, Parallel(ring="r")),
+    ({"u": 2, "r": 4}, Parallel(ulysses="u", ring="r")),
+], ids=["two", "eight"])
+def test_attention_over_devices(checked, axes, parallel):
+    """With an all-to-all and a ring around the kernels; the last devices hold padding."""
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
+    kernel = replace(SPLASH, block_q=128, block_kv=128)
+    assert attention_error(checked, kernel, 250, 250, 64, parallel=parallel, mesh=mesh) < 4e-3
+
+
+# ---------------------------------------------------------------- planted faults
+
+
+def test_a_race_is_found(checked, monkeypatch):
+    """Both parts are written to the same place, by two cores."""
+    monkeypatch.setattr(lanes, "part", lambda share: pl.BlockSpec(
+        (None, None, lanes.ROWS, share), lambda b, p, i: (0, b, i, 0)
+    ))
+    with pytest.raises(AssertionError, match="RACE DETECTED"):
+        checked(copy_there_and_back, draw(1, 200, 512))
+
+
+def test_a_read_of_uninitialized_memory_is_found(checked, monkeypatch):
+    monkeypatch.setattr(splash, "keep_query", lambda query, query_t, kernel: None)
+    assert np.isnan(attention_error(checked, replace(SPLASH, window=20), 100, 100))
+
+
+def test_a_read_out_of_bounds_is_found(checked, monkeypatch):
+    monkeypatch.setattr(lanes, "whole", lambda share: pl.BlockSpec(
+        (None, lanes.ROWS, share), lambda b, p, i: (b, i, p + 1)
+    ))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="[Oo]ut-of-bounds"):
+        checked(copy_there_and_back, draw(1, 200, 512))
