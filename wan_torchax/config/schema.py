@@ -140,8 +140,9 @@ class Model:
     name: str = ""
     family: str = MISSING  # conf/family, wan_torchax/models/<family>
     weights: dict[str, Any] = field(default_factory=dict)  # by component: rows of Rule
-    path: str = MISSING  # a folder in diffusers layout, or a Hub id
-    paths: dict[str, str] = field(default_factory=dict)  # by component: for those stored elsewhere
+    path: str = MISSING  # a folder in diffusers layout, or a Hub id; on the command line also a single file
+    # By component, for those stored elsewhere: such a path, or a single file. model.vae=… on the command line.
+    paths: dict[str, str] = field(default_factory=dict)
     revision: Optional[str] = None
     scan_blocks: bool = offered(True)
     text_tokens: int = offered(512)

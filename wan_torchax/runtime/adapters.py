@@ -29,9 +29,9 @@ from wan_torchax.config.schema import Adapter, ConfigError
 from wan_torchax.config.wording import listed
 from wan_torchax.models.family import AdapterNames, Family, Rows
 from wan_torchax.records.fingerprints import digest, hash_file
-from wan_torchax.runtime.checkpoint import Stored, read_header
-from wan_torchax.runtime.reading import split_rows
-from wan_torchax.runtime.weights import STORED_DTYPES, Change
+from wan_torchax.runtime.checkpoint import read_header
+from wan_torchax.runtime.formats import STORED_DTYPES, Stored, split_rows, without_ones
+from wan_torchax.runtime.weights import Change
 
 log = logging.getLogger("wan")
 PROBLEMS_SHOWN = 20
@@ -356,7 +356,3 @@ def fit(factors: dict[str, Stored], shape: tuple | None) -> tuple[tuple[Stored, 
     fitted = tuple(replace(one, shape=fitting) for one, fitting in zip(factors.values(), wanted))
     return fitted, misfits
 
-
-def without_ones(shape: tuple) -> tuple:
-    """Trainers write 1 x 1 convolutions and modulations with and without dimensions of size one."""
-    return tuple(size for size in shape if size != 1)

@@ -11,6 +11,7 @@ from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import Adapter, ConfigError
 from wan_torchax.runtime.adapters import find, parse, place_one
 from wan_torchax.runtime.checkpoint import find_present, index
+from wan_torchax.runtime.formats import by_module
 
 # Keys that a recipe sets.
 RECIPE_KEYS = ("steps", "guidance_scale", "guidance_scale_2", "scheduler", "resolution.flow_shift")
@@ -21,7 +22,9 @@ def at_hand(config) -> dict[str, list[str]]:
     present = find_present(config, config.model.experts)
     if len(present) < len(config.model.experts):
         return {}
-    shapes = {name: {key: one.shape for key, one in index(there.folder).items()} for name, there in present.items()}
+    family = family_of(config)
+    tensors = {name: by_module(index(there.path), family.spec(name)) for name, there in present.items()}
+    shapes = {name: {key: one.shape for key, one in stored.items()} for name, stored in tensors.items()}
     adapters = [name for name in options("adapter") if fits(rows_of(name), shapes, config)]
     recipes = [name for name in options("sampling") if adapter_of(name) in adapters]
     offered = {"adapter": adapters, "sampling": recipes}
