@@ -84,15 +84,18 @@ def read_header(file: Path) -> dict[str, Stored]:
             about[name] = header.value(header.number("I"))
         rows = [read_row(header) for _ in range(check_count(header, tensors))]
         alignment = about.get(ALIGNMENT[0], ALIGNMENT[1])
-        if not isinstance(alignment, int) or not 0 < alignment <= 2**16 or alignment % 8:
+        if type(alignment) is not int or not 0 < alignment <= 2**16 or alignment % 8:
             raise ValueError(f"an alignment of {alignment}")
         begin = math.ceil(handle.tell() / alignment) * alignment
     found: dict[str, Stored] = {}
+    end = begin
     for name, shape, kind, offset in rows:
-        if name in found or offset % alignment:
-            raise ValueError(f"{name} {'is there twice' if name in found else f'begins at {offset}'}")
-        found[name] = place(file, name, original_shape(name, shape, about), kind, begin + offset)
-    check_places(found, size)
+        stored = place(file, name, original_shape(name, shape, about), kind, begin + offset)
+        if name in found or stored.offset != math.ceil(end / alignment) * alignment:
+            raise ValueError(f"{name} {'is there twice' if name in found else 'does not follow the tensor before it'}")
+        found[name], end = stored, stored.offset + bytes_of(stored)
+        if end > size:
+            raise ValueError(f"it ends before the end of {name}")
     return found
 
 
@@ -130,11 +133,3 @@ def place(file: Path, name: str, shape: tuple, kind: int, offset: int) -> Stored
         raise ValueError(f"{name}: rows of {math.prod(shape[1:])} numbers do not divide into blocks of {dtype}")
     return Stored(file, dtype, shape, offset)
 
-
-def check_places(tensors: dict[str, Stored], size: int) -> None:
-    """No tensor lies beyond the file's end or in another."""
-    end = 0
-    for name, stored in sorted(tensors.items(), key=lambda item: item[1].offset):
-        if stored.offset < end or stored.offset + bytes_of(stored) > size:
-            raise ValueError(f"{name} lies {'in another tensor' if stored.offset < end else 'beyond the end'}")
-        end = stored.offset + bytes_of(stored)
