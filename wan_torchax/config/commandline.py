@@ -156,6 +156,7 @@ TASKS = {
     "doctor": "check this machine for problems",
     "tune": "find the fastest attention blocks for this shape and device",
     "calibrate": "measure a curve for cache=magcache",
+    "inspect": "what a weight file is, how to run it, where it fits: model.path=<file or folder>",
     "port": "what a diffusers model needs to run here, and the files to begin with",
 }
 KEYS = {

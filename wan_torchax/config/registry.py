@@ -30,6 +30,7 @@ TASKS = {
     "doctor": "wan_torchax.tasks.doctor.doctor",
     "serve": "wan_torchax.tasks.serve.serve",
     "port": "wan_torchax.tasks.port.port",
+    "inspect": "wan_torchax.tasks.inspect.inspect",
 }
 
 

@@ -379,6 +379,11 @@ class Port:
 
 
 @dataclass
+class Inspect:
+    adapters: Optional[str] = None
+
+
+@dataclass
 class Serve:
     folder: str = MISSING
     gallery: list[str] = field(default_factory=list)
@@ -472,6 +477,7 @@ class Config:
     calibrate: Calibrate = field(default_factory=Calibrate)
     plan: Plan = field(default_factory=Plan)
     port: Port = field(default_factory=Port)
+    inspect: Inspect = field(default_factory=Inspect)
     serve: Serve = field(default_factory=Serve)
 
 

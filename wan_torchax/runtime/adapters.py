@@ -250,10 +250,7 @@ def place(adapters: tuple[File, ...], shapes: Mapping[str, tuple], family: Famil
     """The changes that adapters make to tensors of these names and shapes. Raises one error with all mismatches."""
     changes = defaultdict(list)
     for adapter in adapters:
-        contents = parse(adapter.path, family.adapters)
-        split_layers(contents, shapes)
-        placed, elsewhere, problems = place_one(contents, shapes, family.adapters.bare)
-        problems += [f"{key}: no model of the family {family.name} has such a tensor" for key in contents.unknown]
+        placed, elsewhere, problems = match(parse(adapter.path, family.adapters), shapes, family)
         label = f"adapter.{adapter.name} ({adapter.path.name})"
         if not placed:
             problems += [f"{key}: no place in this model" for key in elsewhere]
@@ -268,6 +265,15 @@ def place(adapters: tuple[File, ...], shapes: Mapping[str, tuple], family: Famil
             if left:
                 log.warning("%s: %d keys %s, e.g. %s", label, len(left), what, "; ".join(left[:EXAMPLES]))
     return dict(changes)
+
+
+def match(contents: Contents, shapes: Mapping[str, tuple], family: Family) -> tuple[list, list[str], list[str]]:
+    """A file's changes to tensors of these names and shapes, as (name, scale, factors); keys of other models of the
+    family; problems."""
+    split_layers(contents, shapes)
+    placed, elsewhere, problems = place_one(contents, shapes, family.adapters.bare)
+    problems += [f"{key}: no model of the family {family.name} has such a tensor" for key in contents.unknown]
+    return placed, elsewhere, problems
 
 
 def split_layers(contents: Contents, shapes: Mapping[str, tuple]) -> None:

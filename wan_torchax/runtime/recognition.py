@@ -17,6 +17,7 @@ from wan_torchax import own_path
 from wan_torchax.config.commandline import CONF, key_of, options, quote
 from wan_torchax.config.registry import FAMILIES, load
 from wan_torchax.config.schema import ConfigError
+from wan_torchax.models.family import ComponentSpec
 from wan_torchax.runtime.checkpoint import FILES, index, local_folder, read_architecture, single_file
 from wan_torchax.runtime.formats import Stored, by_module, without_ones
 
@@ -24,9 +25,10 @@ PATH, COMPONENT = "model.path", "model.paths."
 CHOOSE = ("model", "preset")
 
 
-def recognize(file: Path) -> dict[str, list[str]]:
-    """The components in a file, and the models that each may belong to."""
-    tensors, found = index(file), {}
+def recognize(place: Path) -> dict[str, list[str]]:
+    """The components in a file or folder, and the models that each may belong to."""
+    tensors: dict[str, Stored] = index(place)
+    found: dict[str, list[str]] = {}
     for name in options("model"):
         model = described(name)
         for component in model["architecture"]:
@@ -36,13 +38,19 @@ def recognize(file: Path) -> dict[str, list[str]]:
 
 
 def is_of(tensors: Mapping[str, Stored], model: Mapping, component: str) -> bool:
-    spec, architecture = load(FAMILIES, model["family"]).components[component], model["architecture"][component]
-    folder = local_folder(model.get("paths", {}).get(component, model["path"]))
-    if folder and (folder / component / "config.json").is_file():
-        architecture = read_architecture(folder / component, architecture, component, spec.fields)
-    landmarks = spec.landmarks(architecture)
+    spec = load(FAMILIES, model["family"]).components[component]
+    landmarks = spec.landmarks(architecture_of(model, component, spec))
     named = by_module(tensors, spec) if landmarks else {}
     return bool(landmarks) and all(fits(named.get(name), shape) for name, shape in landmarks.items())
+
+
+def architecture_of(model: Mapping, component: str, spec: ComponentSpec) -> Mapping:
+    """What conf/ says of a component, completed by its config.json if that is local."""
+    architecture = model["architecture"][component]
+    folder = local_folder(model.get("paths", {}).get(component, model["path"]))
+    if folder and (folder / component / "config.json").is_file():
+        return read_architecture(folder / component, architecture, component, spec.fields)
+    return architecture
 
 
 def fits(stored: Stored | None, shape: tuple | None) -> bool:
@@ -79,6 +87,8 @@ def with_models(arguments: list[str]) -> list[str]:
     file is of, unless they choose one."""
     given = {key_of(argument): argument.partition("=")[2].strip("'\"") for argument in arguments}
     path, chosen = given.get(PATH, ""), any(key in given for key in CHOOSE)
+    if given.get("task") == "inspect":
+        return arguments
     file = single_file(path, "path")
     if file is not None:
         components = recognize(file)

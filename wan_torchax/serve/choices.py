@@ -9,7 +9,7 @@ from wan_torchax.config.adapters import components
 from wan_torchax.config.commandline import CONF, options
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import Adapter, ConfigError
-from wan_torchax.runtime.adapters import find, parse, place_one
+from wan_torchax.runtime.adapters import find, match, parse
 from wan_torchax.runtime.checkpoint import find_present, index
 from wan_torchax.runtime.formats import by_module
 
@@ -54,17 +54,16 @@ def read(path: Path) -> dict:
 
 def fits(rows: dict[str, dict], shapes: dict[str, dict[str, tuple]], config) -> bool:
     """Whether there are rows, each with its file on this machine and all of the file's weights matching the model."""
-    names = family_of(config).adapters
+    family = family_of(config)
     with contextlib.suppress(ConfigError, OSError):
         for name, row in rows.items():
             adapter = Adapter(**row)
             path, targets = find(name, adapter, local_only=True), components(adapter, list(config.model.experts))
             if path is None or not path.is_file() or not targets:
                 return False
-            contents = parse(path, names)
             for target in targets:
-                placed, elsewhere, problems = place_one(contents, shapes[target], names.bare)
-                if not placed or elsewhere or problems or contents.unknown:
+                placed, elsewhere, problems = match(parse(path, family.adapters), shapes[target], family)
+                if not placed or elsewhere or problems:
                     return False
         return bool(rows)
     return False
