@@ -67,11 +67,27 @@ class ArraySpec:
 
 
 @dataclass(frozen=True)
+class Form:
+    """How an adapter's factors make what is added to a tensor."""
+
+    # hadamard (LoHa), kronecker (LoKr): of the products of two groups of factors; None (LoRA, diffs): one group.
+    combine: str | None = None
+    groups: tuple[int, ...] = ()  # the number of factors in each
+    decomposed: bool = False  # DoRA: the last factor is the norms that the sum of tensor and addition is scaled to
+
+    @property
+    def is_plain(self) -> bool:
+        return self.combine is None and not self.decomposed
+
+
+@dataclass(frozen=True)
 class Change:
-    """An adapter's addition to one checkpoint tensor: scale · up · down, or scale · diff."""
+    """An adapter's addition to one checkpoint tensor: scale · up · down, scale · diff, or as `form` says."""
 
     scale: float
     factors: tuple[Stored, ...]  # (up, down) of shapes (rows, rank) and (rank, …), or one like the tensor
+    form: Form = Form()
+    strength: float = 1.0  # of the difference that a decomposed one makes; else it is in the scale
 
 
 # ---------------------------------------------------------------- array specs
@@ -308,7 +324,8 @@ def loads(spec: ArraySpec, files: Mapping[str, Stored], changes: Mapping[str, li
 
 def merged_in_rows(spec: ArraySpec, stored: Stored, added: Iterable[Change]) -> bool:
     """Whether changes are merged into a layer some rows at a time; see merge_layer."""
-    return bool(added) and spec.stacked and not spec.scaled_by and not stored.in_blocks
+    plain = all(change.form.is_plain for change in added)
+    return bool(added) and plain and spec.stacked and not spec.scaled_by and not stored.in_blocks
 
 
 def is_kept(spec: ArraySpec, stored: Stored, added: Iterable[Change]) -> bool:
@@ -375,7 +392,9 @@ def sent_as(stored: Stored) -> str:
 
 def placed(change: Change, sharding) -> list[tuple[Stored, jax.sharding.NamedSharding]]:
     """A change's factors and their shardings: `up` like the tensor's rows, `down` like its other dimensions, so that
-    their product needs no communication."""
+    their product needs no communication. Factors of other forms are small, and whole everywhere."""
+    if not change.form.is_plain:
+        return [(one, replicated(sharding.mesh)) for one in change.factors]
     if len(change.factors) == 1:
         return [(change.factors[0], sharding)]
     rows, rest = (*sharding.spec, None)[0], tuple(sharding.spec)[1:]
@@ -465,31 +484,58 @@ def merge(spec: ArraySpec, changes: Iterable[Change], arrive: Callable[[], jax.A
     """The next tensor, with its changes merged."""
     added = added_by(changes, arrive)
     array = arrive()
-    return merge_program(spec.sharding, spec.dtype)(array, *added) if changes else array
+    forms = tuple(change.form for change in changes)
+    return merge_program(spec.sharding, spec.dtype, forms)(array, *added) if changes else array
 
 
 def added_by(changes: Iterable[Change], arrive: Callable[[], jax.Array]) -> tuple[tuple, tuple]:
     """Scales, and factors on the devices, of every change."""
     factors = tuple(tuple(arrive() for _ in change.factors) for change in changes)
-    return tuple(numpy.float32(change.scale) for change in changes), factors
+    return tuple((numpy.float32(change.scale), numpy.float32(change.strength)) for change in changes), factors
 
 
-def merged(base, scales, added, dtype):
+def merged(base, scales, added, dtype, forms: Iterable[Form] = ()):
     """base + Σ scale · product of factors, in float32 and cast once. By default a TPU would multiply in bfloat16."""
     total = base.astype(jax.numpy.float32)
-    for scale, factors in zip(scales, added):
-        first, *second = (factor.astype(jax.numpy.float32) for factor in factors)
-        whole = scale * first
-        if second:
-            transposed = jax.lax.optimization_barrier(whole.T)  # this layout is an eighth faster on CPU
-            whole = jax.numpy.tensordot(transposed, second[0], (0, 0), precision="highest")
-        total = total + whole
+    for (scale, strength), factors, form in zip(scales, added, forms or [Form()] * len(added)):
+        factors = [factor.astype(jax.numpy.float32) for factor in factors]
+        norms = factors.pop() if form.decomposed else None
+        whole = product(scale, factors) if form.combine is None else combined(scale, factors, form)
+        whole = total + whole.reshape(total.shape)
+        total = whole if norms is None else total + strength * (with_norms(whole, norms) - total)
     return total.astype(dtype)
 
 
+def product(scale, factors):
+    """scale · first · second, if there is a second."""
+    first, *second = factors
+    if not second:
+        return scale * first
+    transposed = jax.lax.optimization_barrier((scale * first).T)  # this layout is an eighth faster on CPU
+    return jax.numpy.tensordot(transposed, second[0], (0, 0), precision="highest")
+
+
+def combined(scale, factors, form: Form):
+    """Two products, multiplied number by number, or each number of the first with the whole second."""
+    count, _ = form.groups
+    first, second = product(scale, factors[:count]), product(1, factors[count:])
+    if form.combine == "hadamard":
+        return first * second
+    (rows, columns), (inner_rows, inner_columns, *rest) = first.shape, second.shape
+    spread = first.reshape(rows, 1, columns, 1, *[1] * len(rest)) * second[None, :, None]
+    return spread.reshape(rows * inner_rows, columns * inner_columns, *rest)
+
+
+def with_norms(array, norms):
+    """The array, scaled to these norms over the dimensions in which there is only one."""
+    over = tuple(place for place, size in enumerate(norms.shape) if size == 1)
+    found = jax.numpy.sqrt(jax.numpy.sum(array**2, over, keepdims=True))
+    return array * (norms / jax.numpy.maximum(found, jax.numpy.finfo("float32").tiny))
+
+
 @functools.cache
-def merge_program(sharding, dtype: str):
-    return jax.jit(functools.partial(merged, dtype=dtype), out_shardings=sharding)
+def merge_program(sharding, dtype: str, forms: tuple[Form, ...]):
+    return jax.jit(functools.partial(merged, dtype=dtype, forms=forms), out_shardings=sharding)
 
 
 @functools.cache
