@@ -19,6 +19,7 @@ from wan_torchax.records import media
 from wan_torchax.records.stored import take_over
 from wan_torchax.runtime import adapters
 from wan_torchax.runtime.checkpoint import read_header
+from wan_torchax.runtime.jobs import find_job
 from wan_torchax.session import Session, session
 
 DIFFS = ("blocks.1.norm2.weight", "blocks.0.norm2.bias", "blocks.0.attn1.norm_q.weight", "blocks.1.scale_shift_table",
@@ -156,6 +157,26 @@ def test_two_adapters_on_two_experts_over_eight_devices(weights, tmp_path):
     assert_merged(loaded(*overrides), weights, both, within=exact)
     changes = {key: [-1.5 * value] for key, value in other.changes().items()}
     assert_merged(loaded(*overrides, component="transformer_2"), second, changes, within=exact)
+
+
+def test_blocks_have_strengths_of_their_own(weights, tmp_path):
+    """What lies outside the blocks has the row's alone."""
+    learned = lora.Learned(weights)
+    file = learned.save(tmp_path / "x.safetensors", **lora.FORMATS["ComfyUI"])
+    factors = {key: {"0": -0.5, "1": 0.0}[key.split(".")[1]] if key.startswith("blocks") else 1.0 for key in weights}
+    arrays = loaded(adapter("style", file, strength=0.8, blocks="[-0.5,0]"))
+    assert_merged(arrays, weights, {key: [0.8 * factors[key] * value] for key, value in learned.changes().items()})
+    for name in weights:
+        assert "blocks.1" not in name or numpy.array_equal(arrays[name], weights[name].numpy())
+    with pytest.raises(ConfigError, match="adapter.style.blocks: has 3 numbers, the model 2 blocks; one for each"):
+        loaded(adapter("style", file, blocks="[1,1,1]"))
+
+
+def test_strengths_of_blocks_are_part_of_the_weights_key(weights, tmp_path):
+    file = lora.Learned(weights).save(tmp_path / "x.safetensors", **lora.FORMATS["ComfyUI"])
+    rows = [adapter("style", file), adapter("style", file, blocks="[1,0]"), adapter("style", file, blocks="[0,1]")]
+    configs = [make_config(*SMALL, *tiny.model(), row) for row in rows]
+    assert len({find_job(config).checkpoints["transformer"].fingerprint for config in configs}) == 3
 
 
 # ---------------------------------------------------------------- LoHa, LoKr, DoRA
@@ -297,6 +318,7 @@ BAD = {
     "adapter.style={path: x.pt}": "x.pt can run code when opened and is not read",
     "adapter.style={path: x.safetensors, repo: a/b, file: c.safetensors}": "has a path and a Hub id",
     "adapter.style={path: x.safetensors, strength: 99}": "adapter.style.strength=99.0: must be from -10 to 10",
+    "adapter.style={path: x.safetensors, blocks: [1, 99]}": "each must be from -10 to 10",
     "adapter.style={path: x.safetensors, target: [low]}": "this model has one transformer",
     "adapter.style={path: x.safetensors, target: [hihg]}": "adapter.style.target=hihg: unknown; nearest: high",
     "adapter.style={file: x.safetensors, weight: 1}": "needs a path, or repo and file",

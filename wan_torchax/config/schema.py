@@ -275,6 +275,7 @@ class Adapter:
     file: Optional[str] = None  # in the repository
     revision: Optional[str] = None
     strength: float = offered(1.0)  # factor of its update; 0 is off
+    blocks: list[float] = offered(list)  # factors of the strength, one for each block; empty: all 1
     target: list[str] = offered(lambda: ["all"])  # all | high | low | transformer | transformer_2
 
 

@@ -70,6 +70,7 @@ class File:
     sha256: str
     strength: float
     allow_unmatched: bool
+    blocks: tuple[float, ...] = ()  # factors of the strength, by the number of a block in its list
 
 
 def on(checkpoints: Mapping[str, Checkpoint], config: DictConfig, local_only: bool = False) -> dict[str, Checkpoint]:
@@ -85,20 +86,23 @@ def on(checkpoints: Mapping[str, Checkpoint], config: DictConfig, local_only: bo
                 del adapted[component]
                 continue
             parse(path, family_of(config).adapters)
-            file = File(name, path, sha256_of(path), row.strength, config.adapter[config_adapters.ALLOW])
+            allow, blocks = config.adapter[config_adapters.ALLOW], tuple(row.blocks)
+            file = File(name, path, sha256_of(path), row.strength, allow, blocks)
             base = adapted[component]
             settings = digest(path.parent.glob(PEFT_SETTINGS)) if path.name == PEFT_FILE else ""
-            fingerprint = f"{base.fingerprint}+{file.sha256[:16]}{settings}*{row.strength}"
+            strengths = f"{row.strength}{list(blocks) if blocks else ''}"
+            fingerprint = f"{base.fingerprint}+{file.sha256[:16]}{settings}*{strengths}"
             adapted[component] = replace(base, fingerprint=fingerprint, adapters=(*base.adapters, file))
     return adapted
 
 
 def described(config: DictConfig) -> dict[str, dict]:
-    """The adapters as recorded in a run's metrics and video: file hash, strength and target, by name."""
+    """The adapters as recorded in a run's metrics and video: file hash, strengths and target, by name."""
     rows = {name: row for name, row in config_adapters.rows(config).items() if row.strength}
     paths = {name: find(name, row, local_only=True) for name, row in rows.items()}
     return {
         name: {"sha256": paths[name] and sha256_of(paths[name]), "strength": row.strength, "target": row.target}
+        | ({"blocks": row.blocks} if row.blocks else {})
         for name, row in rows.items()
     }
 
@@ -265,13 +269,34 @@ def place(adapters: tuple[File, ...], shapes: Mapping[str, tuple], family: Famil
         if problems and not adapter.allow_unmatched:
             remedy = "choose the one for this model, or adapter.allow_unmatched=true to leave these out"
             raise ConfigError(f"{label} does not fit; {remedy}:\n{listed(problems, PROBLEMS_SHOWN)}")
+        check_blocks(adapter, shapes)
         for name, change in placed:
-            changes[name].append(with_strength(change, adapter.strength))
+            if strength := strength_in(adapter, name):
+                changes[name].append(with_strength(change, strength))
         log.info("%s: added to %d tensors, strength %g", label, len({name for name, _ in placed}), adapter.strength)
         for what, left in (("are of another model and found no place", elsewhere), ("are left out", problems)):
             if left:
                 log.warning("%s: %d keys %s, e.g. %s", label, len(left), what, "; ".join(left[:EXAMPLES]))
     return dict(changes)
+
+
+def block_of(name: str) -> int | None:
+    """The number of a tensor's block in its list; None for tensors outside the blocks."""
+    found = re.search(r"blocks\.(\d+)\.", name)
+    return int(found[1]) if found else None
+
+
+def check_blocks(adapter: File, shapes: Mapping[str, tuple]) -> None:
+    """There is a factor for each block of the longest list."""
+    count = 1 + max((number for number in map(block_of, shapes) if number is not None), default=-1)
+    if adapter.blocks and len(adapter.blocks) != count:
+        key = f"adapter.{adapter.name}.blocks"
+        raise ConfigError(f"{key}: has {len(adapter.blocks)} numbers, the model {count} blocks; one for each")
+
+
+def strength_in(adapter: File, name: str) -> float:
+    number = block_of(name)
+    return adapter.strength * (adapter.blocks[number] if adapter.blocks and number is not None else 1)
 
 
 def with_strength(change: Change, strength: float) -> Change:
