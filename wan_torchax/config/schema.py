@@ -20,6 +20,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 NOISES = ("float32", "bfloat16", "bfloat16_8bit")
 EIGHT_BITS = ("float8_e4m3fn", "int8")
 GUIDANCE = ("batched", "sequential")
+GUIDERS = ("cfg_zero", "apg")
 EXPERT_WEIGHTS = ("resident", "swapped")
 PLATFORMS = ("cpu", "gpu", "tpu")
 
@@ -299,6 +300,19 @@ class Cache:
 
 
 @dataclass
+class Guider:
+    """How the velocities of prompt and negative prompt become one; conf/guider explains each key."""
+
+    name: str = ""
+    mode: Optional[str] = offered(None)  # cfg_zero | apg; null: classifier-free guidance
+    rescale: float = offered(0.0)
+    zero_steps: int = offered(0)
+    momentum: float = offered(0.0)
+    parallel: float = offered(1.0)
+    most_norm: float = offered(0.0)
+
+
+@dataclass
 class Precision:
     """Which linear layers of the transformer are quantized; conf/precision explains each key."""
 
@@ -468,6 +482,7 @@ class Config:
     ops: dict[str, Any] = group(dict)  # rows of Op; Any, so that a command line can add one
     scheduler: Scheduler = group(Scheduler)
     cache: Cache = group(Cache)
+    guider: Guider = group(Guider)
     # Rows of Adapter by name; Any, so that a command line can add one.
     adapter: dict[str, Any] = group(lambda: {"allow_unmatched": False}, rows=Adapter)
     prompt: Prompt = group(Prompt)
