@@ -231,9 +231,13 @@ def test_fluxs_vae_in_its_own_names(tmp_path):
 # ---------------------------------------------------------------- recognition
 
 
+LANES = dict.fromkeys(("wan21_vace_1_3b", "flux1_schnell"), ()) | dict.fromkeys(
+    ("wan21_flf2v_14b", "wan22_ti2v_5b", "hunyuan15_i2v_480p_step_distilled", "flux1_dev"), pytest.mark.system)
+
+
 @pytest.mark.parametrize("name", [
-    *(pytest.param(name, marks=[] if name in ("wan21_vace_1_3b", "flux1_schnell") else pytest.mark.system)
-      for name in options("model") if not name.startswith(("demo", "flux2"))),
+    pytest.param(name, marks=LANES.get(name, pytest.mark.full))
+    for name in options("model") if not name.startswith(("demo", "flux2"))
 ])
 def test_a_models_tensors_are_those_it_is_recognized_by(name):
     model = recognition.described(name)
@@ -365,6 +369,24 @@ def test_eight_bits_are_widened(scheme, dtype, tmp_path):
         array = numpy.asarray(arrays[re.sub(r"\.\d\.", ".*.", name, count=1)])[int(name.split(".")[1])]
         numpy.testing.assert_array_equal(array, meant[name].numpy().astype(ml_dtypes.bfloat16 if dtype == "bfloat16"
                                                                            else "float32"))
+
+
+def test_a_folder_in_eight_bits(tmp_path):
+    """diffusers' layout with scales beside the weights, and a config.json that says so, as ModelOpt's."""
+    folder = tiny.make_checkpoint(tmp_path / "model")
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    stored, meant = eight_bits(load_torch(file), "weight_scale e4m3")
+    save_torch(stored, file)
+    about = json.loads((folder / "transformer" / "config.json").read_text())
+    about["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    (folder / "transformer" / "config.json").write_text(json.dumps(about))
+    session = Session()
+    resolved = session.resolve(find_job(make_config(*SMALL, *tiny.overrides(folder))), ["denoise"], lambda event: None)
+    component = session.build(resolved, ["denoise"])["denoise"].components["transformer"]
+    component.check()
+    component.load(component.specs, lambda event: None)
+    found = numpy.asarray(component.arrays["blocks.*.attn1.to_q.weight"][1])
+    numpy.testing.assert_array_equal(found, meant["blocks.1.attn1.to_q.weight"].numpy())
 
 
 def test_scales_that_do_not_fit_are_refused(tmp_path):

@@ -58,6 +58,7 @@ def test_the_first_steps_change_nothing():
     assert list(schedule_rows(config, scheduler_table(config, None))["zeroed"]) == [1, 1, 0, 0, 0]
 
 
+@pytest.mark.system
 def test_a_run_with_each(generate):
     """One video apart from the other; CFG-Zero*'s only step of one changes nothing."""
     common = "steps=3", "guidance_scale=4", "stages=[text,denoise]"

@@ -16,7 +16,8 @@ from wan_torchax.records.fingerprints import fingerprint
 from wan_torchax.runtime import gguf, remote
 from wan_torchax.runtime.formats import Stored, bytes_of, with_scales
 
-ABOUT_FILES = ("architectures", "dtype", "torch_dtype", "transformers_version", "model_type")  # metadata in config.json
+# Metadata in config.json. How weights are quantized, their files say.
+ABOUT_FILES = ("architectures", "dtype", "torch_dtype", "transformers_version", "model_type", "quantization_config")
 FILES = (".safetensors", ".gguf")  # what a component may be a single file of
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
