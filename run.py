@@ -89,6 +89,10 @@ def run_jobs() -> None:
     interruption.check()
     try:
         sys.argv[1:] = commandline.rewrite(sys.argv[1:])
+        if any("model.path" in argument for argument in sys.argv):  # a single file chooses its model
+            from wan_torchax.runtime.recognition import with_models
+
+            sys.argv[1:] = with_models(sys.argv[1:])
         job()
     except Exception as error:
         interruption.check()  # Ctrl-C also reaches a launcher's processes

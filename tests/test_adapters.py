@@ -19,6 +19,7 @@ from wan_torchax.records import media
 from wan_torchax.records.stored import take_over
 from wan_torchax.runtime import adapters
 from wan_torchax.runtime.checkpoint import read_header
+from wan_torchax.runtime.jobs import find_job
 from wan_torchax.session import Session, session
 
 DIFFS = ("blocks.1.norm2.weight", "blocks.0.norm2.bias", "blocks.0.attn1.norm_q.weight", "blocks.1.scale_shift_table",
@@ -158,6 +159,86 @@ def test_two_adapters_on_two_experts_over_eight_devices(weights, tmp_path):
     assert_merged(loaded(*overrides, component="transformer_2"), second, changes, within=exact)
 
 
+def test_blocks_have_strengths_of_their_own(weights, tmp_path):
+    """What lies outside the blocks has the row's alone."""
+    learned = lora.Learned(weights)
+    file = learned.save(tmp_path / "x.safetensors", **lora.FORMATS["ComfyUI"])
+    factors = {key: {"0": -0.5, "1": 0.0}[key.split(".")[1]] if key.startswith("blocks") else 1.0 for key in weights}
+    arrays = loaded(adapter("style", file, strength=0.8, blocks="[-0.5,0]"))
+    assert_merged(arrays, weights, {key: [0.8 * factors[key] * value] for key, value in learned.changes().items()})
+    for name in weights:
+        assert "blocks.1" not in name or numpy.array_equal(arrays[name], weights[name].numpy())
+    with pytest.raises(ConfigError, match="adapter.style.blocks: has 3 numbers, the model 2 blocks; one for each"):
+        loaded(adapter("style", file, blocks="[1,1,1]"))
+
+
+def test_strengths_of_blocks_are_part_of_the_weights_key(weights, tmp_path):
+    file = lora.Learned(weights).save(tmp_path / "x.safetensors", **lora.FORMATS["ComfyUI"])
+    rows = [adapter("style", file), adapter("style", file, blocks="[1,0]"), adapter("style", file, blocks="[0,1]")]
+    configs = [make_config(*SMALL, *tiny.model(), row) for row in rows]
+    assert len({find_job(config).checkpoints["transformer"].fingerprint for config in configs}) == 3
+
+
+# ---------------------------------------------------------------- LoHa, LoKr, DoRA
+
+
+def in_peft(kind, folder):
+    """A transformer with random factors of this kind, saved by PEFT, and its weights once PEFT has merged them."""
+    import diffusers
+    import peft
+
+    torch.manual_seed(0)
+    targets = ["attn1.to_q", "attn2.to_out.0", "ffn.net.0.proj", "ffn.net.2"]
+    config = {
+        "LoHa": lambda: peft.LoHaConfig(r=4, alpha=6, target_modules=targets, init_weights=False),
+        "LoKr": lambda: peft.LoKrConfig(r=3, alpha=6, target_modules=targets, init_weights=False),
+        "LoKr, decomposed": lambda: peft.LoKrConfig(
+            r=2, alpha=5, target_modules=targets, init_weights=False, decompose_both=True),
+        "LoKr, whole": lambda: peft.LoKrConfig(r=64, alpha=32, target_modules=targets, init_weights=False),
+        "DoRA": lambda: peft.LoraConfig(
+            r=4, lora_alpha=6, target_modules=targets, init_lora_weights=False, use_dora=True),
+    }[kind]()
+    base = diffusers.WanTransformer3DModel.from_pretrained(tiny.checkpoint("text") / "transformer")
+    model = peft.get_peft_model(base, config)
+    for name, parameter in model.named_parameters():
+        if "magnitude" in name:
+            parameter.data *= 1 + 0.3 * torch.rand(parameter.shape)
+    model.save_pretrained(folder)
+    return model.merge_and_unload().state_dict()
+
+
+@pytest.mark.parametrize("kind", ["LoHa", "LoKr", "LoKr, decomposed", "LoKr, whole", "DoRA"])
+def test_what_peft_merges_is_merged_as_there(weights, tmp_path, kind):
+    theirs = in_peft(kind, tmp_path)
+    changed = [key for key in weights if (theirs[key] - weights[key]).abs().max() > 1e-3]
+    assert len(changed) == 8  # four layers of two blocks
+    assert_merged(loaded(adapter("style", tmp_path)), theirs, {}, within=1e-6 if kind != "DoRA" else 3e-6)
+
+
+def test_lycoris_files_over_eight_devices(weights, tmp_path):
+    """Its names, alpha of LoKr without a rank, DoRA over inputs, strengths; on sharded weights."""
+    torch.manual_seed(1)
+    start, target = "lycoris_blocks_1_", "blocks.1."
+    kron = torch.randn(8, 4), torch.randn(16, 32)
+    hada = [0.3 * torch.randn(*shape) for shape in ((64, 3), (3, 128), (64, 3), (3, 128))]
+    norms = 1 + torch.rand(1, 128)
+    tensors = {f"{start}self_attn_q.lokr_w1": kron[0], f"{start}self_attn_q.lokr_w2": kron[1],
+               f"{start}self_attn_q.alpha": torch.tensor(99.0), f"{start}ffn_0.alpha": torch.tensor(6.0),
+               f"{start}ffn_0.dora_scale": norms}
+    tensors |= {f"{start}ffn_0.{name}": tensor for name, tensor in zip(adapters.LOHA, hada)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    query, wide = weights[f"{target}attn1.to_q.weight"], weights[f"{target}ffn.net.0.proj.weight"]
+    whole = wide + 6 / 3 * (hada[0] @ hada[1]) * (hada[2] @ hada[3])
+    decomposed = whole * norms / whole.norm(dim=0, keepdim=True)
+    expected = weights | {
+        f"{target}attn1.to_q.weight": query + 0.5 * torch.kron(*kron),
+        f"{target}ffn.net.0.proj.weight": wide + 0.5 * (decomposed - wide),
+    }
+    mesh = ["mesh=cpu_8", "mesh.axes={dp:2,sp:1,tp:4}", "sharding=tp"]
+    arrays = loaded(adapter("style", tmp_path / "x.safetensors", strength=0.5), *mesh)
+    assert_merged(arrays, expected, {}, within=1e-6)
+
+
 # ---------------------------------------------------------------- what fits nowhere
 
 
@@ -184,8 +265,14 @@ REFUSED = {
                     "blocks.7.norm3.diff: the model has fewer blocks"),
     "half a pair": ({"diffusion_model.blocks.0.self_attn.q.lora_B.weight": None},
                     "self_attn.q.lora_A.weight: its other half is missing"),
-    "LoKr": ({"diffusion_model.blocks.0.self_attn.q.lokr_w1": torch.zeros(4, 4)}, "is LoKr, which is not implemented"),
-    "DoRA": ({"diffusion_model.blocks.0.self_attn.q.dora_scale": torch.zeros(128)}, "is DoRA, which is not"),
+    "half of LoKr": ({"diffusion_model.blocks.0.self_attn.q.lokr_w1": torch.zeros(4, 4)}, "its other half is missing"),
+    "LoKr of another size": ({
+        "diffusion_model.blocks.0.self_attn.q.lokr_w1": torch.zeros(4, 4),
+        "diffusion_model.blocks.0.self_attn.q.lokr_w2": torch.zeros(4, 8),
+    }, r"q.lokr_w2: \(4, 4\) times \(4, 8\), the model's tensor is \(128, 128\)"),
+    "DoRA of another size": ({"diffusion_model.blocks.0.self_attn.q.dora_scale": torch.zeros(120, 1)},
+                             r"q.dora_scale: shape \(120, 1\), the model's tensor is"),
+    "Tucker": ({"diffusion_model.blocks.0.self_attn.q.lokr_t2": torch.zeros(4)}, "is a Tucker decomposition, which is"),
     "an alpha of two": ({"diffusion_model.blocks.0.self_attn.q.alpha": torch.zeros(2)}, "it must be one number"),
     "integers": ({"diffusion_model.blocks.0.norm3.diff": torch.zeros(128, dtype=torch.int8)}, "stored as I8"),
 }
@@ -231,6 +318,7 @@ BAD = {
     "adapter.style={path: x.pt}": "x.pt can run code when opened and is not read",
     "adapter.style={path: x.safetensors, repo: a/b, file: c.safetensors}": "has a path and a Hub id",
     "adapter.style={path: x.safetensors, strength: 99}": "adapter.style.strength=99.0: must be from -10 to 10",
+    "adapter.style={path: x.safetensors, blocks: [1, 99]}": "each must be from -10 to 10",
     "adapter.style={path: x.safetensors, target: [low]}": "this model has one transformer",
     "adapter.style={path: x.safetensors, target: [hihg]}": "adapter.style.target=hihg: unknown; nearest: high",
     "adapter.style={file: x.safetensors, weight: 1}": "needs a path, or repo and file",

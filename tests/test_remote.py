@@ -5,7 +5,7 @@ import pytest
 
 from tests.conftest import ROOT, make_config
 from wan_torchax.config.schema import ConfigError
-from wan_torchax.runtime import checkpoint, reading, remote
+from wan_torchax.runtime import checkpoint, formats, reading, remote
 
 DEMO = ROOT / "models/demo"
 
@@ -41,10 +41,10 @@ def total(fetched):
 
 def test_a_checkpoint_in_a_bucket_is_found_without_its_weights(bucket):
     found = checkpoint.find(model(), "text_encoder")
-    assert (found.folder.parent / "tokenizer/tokenizer.json").exists()
+    assert (found.path.parent / "tokenizer/tokenizer.json").exists()
     local = checkpoint.find(make_config(), "text_encoder")
     assert found.architecture == local.architecture and found.fingerprint != local.fingerprint
-    assert total(bucket) < 100_000 < (found.folder / "model.safetensors").stat().st_size
+    assert total(bucket) < 100_000 < (found.path / "model.safetensors").stat().st_size
     again = checkpoint.find(model(), "text_encoder")
     assert again == found
 
@@ -57,10 +57,10 @@ def read_rows(stored, first, last):
 
 
 def test_rows_are_those_of_the_file_and_are_fetched_once(bucket):
-    folder = checkpoint.find(model(), "transformer").folder
+    folder = checkpoint.find(model(), "transformer").path
     name, stored = max(checkpoint.index(folder).items(), key=lambda item: numpy.prod(item[1].shape))
     before = total(bucket)
-    rows, width = read_rows(stored, 1, 3), reading.row_bytes(stored)
+    rows, width = read_rows(stored, 1, 3), formats.row_bytes(stored)
     numpy.testing.assert_array_equal(rows, read_rows(checkpoint.index(DEMO / "transformer")[name], 1, 3))
     assert total(bucket) - before == 2 * width, "only those rows"
     read_rows(stored, 1, 2)
@@ -71,7 +71,7 @@ def test_rows_are_those_of_the_file_and_are_fetched_once(bucket):
 
 def test_other_files_in_the_bucket_are_noticed(bucket):
     before = checkpoint.find(model(), "vae")
-    header = checkpoint.index(before.folder)
+    header = checkpoint.index(before.path)
     stored = next(iter(header.values()))
     remote.fill(stored.file, stored.offset, 4)
     files = fsspec.filesystem("memory")

@@ -4,8 +4,10 @@ import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
+import tracemalloc
 import typing
 from random import Random
 
@@ -23,7 +25,8 @@ from wan_torchax.models.tokens import load_tokenizer
 from wan_torchax.records import media
 from wan_torchax.records.outputs import carried, settle
 from wan_torchax.records.stored import take_over
-from wan_torchax.runtime.checkpoint import find_all
+from wan_torchax.runtime.checkpoint import find_all, index
+from wan_torchax.runtime.formats import STORED_DTYPES, bytes_of
 
 # What somebody would write into a file that you are going to open.
 FORGED = {
@@ -152,7 +155,7 @@ def test_values_are_literals_of_the_keys_type(key, value):
 
 def test_every_offered_key_can_be_said():
     config = make_config()
-    tables = ("mesh.axes", "model.dtype", "adapter.*.strength", "adapter.*.target")
+    tables = ("mesh.axes", "model.dtype", "adapter.*.strength", "adapter.*.blocks", "adapter.*.target")
     values = {key: OmegaConf.select(config, key) for key in trust.offered() if key not in tables}
     values = {key: list(value) if OmegaConf.is_list(value) else value for key, value in values.items()}
     assert everything(compose(trust.overrides(values))) == everything(config)
@@ -209,6 +212,73 @@ def random_value(random: Random, depth: int = 0):
     if kind == 7:
         return {random_text(random): random_value(random, depth + 1) for _ in range(random.randint(0, 3))}
     return [random_text(random), random.randint(-9, 9), 2**70, random.random(), None, True][kind]
+
+
+SHAPES = {f"blocks.{number}.weight": (8, 32) for number in range(6)}  # of the file that is damaged below
+NUMBERS = (0, 1, 7, 2**15, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1)
+
+
+def safetensors_file() -> bytes:
+    layout = {name: {"dtype": "F32", "shape": list(shape), "data_offsets": [1024 * place, 1024 * place + 1024]}
+              for place, (name, shape) in enumerate(SHAPES.items())}
+    header = json.dumps(layout).encode()
+    header += b" " * (-len(header) % 8)
+    return struct.pack("<Q", len(header)) + header + bytes(6 * 1024)
+
+
+def gguf_file() -> bytes:
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(SHAPES), 3)
+    head += text("general.architecture") + struct.pack("<I", 8) + text("wan")
+    head += text("general.alignment") + struct.pack("<II", 4, 32)
+    head += text("words") + struct.pack("<IIQ", 9, 8, 2) + text("one") + text("two")
+    for place, (name, (rows, columns)) in enumerate(SHAPES.items()):
+        head += text(name) + struct.pack("<IQQIQ", 2, columns, rows, 8, 288 * place)  # eight blocks of Q8_0
+    return head + bytes(-len(head) % 32) + bytes(6 * 288)
+
+
+def damaged(content: bytes, header: int, random: Random) -> bytes:
+    """A file that is cut, or whose header says something else."""
+    kind, place = random.choice(["cut", "number", "byte", "swap", "insert"]), random.randrange(header)
+    if kind == "cut":
+        return content[: random.randrange(len(content))]
+    if kind == "number":
+        return content[:place] + struct.pack("<Q", random.choice(NUMBERS)) + content[place + 8 :]
+    if kind == "byte":
+        return content[:place] + bytes([random.randrange(256)]) + content[place + 1 :]
+    if kind == "swap":
+        other = random.randrange(header)
+        first, second = content[place : place + 8], content[other : other + 8]
+        return content.replace(first, second, 1) if first != second else content[:-1]
+    return content[:place] + random.randbytes(random.randrange(1, 40)) + content[place:]
+
+
+@pytest.mark.parametrize("make, suffix", [(safetensors_file, "safetensors"), (gguf_file, "gguf")])
+def test_damaged_and_lying_weight_files_are_refused(make, suffix, tmp_path):
+    """Broken, truncated, with numbers that lie: no tensor is taken that is not within the file, in a few megabytes."""
+    content, random, refused = make(), Random(0), 0
+    file = tmp_path / f"a.{suffix}"
+    file.write_bytes(content)
+    whole = index(file)
+    assert {name: stored.shape for name, stored in whole.items()} == SHAPES
+    begin = min(stored.offset for stored in whole.values())
+    tracemalloc.start()
+    for _ in range(int(os.environ.get("FUZZ_ROUNDS", 200))):
+        file.write_bytes(damaged(content, begin, random))
+        try:
+            found = index(file)
+        except ConfigError as error:
+            refused += 1
+            assert f"a.{suffix}: not a readable" in str(error)
+            continue
+        for stored in found.values():
+            size = bytes_of(stored) if stored.dtype in STORED_DTYPES else 0  # others are refused by their dtype
+            assert 0 < stored.offset <= file.stat().st_size - size
+    assert tracemalloc.get_traced_memory()[1] < 20 * 2**20
+    tracemalloc.stop()
+    assert refused > 100
 
 
 def test_random_overrides_are_refused_or_offered():

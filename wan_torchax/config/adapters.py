@@ -17,7 +17,7 @@ from wan_torchax.config.wording import one_of
 ALLOW = "allow_unmatched"  # the only key of the group that is not a row
 TARGETS = ("all", "high", "low", "transformer", "transformer_2")
 MOST_STRENGTH = 10
-SHAPE = "a path, or repo and file; it may have revision, strength and target"
+SHAPE = "a path, or repo and file; it may have revision, strength, blocks and target"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 IN_FOLDERS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")  # as PEFT and diffusers save them
 PEFT_FILE, PEFT_SETTINGS = IN_FOLDERS[0], "adapter_config.json"  # lora_alpha is in the second
@@ -100,6 +100,8 @@ def file_of(path: Path) -> Path:
 def number_problems(key: str, row: DictConfig, experts: list[str]) -> Iterator[str]:
     if not abs(row.strength) <= MOST_STRENGTH:  # also rejects NaN
         yield f"{key}.strength={row.strength}: must be from -{MOST_STRENGTH} to {MOST_STRENGTH}; usual 1.0, 0 is off"
+    if not all(abs(factor) <= MOST_STRENGTH for factor in row.blocks):
+        yield f"{key}.blocks={row.blocks}: each must be from -{MOST_STRENGTH} to {MOST_STRENGTH}; usual 0 to 1"
     if not row.target:
         yield f"{key}.target=[]: name at least one of {', '.join(TARGETS)}; strength=0 turns an adapter off"
     for target in row.target:

@@ -31,6 +31,8 @@ TEXT_KEYS = {
     "negative_prompt": "prompt.negative",
     "prompt.negative": "prompt.negative",
 }
+# Components that may be given apart, as a checkpoint's folder or a single file: model.vae=… is model.paths.vae.
+COMPONENTS = ("transformer", "transformer_2", "text_encoder", "text_encoder_2", "image_encoder", "vae")
 # Names that diffusers, ComfyUI and others use -> our keys.
 FOREIGN = {
     "num_inference_steps": "steps", "num_steps": "steps", "sample_steps": "steps", "sampling_steps": "steps",
@@ -155,6 +157,7 @@ TASKS = {
     "verify": "check what the devices compute and how fast: one page, made to be sent",
     "tune": "find the fastest attention blocks for this shape and device",
     "calibrate": "measure a curve for cache=magcache",
+    "inspect": "what a weight file is, how to run it, where it fits: model.path=<file or folder>",
     "port": "what a diffusers model needs to run here, and the files to begin with",
 }
 KEYS = {
@@ -200,6 +203,7 @@ def rewrite(arguments: list[str]) -> list[str]:
     """Rewrite arguments as typed into Hydra's grammar.
 
     prompt="a cat, running = fun" becomes a quoted prompt.text; prompt=<name> still picks conf/prompt/<name>.yaml.
+    model.vae=<path> becomes model.paths.vae.
     In a sweep, axes that are cheap to change go last, where they vary fastest: consecutive jobs then reuse programs and
     weights.
     """
@@ -218,6 +222,8 @@ def rewrite(arguments: list[str]) -> list[str]:
             argument = f"{TEXT_KEYS[key]}={quote(value)}"
         elif separator and key == "prompts":
             argument = f"prompts={quote(value)}"
+        elif separator and key.removeprefix("model.") in COMPONENTS and key.startswith("model."):
+            argument = f"++model.paths.{key.removeprefix('model.')}={value}"
         rewritten.append(argument)
     if {"-m", "--multirun"} & set(arguments):
         overrides = [argument for argument in rewritten if "=" in argument and not argument.startswith("-")]

@@ -49,14 +49,11 @@ class Devices(Protocol):
 class Checkpoint:
     """One component of a checkpoint on this machine."""
 
-    folder: Path  # or a single file
+    path: Path  # a folder, or a single file
     architecture: dict  # its config.json, merged with conf/model
     fingerprint: str  # of its weights and of the adapters merged into them
     adapters: tuple = ()  # runtime.adapters.File
-
-    def beside(self, name: str) -> Path:
-        """A sibling folder, such as the tokenizer's."""
-        return self.folder.parent / name
+    folders: Mapping[str, Path] = field(default_factory=dict)  # further ones that it needs, such as the tokenizer's
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,7 @@ class Job:
         for component, checkpoint in checkpoints.items():
             name = family.described_by(component)
             if checkpoint.architecture != checkpoints.get(name, checkpoint).architecture:
-                raise ConfigError(f"{checkpoint.folder} and {checkpoints[name].folder} are of different architectures")
+                raise ConfigError(f"{checkpoint.path} and {checkpoints[name].path} are of different architectures")
             complete.model.architecture[name] = literals(checkpoint.architecture)
         OmegaConf.set_readonly(complete, True)
         graph, geometry = Graph.of(config.pipeline), family.geometry(complete.model.architecture)

@@ -22,6 +22,7 @@ TIMES = ("bfloat16", "integer")
 EIGHT_BITS = ("float8_e4m3fn", "int8")
 LARGE_LAYERS = "attention_in", "attention_out", "feed_forward_in", "feed_forward_out"  # rules of most families
 GUIDANCE = ("batched", "sequential")
+GUIDERS = ("cfg_zero", "apg")
 EXPERT_WEIGHTS = ("resident", "swapped")
 PLATFORMS = ("cpu", "gpu", "tpu")
 
@@ -143,8 +144,9 @@ class Model:
     family: str = MISSING  # conf/family, wan_torchax/models/<family>
     weights: dict[str, Any] = field(default_factory=dict)  # by component: rows of Rule
     quantized: list[str] = field(default_factory=lambda: list(LARGE_LAYERS))  # rules of weights.transformer
-    path: str = MISSING  # a folder in diffusers layout, or a Hub id
-    paths: dict[str, str] = field(default_factory=dict)  # by component: like path, or a .safetensors file
+    path: str = MISSING  # a folder in diffusers layout, or a Hub id; on the command line also a single file
+    # By component, for those stored elsewhere: such a path, or a single file. model.vae=… on the command line.
+    paths: dict[str, str] = field(default_factory=dict)
     revision: Optional[str] = None
     scan_blocks: bool = offered(True)
     text_tokens: int = offered(512)
@@ -281,6 +283,7 @@ class Adapter:
     file: Optional[str] = None  # in the repository
     revision: Optional[str] = None
     strength: float = offered(1.0)  # factor of its update; 0 is off
+    blocks: list[float] = offered(list)  # factors of the strength, one for each block; empty: all 1
     target: list[str] = offered(lambda: ["all"])  # all | high | low | transformer | transformer_2
 
 
@@ -301,6 +304,19 @@ class Cache:
     rest_start: float = offered(0.334)
     rest_stop: float = offered(0.9)
     rest_boost: float = offered(0.2)
+
+
+@dataclass
+class Guider:
+    """How the velocities of prompt and negative prompt become one; conf/guider explains each key."""
+
+    name: str = ""
+    mode: Optional[str] = offered(None)  # cfg_zero | apg; null: classifier-free guidance
+    rescale: float = offered(0.0)
+    zero_steps: int = offered(0)
+    momentum: float = offered(0.0)
+    parallel: float = offered(1.0)
+    most_norm: float = offered(0.0)
 
 
 @dataclass
@@ -393,6 +409,11 @@ class Verify:
 
 
 @dataclass
+class Inspect:
+    adapters: Optional[str] = None
+
+
+@dataclass
 class Serve:
     folder: str = MISSING
     gallery: list[str] = field(default_factory=list)
@@ -477,6 +498,7 @@ class Config:
     ops: dict[str, Any] = group(dict)  # rows of Op; Any, so that a command line can add one
     scheduler: Scheduler = group(Scheduler)
     cache: Cache = group(Cache)
+    guider: Guider = group(Guider)
     # Rows of Adapter by name; Any, so that a command line can add one.
     adapter: dict[str, Any] = group(lambda: {"allow_unmatched": False}, rows=Adapter)
     prompt: Prompt = group(Prompt)
@@ -488,6 +510,7 @@ class Config:
     plan: Plan = field(default_factory=Plan)
     port: Port = field(default_factory=Port)
     verify: Verify = field(default_factory=Verify)
+    inspect: Inspect = field(default_factory=Inspect)
     serve: Serve = field(default_factory=Serve)
 
 

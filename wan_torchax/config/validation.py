@@ -33,6 +33,7 @@ from wan_torchax.config.schema import (
     ENDS,
     EXPERT_WEIGHTS,
     GUIDANCE,
+    GUIDERS,
     NOISES,
     PLATFORMS,
     TIMES,
@@ -229,6 +230,23 @@ def unknown_problems(config: DictConfig) -> Iterator[str]:
     yield from walk(config, "")
 
 
+def guider_problems(config: DictConfig) -> Iterator[str]:
+    guider = config.guider
+    if guider.mode is not None:
+        yield from one_of("guider.mode", guider.mode, GUIDERS)
+    limits = {"rescale": (0, 1), "zero_steps": (0, config.steps), "momentum": (-1, 1), "parallel": (0, 1)}
+    for name, (least, most) in {**limits, "most_norm": (0, 1e6)}.items():
+        if not least <= guider[name] <= most:
+            yield f"guider.{name}={guider[name]}: must be from {least} to {most:g}"
+    if guider.mode != "apg" and (guider.momentum, guider.parallel, guider.most_norm) != (0, 1, 0):
+        yield f"guider.mode={guider.mode}: momentum, parallel and most_norm are of guider=apg"
+    if not guided(config) and (guider.mode, guider.rescale, guider.zero_steps) != (None, 0, 0):
+        reason = f"guidance_scale={config.guidance_scale} is none"
+        if "guidance_scale" in config.pipeline.inputs.values():
+            reason = "guidance is an input of the model"
+        yield f"guider={guider.name}: combines prompt and negative prompt, and {reason}; use guider=cfg"
+
+
 def sampling_problems(config: DictConfig) -> Iterator[str]:
     if not 1 <= config.steps <= 1000:
         yield f"steps={config.steps}: must be from 1 to 1000; nearest {min(max(config.steps, 1), 1000)}"
@@ -243,6 +261,7 @@ def sampling_problems(config: DictConfig) -> Iterator[str]:
         scale = config.guidance_scale
         reason = f"guidance_scale={scale} decides, and turns guidance off"
         yield f"guidance_scale_2={second}: {reason}; set it above 1, or both to 1"
+    yield from guider_problems(config)
     for key, most in (("strength", 1), ("coarse_delta", 1), ("conditioning_scale", 10)):
         numbers = config[key] if OmegaConf.is_list(config[key]) else [config[key]]
         if config[key] is None:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from wan_torchax.config.resolve import Job, View
     from wan_torchax.records.store import Store
 
+# Of a transformer's names in ComfyUI's files.
+WRAPPERS = ("model.diffusion_model.", "diffusion_model.", "model.")
 Architecture = Mapping[str, Any]  # of one component: its config.json merged with conf/model
 
 
@@ -49,8 +51,14 @@ class ComponentSpec:
     tables: Callable[[Architecture], dict[str, numpy.ndarray]] = lambda architecture: {}  # computed, not in checkpoints
     unused: Callable[[Architecture], tuple[str, ...]] = lambda architecture: ()  # patterns of tensors to ignore
     prefix: str = ""  # of names in checkpoints, written by some library versions
-    # Of names in checkpoints that are not in diffusers' layout; None: as it is.
+    # What stands before all of its names in some single files, of which others may hold further components.
+    wrappers: tuple[str, ...] = ()
+    # Of names in checkpoints that are not in diffusers' layout; None: as it is. Applied to files in which a name
+    # matches the pattern `foreign`: a name may exist in both layouts, for different tensors.
     rename: Callable[[str], str | Rows | None] = lambda name: None
+    foreign: str = ""
+    # Tensors by which a file is recognized, and their shapes; None: it has no such tensor.
+    landmarks: Callable[[Architecture], Mapping[str, tuple[int, ...] | None]] = lambda architecture: {}
     beside: tuple[str, ...] = ()  # further folders that it needs, e.g. a tokenizer
     twin_of: str | None = None  # another component of the same architecture; only the weights differ
     # Of config.json, what reaches `build`. None: everything, as models.modules.construct takes only what the class's

@@ -27,8 +27,8 @@ CALL = (
 # Keys that affect neither a video nor its speed, and tables of which only the selected entry matters. Adapters are
 # hashed by content with the weights.
 UNCOUNTED = (
-    *CALL, "plan", "tune", "calibrate", "serve", "output", "compile.cache_dir", "compile.store", "compile.store_gib",
-    "attention.devices", "adapter", *inputs.FILES,
+    *CALL, "plan", "tune", "calibrate", "serve", "inspect", "output", "compile.cache_dir", "compile.store",
+    "compile.store_gib", "attention.devices", "adapter", *inputs.FILES,
 )
 
 

@@ -1,4 +1,4 @@
-"""Adapters: LoRAs and weight diffs for a transformer, in the formats of the common trainers.
+"""Adapters for a transformer: LoRA, LoHa, LoKr, DoRA and weight diffs, in the formats of the common trainers.
 
     checkpoints = on(checkpoints, config)       # with their adapters: files located and hashed, headers read
     changes = place(adapters, shapes)           # {checkpoint name: [Change, …]}
@@ -29,9 +29,9 @@ from wan_torchax.config.schema import Adapter, ConfigError
 from wan_torchax.config.wording import listed
 from wan_torchax.models.family import AdapterNames, Family, Rows
 from wan_torchax.records.fingerprints import digest, hash_file
-from wan_torchax.runtime.checkpoint import Stored, read_header
-from wan_torchax.runtime.reading import split_rows
-from wan_torchax.runtime.weights import STORED_DTYPES, Change
+from wan_torchax.runtime.checkpoint import read_header
+from wan_torchax.runtime.formats import STORED_DTYPES, Stored, split_rows, without_ones
+from wan_torchax.runtime.weights import Change, Form
 
 log = logging.getLogger("wan")
 PROBLEMS_SHOWN = 20
@@ -39,18 +39,22 @@ EXAMPLES = 3
 PATTERN_LETTERS, PATTERN_REPEATS = 200, 3  # limits for a regular expression in a file
 INTEGERS = {"I64": "int64", "I32": "int32"}  # some trainers store alpha as an integer
 
+LOHA = "hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"
+LOKR = "lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"
 # Key suffix -> kind of tensor. DiffSynth and PEFT insert the adapter's name before the last part.
 ENDS = {
     r"lora_(?:A|down)(?:\.\w+)?\.weight|(?:lora\.)?down\.weight": "down",
     r"lora_(?:B|up)(?:\.\w+)?\.weight|(?:lora\.)?up\.weight": "up",
     r"lora_B(?:\.\w+)?\.bias": "up_bias", r"alpha": "alpha",
     r"diff": "diff", r"diff_b": "diff_b", r"diff_m": "diff_m",
+    r"dora_scale|lora_magnitude_vector(?:\.\w+)*": "norms",
+    **{name: name for name in (*LOHA, *LOKR)},
 }
 WHOLE = ("down", "alpha")  # what layers that are one in a file share
 PARTS = "a low-rank factor nor a diff"
+TUCKER = "a Tucker decomposition"
 OTHER_KINDS = {
-    "lokr_": "LoKr", "hada_": "LoHa", "dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", "oft_": "OFT",
-    "lora_mid": "a Tucker decomposition", "set_weight": "a whole set of weights",
+    "oft_": "OFT", "lora_mid": TUCKER, "hada_t[12]": TUCKER, "lokr_t2": TUCKER, "set_weight": "a whole set of weights",
 }
 
 
@@ -66,6 +70,7 @@ class File:
     sha256: str
     strength: float
     allow_unmatched: bool
+    blocks: tuple[float, ...] = ()  # factors of the strength, by the number of a block in its list
 
 
 def on(checkpoints: Mapping[str, Checkpoint], config: DictConfig, local_only: bool = False) -> dict[str, Checkpoint]:
@@ -81,20 +86,23 @@ def on(checkpoints: Mapping[str, Checkpoint], config: DictConfig, local_only: bo
                 del adapted[component]
                 continue
             parse(path, family_of(config).adapters)
-            file = File(name, path, sha256_of(path), row.strength, config.adapter[config_adapters.ALLOW])
+            allow, blocks = config.adapter[config_adapters.ALLOW], tuple(row.blocks)
+            file = File(name, path, sha256_of(path), row.strength, allow, blocks)
             base = adapted[component]
             settings = digest(path.parent.glob(PEFT_SETTINGS)) if path.name == PEFT_FILE else ""
-            fingerprint = f"{base.fingerprint}+{file.sha256[:16]}{settings}*{row.strength}"
+            strengths = f"{row.strength}{list(blocks) if blocks else ''}"
+            fingerprint = f"{base.fingerprint}+{file.sha256[:16]}{settings}*{strengths}"
             adapted[component] = replace(base, fingerprint=fingerprint, adapters=(*base.adapters, file))
     return adapted
 
 
 def described(config: DictConfig) -> dict[str, dict]:
-    """The adapters as recorded in a run's metrics and video: file hash, strength and target, by name."""
+    """The adapters as recorded in a run's metrics and video: file hash, strengths and target, by name."""
     rows = {name: row for name, row in config_adapters.rows(config).items() if row.strength}
     paths = {name: find(name, row, local_only=True) for name, row in rows.items()}
     return {
         name: {"sha256": paths[name] and sha256_of(paths[name]), "strength": row.strength, "target": row.target}
+        | ({"blocks": row.blocks} if row.blocks else {})
         for name, row in rows.items()
     }
 
@@ -163,7 +171,8 @@ def parse(path: Path, names: AdapterNames) -> Contents:
     for key in header:
         kind = next((name for part, name in OTHER_KINDS.items() if re.search(rf"[._]{part}", key)), None)
         if kind is not None:
-            raise ConfigError(f"{path}: {key} is {kind}, which is not implemented; low-rank adapters and diffs are")
+            others = "LoRA, LoHa, LoKr, DoRA and diffs are"
+            raise ConfigError(f"{path}: {key} is {kind}, which is not implemented; {others}")
         keys[key] = re.fullmatch(rf"{names.prefix}(?P<module>[\w.]+?)\.(?P<end>{ends})", key)
     strangers = [key for key in header if not re.search(rf"\.(?:{ends})$", key)]
     if len(strangers) == len(header):
@@ -182,6 +191,8 @@ def parse(path: Path, names: AdapterNames) -> Contents:
             contents.unknown.append(key)
         else:
             contents.add(module, kind, header[key], key)
+    if contents.settings.get("use_dora") and not any("norms" in parts for parts in contents.modules.values()):
+        raise ConfigError(f"{path}: is DoRA by its settings, and has no magnitudes; save it with them")
     return contents
 
 
@@ -198,17 +209,15 @@ def peft_settings(path: Path) -> dict:
         else:
             return {}
         patterns = {str(name): float(value) for name, value in (settings.get("alpha_pattern") or {}).items()}
-        alpha, is_dora = settings.get("lora_alpha"), settings.get("use_dora") is True
-        is_rank_stable = settings.get("use_rslora") is True
+        alpha, rank = settings.get("lora_alpha", settings.get("alpha")), int(settings.get("r") or 1)
+        flags = {name: settings.get(name) is True for name in ("use_dora", "use_rslora")}
         alpha = None if alpha is None else float(alpha)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         remedy = f"{PEFT_FILE} needs the {PEFT_SETTINGS} that PEFT saved beside it"
         raise ConfigError(f"{path}: its settings cannot be read ({error}); {remedy}") from error
-    if is_dora:
-        raise ConfigError(f"{path}: is DoRA by its settings, which is not implemented; low-rank adapters and diffs are")
     for pattern in patterns:
         check_pattern(path, pattern)
-    return {"lora_alpha": alpha, "alpha_pattern": patterns, "use_rslora": is_rank_stable}
+    return {"lora_alpha": alpha, "alpha_pattern": patterns, "r": rank, **flags}
 
 
 def check_pattern(path: Path, pattern: str) -> None:
@@ -222,11 +231,13 @@ def check_pattern(path: Path, pattern: str) -> None:
         raise ConfigError(f"{path}: alpha_pattern {pattern[:80]!r} is more than a name of modules; leave it out")
 
 
-def scale_of(contents: Contents, module: str, rank: int) -> float:
-    """alpha / rank if the file gives alpha, else 1."""
+def scale_of(contents: Contents, module: str, rank: int | None) -> float:
+    """alpha / rank if the file gives alpha, else 1. Without a rank, alpha means nothing but to PEFT, whose settings say
+    one."""
     alpha, settings = contents.modules[module].get("alpha"), contents.settings
     if alpha is not None:
-        return read_number(alpha) / rank
+        return read_number(alpha) / rank if rank else 1.0
+    rank = rank or settings.get("r", 1)
     # As in PEFT: a pattern matches the end of a module's name, starting at a dot; the first match wins.
     patterns = settings.get("alpha_pattern", {}).items()
     named = [value for pattern, value in patterns if re.match(rf"(?:.*\.)?(?:{pattern})$", module)]
@@ -250,10 +261,7 @@ def place(adapters: tuple[File, ...], shapes: Mapping[str, tuple], family: Famil
     """The changes that adapters make to tensors of these names and shapes. Raises one error with all mismatches."""
     changes = defaultdict(list)
     for adapter in adapters:
-        contents = parse(adapter.path, family.adapters)
-        split_layers(contents, shapes)
-        placed, elsewhere, problems = place_one(contents, shapes, family.adapters.bare)
-        problems += [f"{key}: no model of the family {family.name} has such a tensor" for key in contents.unknown]
+        placed, elsewhere, problems = match(parse(adapter.path, family.adapters), shapes, family)
         label = f"adapter.{adapter.name} ({adapter.path.name})"
         if not placed:
             problems += [f"{key}: no place in this model" for key in elsewhere]
@@ -261,13 +269,50 @@ def place(adapters: tuple[File, ...], shapes: Mapping[str, tuple], family: Famil
         if problems and not adapter.allow_unmatched:
             remedy = "choose the one for this model, or adapter.allow_unmatched=true to leave these out"
             raise ConfigError(f"{label} does not fit; {remedy}:\n{listed(problems, PROBLEMS_SHOWN)}")
-        for name, scale, factors in placed:
-            changes[name].append(Change(adapter.strength * scale, factors))
-        log.info("%s: added to %d tensors, strength %g", label, len({name for name, *_ in placed}), adapter.strength)
+        check_blocks(adapter, shapes)
+        for name, change in placed:
+            if strength := strength_in(adapter, name):
+                changes[name].append(with_strength(change, strength))
+        log.info("%s: added to %d tensors, strength %g", label, len({name for name, _ in placed}), adapter.strength)
         for what, left in (("are of another model and found no place", elsewhere), ("are left out", problems)):
             if left:
                 log.warning("%s: %d keys %s, e.g. %s", label, len(left), what, "; ".join(left[:EXAMPLES]))
     return dict(changes)
+
+
+def block_of(name: str) -> int | None:
+    """The number of a tensor's block in its list; None for tensors outside the blocks."""
+    found = re.search(r"blocks\.(\d+)\.", name)
+    return int(found[1]) if found else None
+
+
+def check_blocks(adapter: File, shapes: Mapping[str, tuple]) -> None:
+    """There is a factor for each block of the longest list."""
+    count = 1 + max((number for number in map(block_of, shapes) if number is not None), default=-1)
+    if adapter.blocks and len(adapter.blocks) != count:
+        key = f"adapter.{adapter.name}.blocks"
+        raise ConfigError(f"{key}: has {len(adapter.blocks)} numbers, the model {count} blocks; one for each")
+
+
+def strength_in(adapter: File, name: str) -> float:
+    number = block_of(name)
+    return adapter.strength * (adapter.blocks[number] if adapter.blocks and number is not None else 1)
+
+
+def with_strength(change: Change, strength: float) -> Change:
+    """DoRA's strength applies after its norms, any other's to the addition."""
+    if change.form.decomposed:
+        return replace(change, strength=strength)
+    return replace(change, scale=strength * change.scale)
+
+
+def match(contents: Contents, shapes: Mapping[str, tuple], family: Family) -> tuple[list, list[str], list[str]]:
+    """A file's changes to tensors of these names and shapes, as (name, Change); keys of other models of the family;
+    problems."""
+    split_layers(contents, shapes)
+    placed, elsewhere, problems = place_one(contents, shapes, family.adapters.bare)
+    problems += [f"{key}: no model of the family {family.name} has such a tensor" for key in contents.unknown]
+    return placed, elsewhere, problems
 
 
 def split_layers(contents: Contents, shapes: Mapping[str, tuple]) -> None:
@@ -276,6 +321,10 @@ def split_layers(contents: Contents, shapes: Mapping[str, tuple]) -> None:
     for rows in [module for module in contents.modules if isinstance(module, Rows)]:
         parts = contents.modules.pop(rows)
         counts = [shapes.get(f"{name}.weight", (0,))[0] for name in rows.names]
+        if combined := [kind for kind in parts if kind in (*LOHA, *LOKR, "norms")]:
+            keys = [contents.keys[rows, kind] for kind in combined]
+            contents.problems += [f"{key}: its layer is several here; only LoRA and diffs are split" for key in keys]
+            continue
         whole = next((part.shape[0] for kind, part in parts.items() if kind not in WHOLE and part.shape), sum(counts))
         if all(counts) and whole != sum(counts):
             keys = [contents.keys[rows, kind] for kind in parts]
@@ -291,43 +340,57 @@ def split_layers(contents: Contents, shapes: Mapping[str, tuple]) -> None:
 def place_one(
     contents: Contents, shapes: Mapping[str, tuple], bare: tuple[str, ...]
 ) -> tuple[list, list[str], list[str]]:
-    """Changes as (tensor name, scale, factors); keys of other models; problems."""
+    """Changes as (tensor name, Change); keys of other models; problems."""
     placed, elsewhere, problems = [], [], list(contents.problems)
     for module, parts in contents.modules.items():
-        for name, kinds, scale, factors in additions(contents, module, parts, bare):
+        used = set()
+        for name, kinds, change in additions(contents, module, parts, bare):
+            used |= set(kinds)
             keys = [contents.keys[module, kind] for kind in kinds]
             if name not in shapes and not is_deeper(name, shapes):
                 elsewhere += keys
                 continue
-            fitted, misfits = fit(dict(zip(keys, factors)), shapes.get(name))
+            fitted, misfits = fit(dict(zip(keys, change.factors)), shapes.get(name), change.form)
             problems += misfits
             if not misfits:
-                placed.append((name, scale, fitted))
-        problems += unpaired(contents, module, parts)
+                placed.append((name, replace(change, factors=fitted)))
+        alone = [contents.keys[module, kind] for kind in parts if kind not in used]
+        problems += [f"{key}: its other half is missing" for key in alone]
     return placed, elsewhere, problems
 
 
 def additions(contents: Contents, module: str, parts: dict[str, Stored], bare: tuple[str, ...]):
-    """A module's changes: (tensor name, kinds of keys, those of the factors first, scale, factors)."""
-    weight = module if module.endswith(bare) else f"{module}.weight"
-    paired = {"down", "up"} <= parts.keys()
-    scale = scale_of(contents, module, max((*parts["down"].shape, 1)[0], 1)) if paired else 1.0
-    if paired:
-        yield weight, [kind for kind in ("up", "down", "alpha") if kind in parts], scale, (parts["up"], parts["down"])
+    """A module's changes: (tensor name, kinds of keys, those of the factors first, Change)."""
+    weight, scale = module if module.endswith(bare) else f"{module}.weight", 1.0
+    for combine, groups in groups_of(parts):
+        kinds, norms = [kind for group in groups for kind in group], ["norms"] if "norms" in parts else []
+        scale = scale_of(contents, module, rank_of(groups, parts))
+        form = Form(combine, tuple(map(len, groups)) if combine else (), bool(norms))
+        factors = tuple(parts[kind] for kind in (*kinds, *norms))
+        yield weight, [*kinds, *norms, *(["alpha"] if "alpha" in parts else [])], Change(scale, factors, form)
     for kind, name, times in (
         ("diff", weight, 1.0), ("diff_m", weight, 1.0), ("diff_b", f"{module}.bias", 1.0),
         ("up_bias", f"{module}.bias", scale),
     ):
         if kind in parts:
-            yield name, [kind], times, (parts[kind],)
+            yield name, [kind], Change(times, (parts[kind],))
 
 
-def unpaired(contents: Contents, module: str, parts: dict[str, Stored]) -> list[str]:
-    """Keys of a LoRA pair that has only one factor."""
+def groups_of(parts: Mapping[str, Stored]):
+    """What LoRA, LoHa and LoKr multiply, as far as a module has all of it: how it is combined, and groups of kinds."""
     if {"down", "up"} <= parts.keys():
-        return []
-    kinds = [kind for kind in ("down", "up", "alpha") if kind in parts]
-    return [f"{contents.keys[module, kind]}: its other half is missing" for kind in kinds]
+        yield None, (("up", "down"),)
+    if set(LOHA) <= parts.keys():
+        yield "hadamard", (LOHA[:2], LOHA[2:])
+    whole = [(kind,) if kind in parts else (f"{kind}_a", f"{kind}_b") for kind in ("lokr_w1", "lokr_w2")]
+    if all(kind in parts for group in whole for kind in group):
+        yield "kronecker", tuple(whole)
+
+
+def rank_of(groups: tuple, parts: Mapping[str, Stored]) -> int | None:
+    """The rank of the first group that is a product of two; None if none is, which is LoKr without a rank."""
+    second = next((group[1] for group in groups if len(group) == 2), None)
+    return second and max((*parts[second].shape, 1)[0], 1)
 
 
 def is_deeper(name: str, shapes: Mapping[str, tuple]) -> bool:
@@ -335,7 +398,7 @@ def is_deeper(name: str, shapes: Mapping[str, tuple]) -> bool:
     return re.sub(r"blocks\.\d+", "blocks.0", name) in shapes
 
 
-def fit(factors: dict[str, Stored], shape: tuple | None) -> tuple[tuple[Stored, ...], list[str]]:
+def fit(factors: dict[str, Stored], shape: tuple | None, form: Form) -> tuple[tuple[Stored, ...], list[str]]:
     """The factors, by their keys, reshaped for `Change`; or why they do not fit, a line for each key."""
     if shape is None:
         return (), [f"{key}: the model has fewer blocks" for key in factors]
@@ -343,12 +406,10 @@ def fit(factors: dict[str, Stored], shape: tuple | None) -> tuple[tuple[Stored, 
     unread = {key: one.dtype for key, one in factors.items() if one.dtype not in STORED_DTYPES}
     if unread:
         return (), [f"{key}: stored as {dtype}, which is none of {known}" for key, dtype in unread.items()]
-    wanted = [shape]
-    if len(factors) == 2:
-        up, down = (one.shape for one in factors.values())
-        if len(up) < 2 or len(down) < 2 or up[1] != down[0] or not down[0]:
-            return (), [f"{key}: ranks differ: {up} and {down}" for key in factors]
-        wanted = [(shape[0], down[0]), (down[0], *shape[1:])]
+    try:
+        wanted = shapes_for([one.shape for one in factors.values()], shape, form)
+    except ValueError as error:
+        return (), [f"{key}: {error}" for key in factors]
     misfits = [
         f"{key}: shape {one.shape}, the model's tensor is {shape}"
         for (key, one), fitting in zip(factors.items(), wanted) if without_ones(one.shape) != without_ones(fitting)
@@ -357,6 +418,34 @@ def fit(factors: dict[str, Stored], shape: tuple | None) -> tuple[tuple[Stored, 
     return fitted, misfits
 
 
-def without_ones(shape: tuple) -> tuple:
-    """Trainers write 1 x 1 convolutions and modulations with and without dimensions of size one."""
-    return tuple(size for size in shape if size != 1)
+def shapes_for(given: list[tuple], shape: tuple, form: Form) -> list[tuple]:
+    """The shapes that factors must have for a tensor; raises if they do not go together."""
+    if form.decomposed:
+        *given, norms = given
+        over_rows = len(norms) > 1 and norms[0] == 1 and shape[0] != 1
+        size = (1, *shape[1:2], *[1] * len(shape[2:])) if over_rows else (shape[0], *[1] * len(shape[1:]))
+        return [*shapes_for(given, shape, replace(form, decomposed=False)), size]
+    if form.combine == "kronecker":
+        outer, inner = (sizes_of(part) for part in (given[: form.groups[0]], given[form.groups[0] :]))
+        product = (outer[0] * inner[0], outer[1] * inner[1], *inner[2:]) if len(outer) == 2 <= len(inner) else ()
+        if without_ones(product) != without_ones(shape):
+            raise ValueError(f"{outer} times {inner}, the model's tensor is {shape}")
+        return given
+    if form.combine == "hadamard":
+        return [one for pair in (given[:2], given[2:]) for one in shapes_for(pair, shape, Form())]
+    if len(given) == 1:
+        return [shape]
+    up, down = given
+    if len(up) < 2 or len(down) < 2 or up[1] != down[0] or not down[0]:
+        raise ValueError(f"ranks differ: {up} and {down}")
+    return [(shape[0], down[0]), (down[0], *shape[1:])]
+
+
+def sizes_of(group: list[tuple]) -> tuple:
+    """The shape of one factor, or of the product of two."""
+    if len(group) == 1:
+        return group[0]
+    first, second = group
+    if len(first) != 2 or len(second) < 2 or first[1] != second[0]:
+        raise ValueError(f"ranks differ: {first} and {second}")
+    return (first[0], *second[1:])

@@ -1,8 +1,8 @@
-"""Locates checkpoints (local folder, Hub, bucket) and reads their headers. No JAX or torch, so errors come early."""
+"""Locates checkpoints (local folder or file, Hub, bucket) and reads their headers. No JAX or torch, so errors come
+early."""
 import contextlib
 import json
 from collections.abc import Iterable, Set
-from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import safe_open
@@ -13,9 +13,13 @@ from wan_torchax.config.resolve import Checkpoint, plain
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import listed
 from wan_torchax.records.fingerprints import fingerprint
-from wan_torchax.runtime import remote
+from wan_torchax.runtime import gguf, remote
+from wan_torchax.runtime.formats import Stored, bytes_of, with_scales
 
-ABOUT_FILES = ("architectures", "dtype", "torch_dtype", "transformers_version", "model_type")  # metadata in config.json
+# Metadata in config.json. How weights are quantized, their files say.
+ABOUT_FILES = ("architectures", "dtype", "torch_dtype", "transformers_version", "model_type", "quantization_config")
+FILES = (".safetensors", ".gguf")  # what a component may be a single file of
+PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
 
 def find_all(config, components: Iterable[str], required: bool = True) -> dict[str, Checkpoint]:
@@ -35,34 +39,44 @@ def find_present(config, components: Iterable[str]) -> dict[str, Checkpoint]:
 
 
 def find(config, component: str, local_only: bool = False) -> Checkpoint:
-    """One component's folder, architecture and fingerprint. Its config.json may extend the config's architecture but
-    not contradict it."""
+    """One component's folder or file, architecture and fingerprint. Its config.json may extend the config's
+    architecture but not contradict it; a file has none, and is described by that of model.path, if it is local."""
     model, family = config.model, family_of(config)
     path, key = model.paths.get(component, model.path), family.described_by(component)
-    if path.endswith(".safetensors"):
-        return find_file(config, component, path)
-    revision = model.revision if path == model.path else None
-    names = component, *family.spec(component).beside
-    folder, *beside = (find_folder(path, revision, name, local_only) for name in names)
-    architecture = read_architecture(folder, model.architecture[key], key, family.spec(component).fields)
-    index(folder)
-    for file in (path for other in beside for path in sorted(other.glob("*.json"))):
-        check_ends(file)
-    return Checkpoint(folder, architecture, fingerprint([folder, *beside]))
-
-
-def find_file(config, component: str, path: str) -> Checkpoint:
-    """A component whose weights are one file, wherever it is; its architecture is the config's."""
-    file, family, key = own_path(path), family_of(config), f"model.paths.{component}={path}"
-    if not file.is_file():
-        raise ConfigError(f"{key}: no such file; give a .safetensors file of this machine, or a folder")
-    if beside := family.spec(component).beside:
-        raise ConfigError(f"{key}: {component} needs {', '.join(beside)} too; give the folder that holds them")
-    index(file)
-    return Checkpoint(file, plain(config.model.architecture[family.described_by(component)]), fingerprint([file]))
+    spec, expected = family.spec(component), model.architecture[key]
+    file = single_file(path, component)
+    source = model.path if file else path
+    revision = model.revision if source == model.path else None
+    folders = {name: find_folder(source, revision, name, local_only) for name in spec.beside}
+    place = file or find_folder(path, revision, component, local_only)
+    described = place if file is None else (local_folder(model.path) or place) / component
+    architecture = plain(expected)
+    if file is None or (described / "config.json").is_file():
+        architecture = read_architecture(described, expected, key, spec.fields)
+    tensors = index(place)
+    for one in (path for folder in folders.values() for path in sorted(folder.glob("*.json"))):
+        check_ends(one)
+    ranges = tuple((one.offset, one.offset + bytes_of(one)) for one in tensors.values())
+    headers = {place: ranges} if place.suffix == ".gguf" else {}  # safetensors' are read there
+    return Checkpoint(place, architecture, fingerprint([place, *folders.values()], headers), folders=folders)
 
 
 # ---------------------------------------------------------------- folders
+
+
+def single_file(path: str, component: str) -> Path | None:
+    """The local file that a path names; None if it names no file."""
+    file = own_path(path)
+    if file.suffix in PICKLES and not file.is_dir():
+        raise ConfigError(
+            f"model.{component}={path}: can run code when opened and is not read; `python tools/convert.py {path}` "
+            "writes it as safetensors"
+        )
+    if file.suffix not in FILES or file.is_dir():
+        return None
+    if not file.is_file():
+        raise ConfigError(f"model.{component}={path}: no such file")
+    return file
 
 
 def local_folder(path: str) -> Path | None:
@@ -105,7 +119,8 @@ def download(path: str, revision: str | None, component: str, local_only: bool) 
     except (LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
             f"{key}: the Hub cannot be reached and {component} is not in the local cache; connect once, or download "
-            f"elsewhere with `hf download {path}` and set model.path to the folder"
+            f"elsewhere with `hf download {path}` and set model.path to the folder; weights may be a single file too: "
+            f"model.{component}=<file>"
         ) from error
 
 
@@ -144,41 +159,31 @@ def check_ends(file: Path) -> None:
             raise ConfigError(f"{file}: not a whole JSON file; download it again")
 
 
-@dataclass
-class Stored:
-    """A tensor's location on disk; the dtype is safetensors' name."""
-
-    file: Path
-    dtype: str
-    shape: tuple
-    offset: int
-    shift: int = 0  # row i of the tensor is stored as row i + shift; after the last comes the first
+def files_of(place: Path) -> list[Path]:
+    """The weight files of a component: those of its folder, or the one that it is."""
+    return [place] if place.is_file() else sorted(place.glob("*.safetensors"))
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """A component's safetensors files: those of its folder, or the one that is all of it."""
-    return [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
-
-
-def index(folder: Path) -> dict[str, Stored]:
-    """Every tensor in a component's safetensors files."""
-    files = weight_files(folder)
+def index(place: Path) -> dict[str, Stored]:
+    """Every tensor in a component's files."""
+    files = files_of(place)
     if not files:
-        others = ", ".join(path.name for pattern in ("*.bin", "*.pt*") for path in sorted(folder.glob(pattern)))
+        others = ", ".join(path.name for pattern in ("*.bin", "*.pt*") for path in sorted(place.glob(pattern)))
         hint = f" ({others} can run code when opened and is not read; convert it to safetensors)" if others else ""
-        raise ConfigError(f"{folder}: no .safetensors files{hint}")
+        raise ConfigError(f"{place}: no .safetensors files{hint}")
     tensors: dict[str, Stored] = {}
     for file in files:
         try:
-            header = read_header(file)
+            header = gguf.read_header(file) if file.suffix == ".gguf" else read_header(file)
         except Exception as error:
-            raise ConfigError(f"{file}: not a readable safetensors file ({error}); download it again") from error
+            kind = "GGUF" if file.suffix == ".gguf" else "safetensors"
+            raise ConfigError(f"{file}: not a readable {kind} file ({error}); download it again") from error
         twice = next(iter(tensors.keys() & header.keys()), None)
         if twice is not None:
             places = f"{tensors[twice].file.name} and in {file.name}"
-            raise ConfigError(f"{folder}: {twice} is in {places}; keep one set of files")
+            raise ConfigError(f"{place}: {twice} is in {places}; keep one set of files")
         tensors |= header
-    return tensors
+    return with_scales(tensors)
 
 
 def read_header(file: Path) -> dict[str, Stored]:

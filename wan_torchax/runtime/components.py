@@ -13,7 +13,7 @@ from wan_torchax.models.family import ComponentSpec, Family
 from wan_torchax.records import provenance
 from wan_torchax.runtime import adapters, weights
 from wan_torchax.runtime.build_cache import BuildCache, pack_specs, unpack_specs
-from wan_torchax.runtime.checkpoint import weight_files
+from wan_torchax.runtime.checkpoint import files_of
 
 log = logging.getLogger("wan")
 READ_BYTES = 1 << 26
@@ -82,7 +82,7 @@ class Component:
 
     def check(self) -> None:
         """Check the array specs against the headers of the checkpoint and of the adapters."""
-        weights.check(self.specs, self.stored.folder, self.unused, self.spec)
+        weights.check(self.specs, self.stored.path, self.unused, self.spec)
         len(self.changes)  # evaluated for its errors
 
     @functools.cached_property
@@ -109,7 +109,7 @@ class Component:
         def took(part, seconds):
             emit(Took(part, seconds))
 
-        self.arrays |= weights.load(absent, self.stored.folder, progress, self.spec, self.changes, took)
+        self.arrays |= weights.load(absent, self.stored.path, progress, self.spec, self.changes, took)
         seconds = time.perf_counter() - began
         emit(Ended(phase, seconds))
         rate = total / seconds / 1e9
@@ -125,14 +125,14 @@ class Component:
 
     def fits_in_memory(self) -> bool:
         """Whether the page cache can hold the weight files using at most half of the available memory."""
-        needed: int = sum(file.stat().st_size for file in weight_files(self.stored.folder))
+        needed: int = sum(file.stat().st_size for file in files_of(self.stored.path))
         return 2 * needed < provenance.available_host_bytes()
 
     def read_ahead(self) -> threading.Thread:
         """Prefetch the weights into the page cache, so that loading does not wait for the disk."""
 
         def read():
-            for file in weight_files(self.stored.folder):
+            for file in files_of(self.stored.path):
                 with file.open("rb", buffering=0) as handle:
                     while handle.read(READ_BYTES):
                         pass

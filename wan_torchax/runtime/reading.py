@@ -1,4 +1,4 @@
-"""Reads tensors from safetensors files into host memory, in threads, directly into the buffers that are transferred.
+"""Reads tensors from files into host memory, in threads, directly into the buffers that are transferred.
 
     for parts in read_ahead([Load(stored, "bfloat16", tensor.shape, tensor.sharding), …]):
         …                                                   # {index of a shard: its values}
@@ -7,11 +7,10 @@ The next arrays are prefetched while one is transferred, up to AHEAD_BYTES, whic
 offsets from the header: pages of a mapped file would stay resident once read.
 """
 import contextlib
-import itertools
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,18 +19,13 @@ import jax
 import numpy
 
 from wan_torchax import interruption
-from wan_torchax.models.family import Rows
-from wan_torchax.runtime.checkpoint import Stored
+from wan_torchax.config.schema import ConfigError
+from wan_torchax.runtime.formats import STORED_DTYPES, Stored, row_bytes
 from wan_torchax.runtime.remote import fill
 
 READERS = 8  # threads: several outstanding reads keep the disk busy
 PIECE_BYTES = 2**24  # of one read
 AHEAD_BYTES = 2**28  # of prefetched arrays
-# safetensors' dtype names -> those of numpy and torch.
-STORED_DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
-}
 
 
 @dataclass
@@ -44,6 +38,16 @@ class Load:
     sharding: jax.sharding.Sharding
     stacked: bool = False
     begin: int = 0  # first row within each device's shard of the tensor, if only some rows are read
+    finite: bool = False  # whether other numbers are refused
+
+    @property
+    def raw(self) -> "Load":
+        """What is read: of a tensor in blocks, which the devices dequantize, the bytes of its rows."""
+        stored = self.sources[0]
+        if not stored.in_blocks:
+            return self
+        rows = jax.sharding.NamedSharding(self.sharding.mesh, jax.sharding.PartitionSpec(*self.sharding.spec[:1]))
+        return replace(self, dtype="uint8", shape=(stored.shape[0], row_bytes(stored)), sharding=rows)
 
 
 @dataclass
@@ -120,28 +124,6 @@ def pieces(place: numpy.ndarray, stored: Stored, first: int) -> Iterator[tuple[i
         yield first + start, place[start : start + step]
 
 
-def row_bytes(stored: Stored) -> int:
-    return math.prod(stored.shape[1:]) * numpy.dtype(STORED_DTYPES[stored.dtype]).itemsize
-
-
-def split_rows(stored: Stored, rows: Rows, counts: Sequence[int] = ()) -> dict[str, Stored]:
-    """The tensors that `rows` names, with so many rows each; by default as many. One whose rows cannot be split is left
-    as it is: its shape then fits none."""
-    whole = stored.shape[0] if stored.shape else 0
-    counts = counts or [whole // len(rows.names)] * len(rows.names)
-    odd = rows.swapped and any(count % 2 for count in counts)
-    if stored.dtype not in STORED_DTYPES or sum(counts) != whole or odd:
-        return dict.fromkeys(rows.names, stored)
-    starts = itertools.accumulate(counts, initial=0)
-    return {
-        name: replace(
-            stored, shape=(count, *stored.shape[1:]), offset=stored.offset + start * row_bytes(stored),
-            shift=count // 2 if rows.swapped else 0,
-        )
-        for name, count, start in zip(rows.names, counts, starts)
-    }
-
-
 def read_rows(file: int, stored: Stored, first: int, place: numpy.ndarray) -> None:
     """Read rows starting at `first` into `place`, converting to its dtype."""
     if stored.shift:
@@ -150,11 +132,23 @@ def read_rows(file: int, stored: Stored, first: int, place: numpy.ndarray) -> No
         read_rows(file, straight, begin, place[:left])
         return read_rows(file, straight, 0, place[left:])
     offset, kind = stored.offset + first * row_bytes(stored), numpy.dtype(STORED_DTYPES[stored.dtype])
-    if kind == place.dtype:
+    if kind == place.dtype and stored.scale is None:
         return read_into(file, place, offset, stored)
     rows = numpy.empty(place.shape, kind)
     read_into(file, rows, offset, stored)
-    cast(rows, place)
+    cast(rows, place, None if stored.scale is None else read_scale(stored)[first : first + len(rows)])
+
+
+def read_scale(stored: Stored) -> numpy.ndarray:
+    """What a tensor is multiplied by, one number for each of its rows; for a scalar always the same."""
+    scale = stored.scale
+    assert scale is not None
+    fill(scale.file, scale.offset, math.prod(scale.shape) * row_bytes(scale))
+    numbers = numpy.fromfile(scale.file, STORED_DTYPES[scale.dtype], scale.shape[0], offset=scale.offset)
+    numbers = numbers.astype(numpy.float32)
+    if len(numbers) < scale.shape[0] or not numpy.isfinite(numbers).all():
+        raise ConfigError(f"{scale.file}: a scale is not a finite number; download it again")
+    return numpy.broadcast_to(numbers, stored.shape[:1])
 
 
 def read_into(file: int, array: numpy.ndarray, offset: int, stored: Stored) -> None:
@@ -167,11 +161,17 @@ def read_into(file: int, array: numpy.ndarray, offset: int, stored: Stored) -> N
         rest, offset = rest[count:], offset + count
 
 
-def cast(rows: numpy.ndarray, place: numpy.ndarray) -> None:
-    """Cast with round-to-nearest, as torch does. Works around slow casts in numpy, with identical results."""
-    if rows.itemsize == 1:  # only 256 values
-        table = numpy.arange(256, dtype=numpy.uint8).view(rows.dtype).astype(place.dtype)
+def cast(rows: numpy.ndarray, place: numpy.ndarray, scale: numpy.ndarray | None = None) -> None:
+    """Cast with round-to-nearest, as torch does; with a scale for each row, of the product in float32. Works around
+    slow casts in numpy, with identical results."""
+    same = scale is None or (scale == scale[0]).all()
+    if rows.itemsize == 1 and same:  # only 256 values
+        table = numpy.arange(256, dtype=numpy.uint8).view(rows.dtype).astype(numpy.float32)
+        table = (table if scale is None else table * scale[0]).astype(place.dtype)
         numpy.take(table, rows.view(numpy.uint8), out=place)
+    elif scale is not None:
+        product = rows.astype(numpy.float32) * scale.reshape(-1, *[1] * (rows.ndim - 1))
+        numpy.copyto(place, product, casting="unsafe")
     elif (rows.dtype, place.dtype) == ("float16", "bfloat16"):
         numpy.copyto(place, rows.astype(numpy.float32), casting="unsafe")
     else:

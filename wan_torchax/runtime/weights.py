@@ -1,11 +1,11 @@
-"""Loads safetensors files into sharded arrays on the devices, one tensor at a time.
+"""Loads weight files into sharded arrays on the devices, one tensor at a time.
 
     specs = array_specs(module, spec, {}, Layout(mesh), "bfloat16")  # shapes and shardings, from the meta device
     check(specs, folder)                                             # against the files' headers
     arrays = load(specs, folder, progress)                           # {name: jax.Array}
 
-Adapters (`Change`) are merged during loading, tensor by tensor, on the devices. Threads prefetch a bounded number of
-bytes, so host memory stays small (runtime/reading.py).
+Adapters (`Change`) are merged during loading, and GGUF's blocks dequantized, tensor by tensor, on the devices. Threads
+prefetch a bounded number of bytes, so host memory stays small (runtime/reading.py).
 """
 import contextlib
 import functools
@@ -25,10 +25,12 @@ from wan_torchax import private
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import listed, nearest
 from wan_torchax.devices.sharding import partition_spec, replicated, spec_problem
+from wan_torchax.kernels.dequantized import dequantize
 from wan_torchax.kernels.quantized import quantize
-from wan_torchax.models.family import ComponentSpec, Rows
-from wan_torchax.runtime.checkpoint import Stored, index
-from wan_torchax.runtime.reading import AHEAD_BYTES, STORED_DTYPES, Load, read_ahead, split_rows
+from wan_torchax.models.family import ComponentSpec
+from wan_torchax.runtime.checkpoint import index
+from wan_torchax.runtime.formats import STORED_DTYPES, Stored, by_module
+from wan_torchax.runtime.reading import AHEAD_BYTES, Load, read_ahead, read_scale
 
 REPLICATED = "(replicated)"
 SENT_NUMBERS = 2**22  # values of a layer transferred to a device at a time for merging
@@ -65,11 +67,27 @@ class ArraySpec:
 
 
 @dataclass(frozen=True)
+class Form:
+    """How an adapter's factors make what is added to a tensor."""
+
+    # hadamard (LoHa), kronecker (LoKr): of the products of two groups of factors; None (LoRA, diffs): one group.
+    combine: str | None = None
+    groups: tuple[int, ...] = ()  # the number of factors in each
+    decomposed: bool = False  # DoRA: the last factor is the norms that the sum of tensor and addition is scaled to
+
+    @property
+    def is_plain(self) -> bool:
+        return self.combine is None and not self.decomposed
+
+
+@dataclass(frozen=True)
 class Change:
-    """An adapter's addition to one checkpoint tensor: scale · up · down, or scale · diff."""
+    """An adapter's addition to one checkpoint tensor: scale · up · down, scale · diff, or as `form` says."""
 
     scale: float
     factors: tuple[Stored, ...]  # (up, down) of shapes (rows, rank) and (rank, …), or one like the tensor
+    form: Form = Form()
+    strength: float = 1.0  # of the difference that a decomposed one makes; else it is in the scale
 
 
 # ---------------------------------------------------------------- array specs
@@ -231,20 +249,20 @@ def gib(count: float) -> float:
 
 
 def load(
-    specs: dict[str, ArraySpec], folder: Path, progress: Callable[[int], None], component: ComponentSpec = UNNAMED,
+    specs: dict[str, ArraySpec], place: Path, progress: Callable[[int], None], component: ComponentSpec = UNNAMED,
     changes: Mapping[str, list[Change]] = MappingProxyType({}),
     took: Callable[[str, float], None] = lambda part, seconds: None,
 ) -> dict[str, jax.Array]:
-    """Load every tensor from a component's folder onto the devices, merging `changes` (by checkpoint name). `progress`
-    is called with bytes loaded, `took` with the seconds spent waiting for reads and transfers."""
-    files, arrays, spent = by_module(index(folder), component), {}, Counter()
-    ahead = MERGING_AHEAD_BYTES if changes else AHEAD_BYTES
-    planned = (load for spec in specs.values() for load in loads(spec, files, changes))
-    with contextlib.closing(read_ahead(planned, ahead)) as reading:
-        parts = timed(functools.partial(next, reading), spent, "reading")
+    """Load every tensor from a component's folder or file onto the devices, merging `changes` (by checkpoint name).
+    `progress` is called with bytes loaded, `took` with the seconds spent waiting for reads and transfers."""
+    files = by_module(index(place), component, source_shapes(specs))
+    arrays, spent, ahead = {}, Counter(), MERGING_AHEAD_BYTES if changes else AHEAD_BYTES
+    planned = [load for spec in specs.values() for load in loads(spec, files, changes)]
+    with contextlib.closing(read_ahead((load.raw for load in planned), ahead)) as reading:
+        parts, awaited = timed(functools.partial(next, reading), spent, "reading"), iter(planned)
         began = time.perf_counter()
         for name, spec in specs.items():
-            arrays |= jax.block_until_ready(load_one(name, specs, changes, parts))
+            arrays |= jax.block_until_ready(load_one(name, specs, files, changes, lambda: send(next(awaited), parts())))
             progress(spec.bytes)
     took("reading", spent["reading"])
     took("sending", time.perf_counter() - began - spent["reading"])
@@ -252,22 +270,23 @@ def load(
 
 
 def load_one(
-    name: str, specs: dict[str, ArraySpec], changes: Mapping[str, list[Change]], parts: Callable[[], dict]
+    name: str, specs: dict[str, ArraySpec], files: Mapping[str, Stored], changes: Mapping[str, list[Change]],
+    arrive: Callable[[], jax.Array],
 ) -> dict[str, jax.Array]:
-    """Load one array; a quantized one together with its scales."""
+    """Load one array from what `arrive` gives, in the order of `loads`; a quantized one together with its scales."""
     spec = specs[name]
     if spec.value is not None:
         return {name: put(spec.value, spec.sharding)}
     if not spec.sources:
         return {}  # scales are loaded with their weight
     if spec.scaled_by:
-        values, scales = quantize_layers(spec, specs[spec.scaled_by], changes, parts)
+        values, scales = quantize_layers(spec, specs[spec.scaled_by], files, changes, arrive)
         return {name: values, spec.scaled_by: scales}
-    if is_whole(spec, changes):
-        return {name: send(spec.shape, spec.sharding, parts())}
+    if is_whole(spec, files, changes):
+        return {name: arrive()}
     if spec.stacked:
-        return {name: stack_layers(spec, changes, parts)}
-    return {name: merge(spec, changes[spec.sources[0]], parts)}
+        return {name: stack_layers(spec, files, changes, arrive)}
+    return {name: merge(spec, changes.get(spec.sources[0], ()), arrive)}
 
 
 def timed(function: Callable, spent: Counter, part: str) -> Callable:
@@ -283,22 +302,35 @@ def timed(function: Callable, spent: Counter, part: str) -> Callable:
     return call
 
 
-def loads(spec: ArraySpec, files: dict[str, Stored], changes: Mapping[str, list[Change]]) -> list[Load]:
+def loads(spec: ArraySpec, files: Mapping[str, Stored], changes: Mapping[str, list[Change]]) -> list[Load]:
     """The reads for an array, in the order they are consumed: all sources at once, or one by one, each preceded by the
     factors of its changes."""
-    if is_whole(spec, changes):
+    if is_whole(spec, files, changes):
         sources = [files[source] for source in spec.sources]
         return [Load(sources, spec.dtype, spec.shape, spec.sharding, spec.stacked)] if sources else []
     listed, sharding = [], layer_sharding(spec)
     for source in spec.sources:
         stored, added = files[source], changes.get(source, ())
         factors = (factor for change in added for factor in placed(change, sharding))
-        listed += [Load([one], sent_as(one), one.shape, spread) for one, spread in factors]
-        in_place = added and spec.stacked and not spec.scaled_by  # see merge_layer
-        shape, begins = some_rows(stored.shape, sharding) if in_place else (stored.shape, [0])
+        listed += [Load([one], sent_as(one), one.shape, spread, finite=True) for one, spread in factors]
+        in_rows = merged_in_rows(spec, stored, added)
+        shape, begins = some_rows(stored.shape, sharding) if in_rows else (stored.shape, [0])
         dtype = sent_as(stored) if added or spec.scaled_by else spec.dtype
+        if is_kept(spec, stored, added):
+            stored, dtype = replace(stored, scale=None), spec.dtype
         listed += [Load([stored], dtype, shape, sharding, begin=begin) for begin in begins]
     return listed
+
+
+def merged_in_rows(spec: ArraySpec, stored: Stored, added: Iterable[Change]) -> bool:
+    """Whether changes are merged into a layer some rows at a time; see merge_layer."""
+    plain = all(change.form.is_plain for change in added)
+    return bool(added) and plain and spec.stacked and not spec.scaled_by and not stored.in_blocks
+
+
+def is_kept(spec: ArraySpec, stored: Stored, added: Iterable[Change]) -> bool:
+    """Whether a weight is stored as it is computed with, in eight bits with a scale: it is not rounded again."""
+    return bool(spec.scaled_by) and not added and STORED_DTYPES[stored.dtype] == spec.dtype
 
 
 def some_rows(shape: tuple, sharding) -> tuple[tuple, list[int]]:
@@ -310,11 +342,12 @@ def some_rows(shape: tuple, sharding) -> tuple[tuple, list[int]]:
     return (shape[0] // held * rows, *shape[1:]), [min(begin, held - rows) for begin in range(0, held, rows)]
 
 
-def is_whole(spec: ArraySpec, changes: Mapping[str, list[Change]]) -> bool:
-    """Whether an array is assembled in host memory. Large stacked arrays are not, nor arrays that are merged or
-    quantized on the devices."""
+def is_whole(spec: ArraySpec, files: Mapping[str, Stored], changes: Mapping[str, list[Change]]) -> bool:
+    """Whether an array is assembled in host memory. Large stacked arrays are not, nor arrays that are merged, quantized
+    or dequantized on the devices."""
     large = spec.stacked and spec.bytes > STACK_BYTES
-    return not (large or spec.scaled_by or any(map(changes.get, spec.sources)))
+    on_devices = any(changes.get(source) or files[source].in_blocks for source in spec.sources)
+    return not (large or spec.scaled_by or on_devices)
 
 
 def layer_sharding(spec: ArraySpec):
@@ -322,16 +355,6 @@ def layer_sharding(spec: ArraySpec):
     if not spec.stacked:
         return spec.sharding
     return jax.sharding.NamedSharding(spec.sharding.mesh, jax.sharding.PartitionSpec(*spec.sharding.spec[1:]))
-
-
-def by_module(files: dict[str, Stored], spec: ComponentSpec) -> dict[str, Stored]:
-    """Tensors by module name."""
-    named: dict[str, Stored] = {}
-    for name, stored in files.items():
-        name = name.removeprefix(spec.prefix)
-        renamed = spec.rename(name) or name
-        named |= split_rows(stored, renamed) if isinstance(renamed, Rows) else {renamed: stored}
-    return named
 
 
 def source_shapes(specs: dict[str, ArraySpec]) -> dict[str, tuple]:
@@ -343,10 +366,11 @@ def source_shapes(specs: dict[str, ArraySpec]) -> dict[str, tuple]:
 
 
 def check(
-    specs: dict[str, ArraySpec], folder: Path, ignored: Iterable[str] = (), component: ComponentSpec = UNNAMED
+    specs: dict[str, ArraySpec], place: Path, ignored: Iterable[str] = (), component: ComponentSpec = UNNAMED
 ) -> None:
     """Raise one error that lists every missing, unexpected and mis-shaped tensor; reads only headers."""
-    files, shapes = by_module(index(folder), component), source_shapes(specs)
+    shapes = source_shapes(specs)
+    files = by_module(index(place), component, shapes)
     surplus = [name for name in files if name not in shapes and not any(re.match(rule, name) for rule in ignored)]
     problems = [f"missing: {name}" for name in shapes if name not in files]
     problems += [f"unexpected: {name}" for name in surplus]
@@ -357,7 +381,7 @@ def check(
         if stored.dtype not in STORED_DTYPES:
             problems.append(f"{name}: stored as {stored.dtype}, which is none of {', '.join(STORED_DTYPES)}")
     if problems:
-        raise ConfigError(f"{folder} does not hold this model's weights:\n{listed(problems, PROBLEMS_SHOWN)}")
+        raise ConfigError(f"{place} does not hold this model's weights:\n{listed(problems, PROBLEMS_SHOWN)}")
 
 
 def sent_as(stored: Stored) -> str:
@@ -368,7 +392,9 @@ def sent_as(stored: Stored) -> str:
 
 def placed(change: Change, sharding) -> list[tuple[Stored, jax.sharding.NamedSharding]]:
     """A change's factors and their shardings: `up` like the tensor's rows, `down` like its other dimensions, so that
-    their product needs no communication."""
+    their product needs no communication. Factors of other forms are small, and whole everywhere."""
+    if not change.form.is_plain:
+        return [(one, replicated(sharding.mesh)) for one in change.factors]
     if len(change.factors) == 1:
         return [(change.factors[0], sharding)]
     rows, rest = (*sharding.spec, None)[0], tuple(sharding.spec)[1:]
@@ -376,30 +402,51 @@ def placed(change: Change, sharding) -> list[tuple[Stored, jax.sharding.NamedSha
     return [(one, jax.sharding.NamedSharding(sharding.mesh, spec)) for one, spec in zip(change.factors, specs)]
 
 
-def send(shape, sharding, parts) -> jax.Array:
-    return jax.make_array_from_callback(shape, sharding, lambda part: parts[str(part)])
+def send(load: Load, parts: dict) -> jax.Array:
+    """The array on the devices; GGUF's blocks are dequantized there."""
+    if load.finite and not all(numpy.isfinite(part.astype(numpy.float32)).all() for part in parts.values()):
+        # Later the error would point at the checkpoint.
+        remedy = "download it again, or leave it out"
+        raise ConfigError(f"{load.sources[0].file}: has numbers that are not finite; {remedy}")
+    raw = load.raw
+    array = jax.make_array_from_callback(raw.shape, raw.sharding, lambda part: parts[str(part)])
+    stored = load.sources[0]
+    return dequantize_program(stored.dtype, load.shape, load.dtype, load.sharding)(array) if stored.in_blocks else array
 
 
-def stack_layers(spec: ArraySpec, changes: Mapping[str, list[Change]], parts: Callable[[], dict]) -> jax.Array:
+@functools.cache
+def dequantize_program(blocks: str, shape: tuple, dtype: str, sharding):
+    def program(array):
+        return dequantize(array, blocks).astype(dtype).reshape(shape)
+
+    return jax.jit(program, out_shardings=sharding)
+
+
+def stack_layers(
+    spec: ArraySpec, files: Mapping[str, Stored], changes: Mapping[str, list[Change]], arrive: Callable[[], jax.Array]
+) -> jax.Array:
     """Write a tensor of every layer into a preallocated, donated array on the devices, layer by layer."""
     stack = zeros(spec.struct)
+    whole = replace(spec, sharding=layer_sharding(spec), shape=spec.shape[1:], stacked=False)
     for layer, source in enumerate(spec.sources):
-        if added := changes.get(source):
-            stack = merge_layer(spec, added, parts, stack, layer)
+        added = changes.get(source, ())
+        if merged_in_rows(spec, files[source], added):
+            stack = merge_layer(spec, added, arrive, stack, layer)
         else:
-            stack = update_stack(write_layer, stack, send(spec.shape[1:], layer_sharding(spec), parts()), layer)
+            stack = update_stack(write_layer, stack, merge(whole, added, arrive), layer)
     return stack
 
 
-def merge_layer(spec: ArraySpec, changes: list[Change], parts: Callable[[], dict], stack, layer: int) -> jax.Array:
+def merge_layer(
+    spec: ArraySpec, changes: Iterable[Change], arrive: Callable[[], jax.Array], stack, layer: int
+) -> jax.Array:
     """Merge changes into the next layer and write it to the stack, some rows at a time."""
     sharding = layer_sharding(spec)
-    scales, factors = send_added(changes, sharding, parts)
+    scales, factors = added_by(changes, arrive)
     specs = jax.tree.map(lambda factor: factor.sharding.spec, factors)
     program = merge_into_program(spec.sharding, specs)
-    shape, begins = some_rows(spec.shape[1:], sharding)
-    for begin in begins:
-        stack = update_stack(program, stack, layer, begin, send(shape, sharding, parts()), scales, factors)
+    for begin in some_rows(spec.shape[1:], sharding)[1]:
+        stack = update_stack(program, stack, layer, begin, arrive(), scales, factors)
     return stack
 
 
@@ -410,66 +457,85 @@ def update_stack(program: Callable, stack, *arguments) -> jax.Array:
 
 
 def quantize_layers(
-    spec: ArraySpec, scale: ArraySpec, changes: Mapping[str, list[Change]], parts: Callable[[], dict]
+    spec: ArraySpec, scale: ArraySpec, files: Mapping[str, Stored], changes: Mapping[str, list[Change]],
+    arrive: Callable[[], jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Quantize a weight of every layer, after merging adapters, from the stored precision: values and scales."""
     values, scales = zeros(spec.struct), zeros(scale.struct)
     whole = replace(spec, dtype="float32", sharding=layer_sharding(spec), shape=spec.shape[1:], stacked=False)
-    program = quantize_program(spec.sharding, scale.sharding)
     for layer, source in enumerate(spec.sources):
-        values, scales = program(values, scales, merge(whole, changes.get(source, ()), parts), layer)
+        stored, added = files[source], changes.get(source, ())
+        if is_kept(spec, stored, added):
+            factors = read_scale(stored) if stored.scale else numpy.ones(scale.shape[1:], numpy.float32)
+            new = arrive(), put(factors, layer_sharding(scale))
+        else:
+            new = quantize_program(spec.dtype, whole.sharding, layer_sharding(scale))(merge(whole, added, arrive))
+        values, scales = (write_layer(stack, value, layer) for stack, value in zip((values, scales), new))
         jax.block_until_ready(values)
     return values, scales
 
 
 @functools.cache
-def quantize_program(*shardings):
-    def program(values, scales, array, layer):
-        new_values, new_scales = quantize(array, str(values.dtype))
-        return into_place(values, new_values, layer), into_place(scales, new_scales, layer)
-
-    return jax.jit(program, out_shardings=shardings, donate_argnums=(0, 1))
+def quantize_program(dtype: str, *shardings):
+    return jax.jit(functools.partial(quantize, dtype=dtype), out_shardings=shardings)
 
 
-def merge(spec: ArraySpec, changes: Iterable[Change], parts: Callable[[], dict]) -> jax.Array:
-    """Transfer a tensor and merge its changes."""
-    added = send_added(changes, spec.sharding, parts)
-    array = send(spec.shape, spec.sharding, parts())
-    return merge_program(spec.sharding, spec.dtype)(array, *added) if changes else array
+def merge(spec: ArraySpec, changes: Iterable[Change], arrive: Callable[[], jax.Array]) -> jax.Array:
+    """The next tensor, with its changes merged."""
+    added = added_by(changes, arrive)
+    array = arrive()
+    forms = tuple(change.form for change in changes)
+    return merge_program(spec.sharding, spec.dtype, forms)(array, *added) if changes else array
 
 
-def send_added(changes: Iterable[Change], sharding, parts: Callable[[], dict]) -> tuple[tuple, tuple]:
+def added_by(changes: Iterable[Change], arrive: Callable[[], jax.Array]) -> tuple[tuple, tuple]:
     """Scales, and factors on the devices, of every change."""
-    factors = tuple(
-        tuple(send(one.shape, spread, finite(one, parts())) for one, spread in placed(change, sharding))
-        for change in changes
-    )
-    return tuple(numpy.float32(change.scale) for change in changes), factors
+    factors = tuple(tuple(arrive() for _ in change.factors) for change in changes)
+    return tuple((numpy.float32(change.scale), numpy.float32(change.strength)) for change in changes), factors
 
 
-def finite(stored: Stored, parts: dict) -> dict:
-    """Reject an adapter with NaN or infinite values: later the error would point at the checkpoint."""
-    if not all(numpy.isfinite(part.astype(numpy.float32)).all() for part in parts.values()):
-        raise ConfigError(f"{stored.file}: has numbers that are not finite; download it again, or leave it out")
-    return parts
-
-
-def merged(base, scales, added, dtype):
+def merged(base, scales, added, dtype, forms: Iterable[Form] = ()):
     """base + Σ scale · product of factors, in float32 and cast once. By default a TPU would multiply in bfloat16."""
     total = base.astype(jax.numpy.float32)
-    for scale, factors in zip(scales, added):
-        first, *second = (factor.astype(jax.numpy.float32) for factor in factors)
-        whole = scale * first
-        if second:
-            transposed = jax.lax.optimization_barrier(whole.T)  # this layout is an eighth faster on CPU
-            whole = jax.numpy.tensordot(transposed, second[0], (0, 0), precision="highest")
-        total = total + whole
+    for (scale, strength), factors, form in zip(scales, added, forms or [Form()] * len(added)):
+        factors = [factor.astype(jax.numpy.float32) for factor in factors]
+        norms = factors.pop() if form.decomposed else None
+        whole = product(scale, factors) if form.combine is None else combined(scale, factors, form)
+        whole = total + whole.reshape(total.shape)
+        total = whole if norms is None else total + strength * (with_norms(whole, norms) - total)
     return total.astype(dtype)
 
 
+def product(scale, factors):
+    """scale · first · second, if there is a second."""
+    first, *second = factors
+    if not second:
+        return scale * first
+    transposed = jax.lax.optimization_barrier((scale * first).T)  # this layout is an eighth faster on CPU
+    return jax.numpy.tensordot(transposed, second[0], (0, 0), precision="highest")
+
+
+def combined(scale, factors, form: Form):
+    """Two products, multiplied number by number, or each number of the first with the whole second."""
+    count, _ = form.groups
+    first, second = product(scale, factors[:count]), product(1, factors[count:])
+    if form.combine == "hadamard":
+        return first * second
+    (rows, columns), (inner_rows, inner_columns, *rest) = first.shape, second.shape
+    spread = first.reshape(rows, 1, columns, 1, *[1] * len(rest)) * second[None, :, None]
+    return spread.reshape(rows * inner_rows, columns * inner_columns, *rest)
+
+
+def with_norms(array, norms):
+    """The array, scaled to these norms over the dimensions in which there is only one."""
+    over = tuple(place for place, size in enumerate(norms.shape) if size == 1)
+    found = jax.numpy.sqrt(jax.numpy.sum(array**2, over, keepdims=True))
+    return array * (norms / jax.numpy.maximum(found, jax.numpy.finfo("float32").tiny))
+
+
 @functools.cache
-def merge_program(sharding, dtype: str):
-    return jax.jit(functools.partial(merged, dtype=dtype), out_shardings=sharding)
+def merge_program(sharding, dtype: str, forms: tuple[Form, ...]):
+    return jax.jit(functools.partial(merged, dtype=dtype, forms=forms), out_shardings=sharding)
 
 
 @functools.cache

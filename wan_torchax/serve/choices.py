@@ -9,8 +9,9 @@ from wan_torchax.config.adapters import components
 from wan_torchax.config.commandline import CONF, options
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import Adapter, ConfigError
-from wan_torchax.runtime.adapters import find, parse, place_one
+from wan_torchax.runtime.adapters import find, match, parse
 from wan_torchax.runtime.checkpoint import find_present, index
+from wan_torchax.runtime.formats import by_module
 
 # Keys that a recipe sets.
 RECIPE_KEYS = ("steps", "guidance_scale", "guidance_scale_2", "scheduler", "resolution.flow_shift")
@@ -21,7 +22,9 @@ def at_hand(config) -> dict[str, list[str]]:
     present = find_present(config, config.model.experts)
     if len(present) < len(config.model.experts):
         return {}
-    shapes = {name: {key: one.shape for key, one in index(there.folder).items()} for name, there in present.items()}
+    family = family_of(config)
+    tensors = {name: by_module(index(there.path), family.spec(name)) for name, there in present.items()}
+    shapes = {name: {key: one.shape for key, one in stored.items()} for name, stored in tensors.items()}
     adapters = [name for name in options("adapter") if fits(rows_of(name), shapes, config)]
     recipes = [name for name in options("sampling") if adapter_of(name) in adapters]
     offered = {"adapter": adapters, "sampling": recipes}
@@ -51,17 +54,16 @@ def read(path: Path) -> dict:
 
 def fits(rows: dict[str, dict], shapes: dict[str, dict[str, tuple]], config) -> bool:
     """Whether there are rows, each with its file on this machine and all of the file's weights matching the model."""
-    names = family_of(config).adapters
+    family = family_of(config)
     with contextlib.suppress(ConfigError, OSError):
         for name, row in rows.items():
             adapter = Adapter(**row)
             path, targets = find(name, adapter, local_only=True), components(adapter, list(config.model.experts))
             if path is None or not path.is_file() or not targets:
                 return False
-            contents = parse(path, names)
             for target in targets:
-                placed, elsewhere, problems = place_one(contents, shapes[target], names.bare)
-                if not placed or elsewhere or problems or contents.unknown:
+                placed, elsewhere, problems = match(parse(path, family.adapters), shapes[target], family)
+                if not placed or elsewhere or problems:
                     return False
         return bool(rows)
     return False

@@ -24,6 +24,7 @@ from wan_torchax.runtime import weights
 from wan_torchax.runtime.programs import NotFinite, Program, own_compilation, put
 from wan_torchax.stages import caching
 from wan_torchax.stages.enlarge import enlarged
+from wan_torchax.stages.guidance import Guider
 from wan_torchax.stages.sampling import Table, coarse_steps, noises, scheduler_table
 from wan_torchax.stages.stage import Stage
 from wan_torchax.stages.step import Step
@@ -55,8 +56,8 @@ class Denoise(Stage):
 
     label, share = "denoising", 85.0
     settings = (
-        "attention.self", "attention.cross", "products", "guidance", "model.text_tokens", "model.scan_blocks",
-        "sharding.attention",
+        "attention.self", "attention.cross", "products", "guidance", "guider", "model.text_tokens",
+        "model.scan_blocks", "sharding.attention",
     )
     reads = (
         "seed", "steps", "strength", "guidance_scale", "guidance_scale_2", "model.experts", "model.boundary",
@@ -135,7 +136,7 @@ class Denoise(Stage):
         return Step(
             denoiser, config.model.dtype.transformer, prompts, config.guidance == "batched",
             tuple(name for name in derived["conditions"] if conditions[name].by_prompt), derived["extra_frames"],
-            replicated(self.mesh), derived["mode"], derived["rests"],
+            replicated(self.mesh), derived["mode"], derived["rests"], guider_of(config),
         )
 
     def forward(self, prompts: int) -> Forward:
@@ -188,6 +189,8 @@ class Denoise(Stage):
             schedule["next_timestep"] = array()
         if derived["rests"]:
             schedule |= {"rest_weights": array(2), "resting": array()}
+        if self.config.guider.zero_steps:
+            schedule["zeroed"] = array()
         conditions = {}
         for name, shape in derived["conditions"].items():
             condition = self.family.conditions[name]
@@ -393,7 +396,13 @@ def schedule_rows(config, table) -> dict[str, numpy.ndarray]:
         "timestep": table.timesteps, "next_timestep": numpy.append(table.timesteps[1:], numpy.float32(0)),
         "coefficients": table.coefficients, "guidance_scale": numpy.float32(scales),
         "rest_weights": caching.rest_weights(config, count),
+        "zeroed": numpy.float32(numpy.arange(count) < config.guider.zero_steps),
     }
+
+
+def guider_of(config) -> Guider:
+    settings = plain(config.guider)
+    return Guider(**{name: settings[name] for name in Guider.__dataclass_fields__})
 
 
 def log_rescued(rescued: list[tuple[int, int]]) -> None:

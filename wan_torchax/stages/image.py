@@ -47,7 +47,7 @@ class Image(Stage):
 
     def folders(self, view: View) -> dict[str, Path]:
         component = self.family.pictures[self.gives[0]].component
-        return {name: view.checkpoints[component].beside(name) for name in self.family.spec(component).beside}
+        return dict(view.checkpoints[component].folders)
 
     def check(self, view):
         self.family.pictures[self.gives[0]].check(self.folders(view))

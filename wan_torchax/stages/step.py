@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy
 
 from wan_torchax.models.family import Output
+from wan_torchax.stages.guidance import AVERAGE, CFG, Guider, guide
 from wan_torchax.stages.sampling import advance
 
 LOW_FREQUENCIES = 1 / 8  # cycles a latent pixel: the lowest quarter
@@ -33,6 +34,7 @@ class Step:
     replicated: Any  # a sharding
     mode: str | None = None  # magcache | easycache | calibrate; None: no cache
     rests: bool = False  # some steps extrapolate the negative prompt's velocity
+    guider: Guider = CFG
 
     # ------------------------------------------------------------ the model
 
@@ -107,8 +109,7 @@ class Step:
         """Guidance and the scheduler's step; returns the state, a report for the host, and the x0 estimate."""
         velocity, slots = velocities, state["slots"]
         if len(velocities) == 2 * slots.shape[1]:
-            prompt, negative = jnp.split(velocities, 2)
-            velocity = negative + schedule["guidance_scale"] * (prompt - negative)
+            velocity, state = guide(self.guider, *jnp.split(velocities, 2), schedule, state)
         # For previews: the first frame only, since the causal VAE can decode no other one alone.
         estimate = with_first(slots[0] - schedule["timestep"] / 1000 * velocity, conditions)
         estimate = estimate[:, :, self.references : self.references + 1]
@@ -149,7 +150,8 @@ class Step:
             "calibrate": {"residual": residual_struct, "measures": array(self.prompts)},
             None: {},
         }[self.mode]
-        return structs | ({"velocities": array(*pair)} if self.rests else {})
+        structs |= {"velocities": array(*pair)} if self.rests else {}
+        return structs | ({AVERAGE: array(*shape)} if self.guider.remembers else {})
 
 
 def summed(rescued):

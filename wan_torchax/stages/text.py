@@ -51,8 +51,7 @@ class Text(Stage):
 
     def tokenize(self, encoding: TextEncoding, view: View, prompts: list[str]):
         checkpoint = view.checkpoints[encoding.component]
-        folders = {name: checkpoint.beside(name) for name in self.family.spec(encoding.component).beside}
-        return encoding.tokenize(folders, prompts, encoding.tokens(view.config), view.store)
+        return encoding.tokenize(checkpoint.folders, prompts, encoding.tokens(view.config), view.store)
 
     def run(self, view, values, emit):
         prompts = [values["prompt"], values["negative_prompt"] or ""][: self.recipe.derived["prompts"]]

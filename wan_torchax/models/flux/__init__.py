@@ -4,7 +4,9 @@ from collections.abc import Iterator
 import numpy
 
 from wan_torchax.config.geometry import Geometry
+from wan_torchax.models import t5
 from wan_torchax.models.family import (
+    WRAPPERS,
     ComponentSpec,
     Condition,
     Family,
@@ -12,6 +14,7 @@ from wan_torchax.models.family import (
     VideoCodec,
     lazily,
 )
+from wan_torchax.models.flux import files
 from wan_torchax.models.flux.adapters import NAMES
 
 HERE = "wan_torchax.models.flux"
@@ -136,14 +139,24 @@ FAMILY = Family(
     modules=tuple(f"{HERE}.{name}" for name in ("blocks", "vae", "text")),
     components={
         "text_encoder": ComponentSpec(
-            lazily(f"{HERE}.text", "build_clip"), unused=lambda architecture: (r"embeddings\.position_ids",),
-            prefix="text_model.", beside=("tokenizer",), fields=CLIP_FIELDS,
+            lazily(f"{HERE}.text", "build_clip"),
+            unused=lambda architecture: (r"embeddings\.position_ids", r"text_projection\.", r"logit_scale"),
+            prefix="text_model.", wrappers=("text_encoders.clip_l.transformer.",), beside=("tokenizer",),
+            fields=CLIP_FIELDS, landmarks=files.clip_landmarks,
         ),
-        "text_encoder_2": ComponentSpec(lazily(f"{HERE}.text", "build_t5"), beside=("tokenizer_2",), fields=T5_FIELDS),
+        "text_encoder_2": ComponentSpec(
+            lazily(f"{HERE}.text", "build_t5"), unused=lambda architecture: t5.UNUSED,
+            wrappers=("text_encoders.t5xxl.transformer.",), rename=t5.rename, foreign=t5.FOREIGN,
+            landmarks=t5.landmarks, beside=("tokenizer_2",), fields=T5_FIELDS,
+        ),
         "transformer": ComponentSpec(
             lazily(f"{HERE}.blocks", "build"), stacks=("transformer_blocks", "single_transformer_blocks"),
+            wrappers=WRAPPERS, rename=files.rename, foreign=files.FOREIGN, landmarks=files.landmarks,
         ),
-        "vae": ComponentSpec(lazily(f"{HERE}.vae", "build")),
+        "vae": ComponentSpec(
+            lazily(f"{HERE}.vae", "build"), wrappers=("vae.", "first_stage_model."), rename=files.rename_vae,
+            foreign=files.VAE_FOREIGN, landmarks=files.vae_landmarks,
+        ),
     },
     geometry=geometry,
     heads=heads,

@@ -31,8 +31,11 @@ REST = HEAD | {
        for old, new in (("time", "timestep"), ("vector", "text"), ("guidance", "guidance"))
        for layer, number in (("in", 1), ("out", 2))},
 }
-# PEFT's, ComfyUI's, diffusers', kohya's and OneTrainer's.
-PREFIX = r"(?:base_model\.model\.)?(?:(?:model\.)?diffusion_model\.|transformer\.|lora_unet__?|lora_transformer_)?"
+# PEFT's, ComfyUI's, diffusers', kohya's and OneTrainer's, LyCORIS'.
+PREFIX = (
+    r"(?:base_model\.model\.)?"
+    r"(?:(?:model\.)?diffusion_model\.|transformer\.|lora_unet__?|lora_transformer_|lycoris_)?"
+)
 
 
 def names_of(double: Table, single: Table, rest: Table) -> AdapterNames:

@@ -3,6 +3,7 @@ from collections.abc import Iterator
 
 from wan_torchax.config.geometry import Geometry
 from wan_torchax.models.family import (
+    WRAPPERS,
     ComponentSpec,
     Condition,
     Family,
@@ -145,6 +146,19 @@ def flops(config, tokens: int) -> dict[str, int]:
     }
 
 
+def landmarks(transformer) -> dict[str, tuple[int, ...] | None]:
+    """Tensors by which a file of the transformer is recognized."""
+    width, layers = transformer["num_attention_heads"] * transformer["attention_head_dim"], transformer["num_layers"]
+    next_time = (width, 256) if transformer.get("use_meanflow") else None
+    return {
+        "x_embedder.proj.weight": (width, transformer["in_channels"], 1, 1, 1),
+        "context_embedder.proj_in.weight": (width, transformer["text_embed_dim"]),
+        f"transformer_blocks.{layers - 1}.attn.to_add_out.weight": (width, width),
+        f"transformer_blocks.{layers}.attn.to_add_out.weight": None,
+        "time_embed.timestep_embedder_r.linear_1.weight": next_time,
+    }
+
+
 FAMILY = Family(
     name="hunyuan15",
     modules=tuple(f"{HERE}.{name}" for name in ("blocks", "vae", "text", "image")),
@@ -161,7 +175,10 @@ FAMILY = Family(
             lazily(f"{HERE}.image", "build"), unused=lambda architecture: (r"head\.", r"embeddings\.position_ids"),
             prefix="vision_model.", beside=("feature_extractor",), fields=SIGLIP_FIELDS,
         ),
-        "transformer": ComponentSpec(lazily(f"{HERE}.blocks", "build"), ("transformer_blocks",), rename=rename),
+        "transformer": ComponentSpec(
+            lazily(f"{HERE}.blocks", "build"), ("transformer_blocks",), wrappers=WRAPPERS, rename=rename,
+            landmarks=landmarks,
+        ),
         "vae": ComponentSpec(lazily(f"{HERE}.vae", "build")),
     },
     geometry=geometry,

@@ -48,8 +48,11 @@ REST: dict[str, str | Rows] = {
     "cond_type_embedding": "cond_type_embed", "final_layer.linear": "proj_out",
     "final_layer.adaLN_modulation.1": Rows(("norm_out.linear",), swapped=True),  # shift before scale there
 }
-# ComfyUI's, diffusers', PEFT's, musubi-tuner's.
-PREFIX = r"(?:base_model\.model\.)?(?:(?:model\.)?diffusion_model\.|transformer\.|lora_unet_|lora_transformer_)?"
+# ComfyUI's, diffusers', PEFT's, musubi-tuner's, LyCORIS'.
+PREFIX = (
+    r"(?:base_model\.model\.)?"
+    r"(?:(?:model\.)?diffusion_model\.|transformer\.|lora_unet_|lora_transformer_|lycoris_)?"
+)
 NATIVE = re.compile(rf"transformer_blocks|{TEXT}|x_embedder|image_embedder|time_embed[._]|proj_out\b|^norm_out")
 
 

@@ -8,7 +8,9 @@ from omegaconf import OmegaConf
 
 from wan_torchax.config.geometry import Geometry
 from wan_torchax.kernels.settings import Kernel
+from wan_torchax.models import t5
 from wan_torchax.models.family import (
+    WRAPPERS,
     ComponentSpec,
     Condition,
     Family,
@@ -18,7 +20,8 @@ from wan_torchax.models.family import (
     VideoCodec,
     lazily,
 )
-from wan_torchax.models.wan.adapters import NAMES, rename
+from wan_torchax.models.wan import files
+from wan_torchax.models.wan.adapters import NAMES
 
 HERE = "wan_torchax.models.wan"
 # What describes the architecture in the config.json of transformers' models.
@@ -242,7 +245,10 @@ FAMILY = Family(
     name="wan",
     modules=tuple(f"{HERE}.{name}" for name in ("blocks", "vae", "text", "clip")),
     components={
-        "text_encoder": ComponentSpec(lazily(f"{HERE}.text", "build"), beside=("tokenizer",), fields=UMT5_FIELDS),
+        "text_encoder": ComponentSpec(
+            lazily(f"{HERE}.text", "build"), unused=lambda architecture: t5.UNUSED, rename=t5.rename,
+            foreign=t5.FOREIGN, landmarks=t5.landmarks, beside=("tokenizer",), fields=UMT5_FIELDS,
+        ),
         "image_encoder": ComponentSpec(
             lazily(f"{HERE}.clip", "build"), unused=lazily(f"{HERE}.clip", "unused"), prefix="vision_model.",
             beside=("image_processor",), fields=CLIP_FIELDS,
@@ -250,10 +256,13 @@ FAMILY = Family(
         "transformer": ComponentSpec(
             lazily(f"{HERE}.blocks", "build"), ("blocks", "vace_blocks"), lazily(f"{HERE}.blocks", "tables"),
             unused=lambda architecture: (r".*norm_added_q",),  # no version of the model uses it
-            rename=rename,
+            wrappers=WRAPPERS, rename=files.rename, foreign=files.FOREIGN, landmarks=files.landmarks,
         ),
         "transformer_2": ComponentSpec(lazily(f"{HERE}.blocks", "build"), twin_of="transformer"),
-        "vae": ComponentSpec(lazily(f"{HERE}.vae", "build")),
+        "vae": ComponentSpec(
+            lazily(f"{HERE}.vae", "build"), wrappers=("vae.",), rename=files.rename_vae, foreign=files.VAE_FOREIGN,
+            landmarks=files.vae_landmarks,
+        ),
     },
     geometry=geometry,
     heads=heads,

@@ -25,10 +25,10 @@ REST = {
     "img_emb.proj.3": f"{EMBEDDER}.image_embedder.ff.net.2", "img_emb.emb_pos": f"{EMBEDDER}.image_embedder.pos_embed",
 }
 BARE = ("scale_shift_table", "pos_embed")  # parameters that are not a module's weight
-# ComfyUI's, diffusers', DiffSynth-Studio's, kohya's and OneTrainer's.
+# ComfyUI's, diffusers', DiffSynth-Studio's, kohya's, OneTrainer's and LyCORIS'.
 PREFIX = (
     r"(?:base_model\.model\.)?"
-    r"(?:(?:model\.)?diffusion_model\.|transformer\.|(?:pipe\.)?dit2?\.|lora_unet__?|lora_transformer_)?"
+    r"(?:(?:model\.)?diffusion_model\.|transformer\.|(?:pipe\.)?dit2?\.|lora_unet__?|lora_transformer_|lycoris_)?"
 )
 NATIVE = re.compile(rf"attn[12]|ffn[._]net|{EMBEDDER}|scale_shift_table|proj_(?:in|out)\b")  # only in diffusers' names
 
@@ -64,9 +64,3 @@ def modulation(module: str) -> str | None:
 
 
 NAMES = AdapterNames(PREFIX, NATIVE, translate, BARE, modulation)
-
-
-def rename(parameter: str) -> str | None:
-    """TurboWan's projection as the ports to diffusers' layout spell it; None: another parameter."""
-    match = re.fullmatch(r"(blocks\.\d+\.attn1\.)(?:attn_op\.local_attn|attn_impl)\.(proj_l\.\w+)", parameter)
-    return match and f"{match[1]}{match[2]}"

@@ -21,6 +21,7 @@ from wan_torchax.records import provenance
 from wan_torchax.records.files import write_text
 from wan_torchax.records.fingerprints import hash_file
 from wan_torchax.records.report import read_json
+from wan_torchax.runtime.checkpoint import files_of
 from wan_torchax.runtime.jobs import find_job
 from wan_torchax.session import session
 from wan_torchax.stages.stage import main_stage
@@ -82,7 +83,7 @@ def hashes(job: Job) -> dict[str, str]:
     """sha256 of every file of weights, by component and name."""
     files = {}
     for component, checkpoint in sorted(job.checkpoints.items()):
-        for path in sorted(checkpoint.folder.glob("*.safetensors")):
+        for path in files_of(checkpoint.path):
             status = path.stat()
             files[f"{component}/{path.name}"] = hash_file(path, status.st_mtime_ns, status.st_size).hex()
     return files

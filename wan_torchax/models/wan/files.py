@@ -1,0 +1,101 @@
+"""Wan's weights in files that are not in diffusers' layout: Wan's own names, which ComfyUI's files and GGUF have too,
+and the tensors by which a file is recognized."""
+import math
+import re
+from collections.abc import Mapping
+
+from wan_torchax.models.wan.adapters import BARE, EMBEDDER, translate
+
+Landmarks = dict[str, tuple[int, ...] | None]
+
+# ---------------------------------------------------------------- transformer
+
+FOREIGN = r"^blocks\.0\.(self_attn|attn1\.attn_)"
+# TurboWan's projection, as its authors and two ports to diffusers' layout spell it.
+PROJECTION = re.compile(r"(blocks\.\d+)\.(?:self_attn|attn1)\.(?:attn_op\.local_attn|attn_impl)\.(proj_l\.\w+)")
+
+
+def rename(parameter: str) -> str | None:
+    """blocks.0.self_attn.q.weight -> blocks.0.attn1.to_q.weight; blocks.0.modulation -> blocks.0.scale_shift_table"""
+    if match := PROJECTION.fullmatch(parameter):
+        return f"{match[1]}.attn1.{match[2]}"
+    bare = translate(parameter, native=False)
+    if bare and bare.endswith(BARE):
+        return bare
+    module, _, end = parameter.rpartition(".")
+    translated = translate(module, native=False)
+    return translated and f"{translated}.{end}"
+
+
+def landmarks(transformer: Mapping) -> Landmarks:
+    width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
+    layers, patch = transformer["num_layers"], tuple(transformer["patch_size"])
+    controls, picture = transformer.get("vace_layers"), transformer.get("image_dim")
+    trained_for, head_dim = transformer.get("attention_type"), transformer["attention_head_dim"]
+    return {
+        "patch_embedding.weight": (width, transformer["in_channels"], *patch),
+        "proj_out.weight": (transformer["out_channels"] * math.prod(patch), width),
+        f"{EMBEDDER}.text_embedder.linear_1.weight": (width, transformer["text_dim"]),
+        f"{EMBEDDER}.image_embedder.norm1.weight": (picture,) if picture else None,
+        f"{EMBEDDER}.image_embedder.pos_embed": tokens_of(transformer) if picture else None,
+        f"blocks.{layers - 1}.ffn.net.0.proj.weight": (transformer["ffn_dim"], width),
+        f"blocks.{layers}.attn1.to_q.weight": None,
+        "blocks.0.attn1.proj_l.weight": (head_dim, head_dim) if trained_for == "sla" else None,
+        "blocks.0.to_gate_compress.weight": (width, width) if trained_for == "vsa" else None,
+        **({f"vace_blocks.{len(controls) - 1}.proj_out.weight": (width, width)} if controls else {}),
+        f"vace_blocks.{len(controls or ())}.proj_out.weight": None,
+    }
+
+
+def tokens_of(transformer: Mapping) -> tuple[int, ...] | None:
+    """The positions of a first and a last picture's tokens."""
+    length = transformer.get("pos_embed_seq_len")
+    return (1, length, transformer["image_dim"]) if length else None
+
+
+# ---------------------------------------------------------------- VAE
+
+VAE_FOREIGN = r"^(de|en)coder\.middle\."
+RESIDUAL = {
+    "residual.0": "norm1", "residual.2": "conv1", "residual.3": "norm2", "residual.6": "conv2",
+    "shortcut": "conv_shortcut",
+}
+MIDDLE = {"0": "resnets.0", "1": "attentions.0", "2": "resnets.1"}
+ENDS = {"conv1": "conv_in", "head.0": "norm_out", "head.2": "conv_out"}  # of encoder and decoder
+GROUP = 4  # of Wan 2.1's decoder: three residual blocks and what enlarges their result
+
+
+def rename_vae(parameter: str) -> str | None:
+    """decoder.upsamples.4.residual.2.weight -> decoder.up_blocks.1.resnets.0.conv1.weight"""
+    module, _, end = parameter.rpartition(".")
+    half, _, rest = module.partition(".")
+    if half in ("conv1", "conv2"):
+        return f"{'quant_conv' if half == 'conv1' else 'post_quant_conv'}.{end}"
+    if rest in ENDS:
+        return f"{half}.{ENDS[rest]}.{end}"
+    if match := re.fullmatch(r"middle\.(\d)\.(.+)", rest):
+        return f"{half}.mid_block.{MIDDLE[match[1]]}.{RESIDUAL.get(match[2], match[2])}.{end}"
+    if match := re.fullmatch(r"(down|up)samples\.(\d+)\.(?:\1samples\.(\d+)\.)?(.+)", rest):
+        return f"{half}.{sampled(*match.groups())}.{end}"
+    return None
+
+
+def sampled(way: str, number: str, inner: str | None, part: str) -> str:
+    """A part of what halves or doubles the size. In Wan 2.2 its residual blocks are numbered within each; in Wan 2.1
+    throughout, and diffusers has those of the encoder in one list."""
+    is_residual, part = part in RESIDUAL, RESIDUAL.get(part, part)
+    if inner is not None:
+        return f"{way}_blocks.{number}.{f'resnets.{inner}' if is_residual else f'{way}sampler'}.{part}"
+    if way == "down":
+        return f"down_blocks.{number}.{part}"
+    group, place = divmod(int(number), GROUP)
+    return f"up_blocks.{group}.{f'resnets.{place}' if is_residual else 'upsamplers.0'}.{part}"
+
+
+def vae_landmarks(vae: Mapping) -> Landmarks:
+    channels, base = vae["z_dim"], vae.get("decoder_base_dim") or vae["base_dim"]
+    widest = base * vae.get("dim_mult", (1, 2, 4, 4))[-1]
+    return {
+        "post_quant_conv.weight": (channels, channels, 1, 1, 1),
+        "decoder.conv_in.weight": (widest, channels, 3, 3, 3),
+    }
