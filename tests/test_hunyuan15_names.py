@@ -15,7 +15,7 @@ from wan_torchax.config.schema import ConfigError
 from wan_torchax.models.family import Rows
 from wan_torchax.models.hunyuan15 import FAMILY
 from wan_torchax.models.hunyuan15.adapters import BLOCK, REFINER, REST
-from wan_torchax.runtime import adapters, checkpoint, weights
+from wan_torchax.runtime import adapters, weights
 
 SPEC = FAMILY.components["transformer"]
 COMFYUI = (".qkv", ".lin", "_mlp.0", "_mlp.2", "_attn.proj")  # spellings that the original does not have
@@ -63,21 +63,9 @@ def test_the_transformer_may_be_one_file_anywhere(tmp_path):
     save_file({key: tensor.contiguous() for key, tensor in original(module).items()}, file)
     expected, made = (
         results(run_into(tmp_path / name, *overrides, *more))["latents"]
-        for name, more in (("folder", []), ("file", [f"+model.paths.transformer={file}"]))
+        for name, more in (("folder", []), ("file", [f"model.transformer={file}"]))
     )
     numpy.testing.assert_array_equal(made, expected)
-
-
-@pytest.mark.parametrize("path, component, message", [
-    ("/nowhere/a.safetensors", "transformer", "model.paths.transformer=/nowhere/a.safetensors: no such file"),
-    ("{here}", "text_encoder", "text_encoder needs tokenizer too; give the folder"),
-])
-def test_a_file_that_cannot_be_the_component_is_refused(tmp_path, path, component, message):
-    file = tmp_path / "a.safetensors"
-    save_file({"a": torch.zeros(1)}, file)
-    config = make_config("model=hunyuan15_t2v_480p", f"+model.paths.{component}={path.format(here=file)}")
-    with pytest.raises(ConfigError, match=message):
-        checkpoint.find(config, component)
 
 
 def test_a_checkpoint_in_the_original_names_is_the_same(module, specs, tmp_path):

@@ -129,7 +129,7 @@ def offered() -> dict[str, Any]:
 def groups() -> tuple[str, ...]:
     """The groups of which an artefact may choose an option."""
     named = (entry.name for entry in dataclasses.fields(schema.Config) if schema.GROUP in entry.metadata)
-    return "preset", "sampling", *named
+    return "preset", "sampling", "sparse", *named
 
 
 @functools.cache

@@ -57,6 +57,7 @@ class ComponentSpec:
     # matches the pattern `foreign`: a name may exist in both layouts, for different tensors.
     rename: Callable[[str], str | Rows | None] = lambda name: None
     foreign: str = ""
+    respell: Callable[[str], str | None] = lambda name: None  # of names in diffusers' layout that ports spell otherwise
     # Tensors by which a file is recognized, and their shapes; None: it has no such tensor.
     landmarks: Callable[[Architecture], Mapping[str, tuple[int, ...] | None]] = lambda architecture: {}
     beside: tuple[str, ...] = ()  # further folders that it needs, e.g. a tokenizer

@@ -88,7 +88,7 @@ def by_module(
     named: dict[str, Stored] = {}
     for name, stored in inside.items():
         name = name.removeprefix(spec.prefix)
-        renamed = (spec.rename(name) if foreign else None) or name
+        renamed = (spec.rename(name) if foreign else spec.respell(name)) or name
         if isinstance(renamed, Rows):
             counts = [shapes[part][0] for part in renamed.names if shapes.get(part)]
             named |= split_rows(stored, renamed, counts if len(counts) == len(renamed.names) else ())

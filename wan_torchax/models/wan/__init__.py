@@ -256,7 +256,8 @@ FAMILY = Family(
         "transformer": ComponentSpec(
             lazily(f"{HERE}.blocks", "build"), ("blocks", "vace_blocks"), lazily(f"{HERE}.blocks", "tables"),
             unused=lambda architecture: (r".*norm_added_q",),  # no version of the model uses it
-            wrappers=WRAPPERS, rename=files.rename, foreign=files.FOREIGN, landmarks=files.landmarks,
+            wrappers=WRAPPERS, rename=files.rename, foreign=files.FOREIGN, respell=files.respell,
+            landmarks=files.landmarks,
         ),
         "transformer_2": ComponentSpec(lazily(f"{HERE}.blocks", "build"), twin_of="transformer"),
         "vae": ComponentSpec(

@@ -10,21 +10,27 @@ Landmarks = dict[str, tuple[int, ...] | None]
 
 # ---------------------------------------------------------------- transformer
 
-FOREIGN = r"^blocks\.0\.(self_attn|attn1\.attn_)"
+FOREIGN = r"^blocks\.0\.self_attn\."
 # TurboWan's projection, as its authors and two ports to diffusers' layout spell it.
 PROJECTION = re.compile(r"(blocks\.\d+)\.(?:self_attn|attn1)\.(?:attn_op\.local_attn|attn_impl)\.(proj_l\.\w+)")
 
 
 def rename(parameter: str) -> str | None:
     """blocks.0.self_attn.q.weight -> blocks.0.attn1.to_q.weight; blocks.0.modulation -> blocks.0.scale_shift_table"""
-    if match := PROJECTION.fullmatch(parameter):
-        return f"{match[1]}.attn1.{match[2]}"
+    if spelled := respell(parameter):
+        return spelled
     bare = translate(parameter, native=False)
     if bare and bare.endswith(BARE):
         return bare
     module, _, end = parameter.rpartition(".")
     translated = translate(module, native=False)
     return translated and f"{translated}.{end}"
+
+
+def respell(parameter: str) -> str | None:
+    """blocks.0.attn1.attn_impl.proj_l.weight -> blocks.0.attn1.proj_l.weight"""
+    match = PROJECTION.fullmatch(parameter)
+    return match and f"{match[1]}.attn1.{match[2]}"
 
 
 def landmarks(transformer: Mapping) -> Landmarks:
