@@ -460,7 +460,7 @@ def floor(case, overrides, side, options):
         return numpy.array(median_seconds(burst, REPEATS)[0].times) / calls
 
     def attend(part):
-        return Attend(head_dim, Kernel(**config.attention[part]))
+        return Attend(head_dim, Kernel.of(config.attention[part]))
 
     def product(rows, columns):  # for both prompts; weights in torch's layout
         return seconds(lambda x, weight: x @ weight.T, (2 * tokens, rows), (columns, rows))

@@ -14,7 +14,8 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -29,11 +30,13 @@ import jax.numpy as jnp
 import wan_torchax
 
 wan_torchax.leave_sys_path()
+from wan_torchax.kernels import sparse  # noqa: E402
 from wan_torchax.kernels.attention import Attend  # noqa: E402
-from wan_torchax.kernels.settings import Kernel  # noqa: E402
+from wan_torchax.kernels.settings import Kernel, Sparse  # noqa: E402
 
 BFLOAT16 = Kernel(kernel="hopper", block_q=128, block_kv=128)
 EIGHT = Kernel(kernel="hopper", block_q=128, block_kv=128, eight_bits=True, smooth_keys=True)
+LISTS = replace(BFLOAT16, sparse=Sparse("sla", 1.0, 128, 64))
 TOOLS = ("memcheck", "racecheck", "synccheck")
 # What each prints at its end.
 SUMMARY = r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)"
@@ -61,7 +64,17 @@ class Case:
         return query, key, value
 
     def attend(self, kernel: Kernel):
-        return Attend(self.head_dim, kernel, keys=self.keys)
+        attend = Attend(self.head_dim, kernel, keys=self.keys)
+        return partial(to_every_block, attend) if kernel.sparse else attend
+
+
+def to_every_block(attend: Attend, query, key, value):
+    """Attention to lists that name every block, the last one first: as dense."""
+    settings = attend.kernel.sparse
+    queries, keys = (sparse.Blocks.even(attend.keys, size) for size in (settings.block_q, settings.block_kv))
+    count = len(keys.sizes)
+    lists = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32)[::-1], (1, 2, len(queries.sizes), count))
+    return attend.listed(query, key, value, lists, queries, keys)[0]
 
 
 CASES = (
@@ -69,6 +82,8 @@ CASES = (
     Case("bf16, 600 tokens, 377 keys, head dim 64", BFLOAT16, 600, 377, 64),
     Case("bf16, one row lost", BFLOAT16, 600, 600, lost="one"),
     Case("bf16, all rows lost", BFLOAT16, 600, 600, lost="all"),
+    Case("bf16, lists of blocks", LISTS, 600, 600),
+    Case("bf16, lists of blocks, all rows lost", LISTS, 600, 600, lost="all"),
     Case("eight bits, 2100 tokens", EIGHT, 2100, 2100, bound=0.06),
     Case("eight bits, one row lost", EIGHT, 2100, 2077, lost="one", bound=0.06),
 )

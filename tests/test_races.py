@@ -15,7 +15,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from wan_torchax.kernels import lanes, quantized, rotary, splash
+from wan_torchax.kernels import lanes, quantized, rotary, sparse, splash, splash_lists
 from wan_torchax.kernels.attention import Attend
 from wan_torchax.kernels.norm import Norm
 from wan_torchax.kernels.product import Linear
@@ -83,6 +83,18 @@ def test_attention_that_recomputes_lost_rows(checked):
     out, rescued = checked(Attend(128, SPLASH).counted, query, key, value)
     truth = splash.reference(*(array.astype(jnp.float32) for array in (query, key, value)), 128)
     assert rescued.sum() > 0 and relative_error(out, truth) < 4e-3
+
+
+@pytest.mark.parametrize("scale", [1, 60])
+def test_attention_to_lists(checked, scale):
+    """The last block is partial, the lists have an odd length, and at the larger scale rows are lost."""
+    query, key, value = (draw(1, 600, 128, seed=seed) for seed in range(3))
+    query, kernel = query * scale, replace(SPLASH, block_q=512, chunk_kv=256, interpret=TWO_CORES)
+    blocks = sparse.Blocks.even(600, 256), sparse.Blocks.even(600, 128)
+    chosen = sparse.top(sparse.sla_scores(query, key, *blocks, 128), 3)
+    out, rescued = checked(lambda *x: splash_lists.attention(*x, *blocks, 128, kernel), query, key, value.mT, chosen)
+    truth = sparse.listed(*(array.astype(jnp.float32) for array in (query, key, value)), chosen, *blocks, 128)
+    assert relative_error(out.mT, truth) < 4e-3 and (rescued > 0) == (scale > 1)
 
 
 @pytest.mark.parametrize("options, small, settings", [

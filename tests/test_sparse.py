@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import reference, tiny
-from tests.conftest import make_config, results, run_into
+from tests.conftest import make_config, resolve_here, results, run_into
 from tests.reference import TEXTS, relative_error
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
@@ -300,6 +300,16 @@ def test_every_spelling_of_the_projection_is_read(tmp_path, spelling):
     one, other = (trained(tmp_path / name, "sla", name) for name in ("diffusers", spelling))
     folders = run_into(tmp_path / "one run", *one), run_into(tmp_path / "other run", *other)
     np.testing.assert_array_equal(*(results(folder)["latents"] for folder in folders))
+
+
+def test_verify_checks_the_kernel_over_lists(tmp_path):
+    from wan_torchax.tasks.verify.kernels import attention_cases
+
+    resolved = resolve_here(*trained(tmp_path / "model", "sla"))
+    (case,) = [case for case in attention_cases(resolved) if "to lists" in case.name]
+    arrays = [jnp.array(normal(*shape, seed=seed)) for seed, shape in enumerate(case.shapes)]
+    rows = np.arange(0, 175, 10)
+    assert relative_error(case.run(*arrays)[rows], case.exact(rows, *arrays)) < case.bound
 
 
 # ---------------------------------------------------------------- refusals

@@ -85,9 +85,9 @@ def remove_damaged_entries() -> None:
 
     read = compilation_cache.get_executable_and_time
 
-    def read_or_remove(key, options, backend, devices):
+    def read_or_remove(key, compile_options, backend, *more):  # JAX 0.11 has one more
         try:
-            return read(key, options, backend, devices)
+            return read(key, compile_options, backend, *more)
         except Exception:
             with contextlib.suppress(OSError):
                 (compilation_cache._get_cache(backend).path / f"{key}{lru_cache._CACHE_SUFFIX}").unlink()

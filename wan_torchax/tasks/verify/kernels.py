@@ -19,11 +19,11 @@ from jax.sharding import PartitionSpec
 from wan_torchax.config.attention import parallel_of
 from wan_torchax.config.resolve import Resolved
 from wan_torchax.devices.sharding import replicated
-from wan_torchax.kernels import lanes, quantized, rotary
+from wan_torchax.kernels import lanes, quantized, rotary, sparse
 from wan_torchax.kernels.attention import Attend
 from wan_torchax.kernels.norm import Norm
 from wan_torchax.kernels.product import Linear
-from wan_torchax.kernels.settings import Kernel, Products
+from wan_torchax.kernels.settings import Kernel, Products, Sparse
 from wan_torchax.models.loop import plain_norm
 from wan_torchax.session import session
 from wan_torchax.stages.stage import main_stage
@@ -200,7 +200,10 @@ def attention_cases(resolved: Resolved) -> Iterator[Case]:
     config, here = resolved.config, local(resolved)
     lengths = {"self": (here["keys"], here["keys"]), "cross": (here["tokens"], config.model.text_tokens)}
     for part, real in lengths.items():
-        kernel = Kernel(**config.attention[part])
+        kernel = Kernel.of(config.attention[part])
+        if kernel.sparse:
+            yield lists_case(config, kernel, here)
+            kernel = replace(kernel, sparse=Sparse())
         yield attention_case(config, part, kernel, real, here["heads"], here["head_dim"])
         if kernel.kernel == "xla" and part == "cross":
             continue  # the same code as above
@@ -224,6 +227,26 @@ def attention_case(config, part: str, kernel: Kernel, lengths: tuple[int, int], 
         lambda *arrays: Attend(head_dim, plain)(*arrays)[0],
         partial(attention_rows, head_dim, kernel.window), queries,
         EIGHT_BITS if eight else BOUNDS[config.model.dtype.transformer],
+    )
+
+
+def lists_case(config, kernel: Kernel, here: dict[str, int]) -> Case:
+    """Attention to lists of key blocks, chosen as SLA does."""
+    head_dim, dtype, tokens = here["head_dim"], config.model.dtype.transformer, here["keys"]
+    blocks = tuple(sparse.Blocks.even(tokens, size) for size in (kernel.sparse.block_q, kernel.sparse.block_kv))
+
+    def chosen(query, key):
+        scores = sparse.sla_scores(query.astype(dtype), key.astype(dtype), *blocks, head_dim)
+        return sparse.top(scores, kernel.sparse.count(len(blocks[1].sizes)))
+
+    def plain(query, key, value):
+        return sparse.listed(query, key, value, chosen(query, key), *blocks, head_dim)[0]
+
+    return Case(
+        f"attention.self {kernel.kernel} to lists, {tokens} x {tokens}, {here['heads']} x {head_dim}",
+        "" if kernel.kernel == "xla" else "attention=xla", ((1, tokens, here["heads"] * head_dim),) * 3,
+        lambda *arrays: Attend(head_dim, kernel).listed(*arrays, chosen(*arrays[:2]), *blocks)[0][0],
+        None, lambda numbers, *arrays: plain(*arrays)[numbers], tokens, BOUNDS[dtype],
     )
 
 
@@ -305,7 +328,7 @@ def norm_cases(resolved: Resolved) -> Iterator[Case]:
 def lane_cases(resolved: Resolved) -> Iterator[Case]:
     """RoPE, and the copies before and after an all-to-all."""
     config, here = resolved.config, local(resolved)
-    kernel, bound = Kernel(**config.attention.self), BOUNDS[config.model.dtype.transformer]
+    kernel, bound = Kernel.of(config.attention.self), BOUNDS[config.model.dtype.transformer]
     head_dim, plain = here["head_dim"], Kernel(kernel="xla")
 
     def rotate(kernel, tables, array):
@@ -337,7 +360,8 @@ def lane_cases(resolved: Resolved) -> Iterator[Case]:
 def together(resolved: Resolved) -> tuple[dict, Finding]:
     """Self-attention of all tokens, sharded over the mesh as in a step."""
     config, mesh, head_dim = resolved.config, resolved.mesh, local(resolved)["head_dim"]
-    parallel, kernel = replace(parallel_of(config.sharding), batch=None), Kernel(**config.attention.self)
+    parallel = replace(parallel_of(config.sharding), batch=None)
+    kernel = replace(Kernel.of(config.attention.self), sparse=Sparse())
     shape, dtype = (1, resolved.tokens, local(resolved)["width"]), config.model.dtype.transformer
     inputs = [draw(mesh, seed, shape, dtype) for seed in range(3)]
     numbers = jnp.unique(jnp.linspace(0, resolved.tokens - 1, ROWS).astype(int))
