@@ -4,6 +4,7 @@
     python benchmarks/kernel_schedule.py --compiler … --chip v5e --blocks 2048/16384/2048/512/128 1024/8192/2048/512/128
     python benchmarks/kernel_schedule.py --compiler … --product 18944x5120x13824+gelu 18944x13824x5120+residual
     python benchmarks/kernel_schedule.py --compiler … --norm 18944x5120
+    python benchmarks/kernel_schedule.py --compiler … --queries 75776 --lists 59      # sparse: lists of 59 key blocks
     python benchmarks/kernel_schedule.py --smoke            # only exports the kernels: needs no compiler
 
 Each kernel is exported here, without a TPU, and compiled by wan_torchax/tasks/compiler.py in the Python that --compiler
@@ -41,7 +42,7 @@ import wan_torchax
 wan_torchax.leave_sys_path()
 from wan_torchax import ROOT  # noqa: E402
 from wan_torchax.config.commandline import compose  # noqa: E402
-from wan_torchax.kernels import norm, product, splash  # noqa: E402
+from wan_torchax.kernels import norm, product, splash, splash_lists  # noqa: E402
 from wan_torchax.kernels.settings import Kernel, Products  # noqa: E402
 from wan_torchax.tasks import compiler  # noqa: E402
 from wan_torchax.tasks.plan import VERSIONS  # noqa: E402
@@ -88,6 +89,7 @@ def arguments():
     parser.add_argument("--product", nargs="*", help=product)
     parser.add_argument("--products", default="pallas", help="whose blocks: a file of conf/products")
     parser.add_argument("--norm", nargs="*", help="layer norms instead: TOKENSxCHANNELS; they have no share of peak")
+    parser.add_argument("--lists", type=int, help="attention to lists of this many blocks of 128 keys instead")
     parser.add_argument("--no-baseline", action="store_true", help="leave out JAX's own splash kernel")
     parser.add_argument(
         "--append", type=Path, help="a JSON file to add the result to; replaces that of the same command"
@@ -109,6 +111,9 @@ def candidates(options):
     if options.blocks:
         names = ("block_q", "block_kv", "tile_kv", "sub_q", "chunk_kv")
         kernels = [replace(shipped, **dict(zip(names, map(int, text.split("/"))))) for text in options.blocks]
+    if options.lists:
+        yield from (over_lists(kernel, options) for kernel in kernels)
+        return
     yield from (ours(kernel, options) for kernel in kernels)
     if not options.no_baseline:
         yield baseline(options)
@@ -139,6 +144,30 @@ def ours(kernel, options):
         blocks=ceil(options.queries / splash.fitting(kernel.block_q, kernel.sub_q, options.queries)),
         steps=ceil(options.keys / block_kv),
         trips=trips,
+    )
+
+
+def over_lists(kernel, options):
+    """Lists of key blocks. What is not a product is counted once for every two lists: most of it is."""
+    list_q, list_kv = 256, 128
+    entries = kernel.chunk_kv // list_kv
+    count, rows = ceil(options.lists / entries) * entries, ceil(options.queries / list_q)
+    times = kernel.block_q // (splash_lists.LISTS * list_q)
+    groups, _ = divmod(count // entries - 1, splash_lists.UNROLLED)
+    again, _ = divmod(count // entries - 1, splash_lists.CAREFUL_UNROLLED)
+    lists = jax.ShapeDtypeStruct((1, 1, rows, count), jnp.int32)
+    shapes = bfloat16(
+        (1, options.queries, options.head_dim), (1, options.keys, options.head_dim), (1, options.head_dim, options.keys)
+    )
+
+    def function(lists, *arrays):
+        return splash_lists.call(arrays, lists, options.keys, options.head_dim, list_q, list_kv, kernel)
+
+    return Candidate(
+        name=f"lists of {options.lists} {list_q}/{list_kv}", function=function, shapes=[lists, *shapes],
+        flops=4 * options.queries * options.lists * list_kv * options.head_dim,
+        blocks=ceil(options.queries / kernel.block_q), steps=times,
+        trips=(times, *([times * groups] if groups else []), times, *([0] if again else []), 0),
     )
 
 

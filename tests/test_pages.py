@@ -24,7 +24,7 @@ FILES = "resume|replay|prompts|image|last_image|video|mask|references|prompt\\.f
 NOT_HERE = re.compile(rf"({FILES})=|.*(=choice\(|…)")
 GROUPS = (
     "pipeline", "model", "mesh", "distributed", "sharding", "attention", "resolution", "scheduler", "ops", "cache",
-    "adapter", "sampling",
+    "adapter", "sampling", "sparse", "guider",
 )
 
 spec = importlib.util.spec_from_file_location("figures", ROOT / "benchmarks/figures.py")

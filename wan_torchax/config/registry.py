@@ -33,7 +33,7 @@ TASKS = {
     "serve": "wan_torchax.tasks.serve.serve",
     "port": "wan_torchax.tasks.port.port",
     "verify": "wan_torchax.tasks.verify.verify",
-    "inspect": "wan_torchax.tasks.inspect.inspect",
+    "inspect": "wan_torchax.tasks.inspection.inspect",
 }
 
 
