@@ -10,7 +10,6 @@ from tests.test_files import in_names_of_wan, write_landmarks
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
 from wan_torchax.runtime import recognition
-from wan_torchax.tasks import inspection
 
 DEMO = ROOT / "models" / "demo"
 
