@@ -10,6 +10,7 @@ from tests.test_files import in_names_of_wan, write_landmarks
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
 from wan_torchax.runtime import recognition
+from wan_torchax.tasks import inspection
 
 DEMO = ROOT / "models" / "demo"
 
@@ -17,12 +18,12 @@ DEMO = ROOT / "models" / "demo"
 @pytest.fixture
 def inspected(tmp_path, monkeypatch, capsys):
     """The report of a path, and what was printed; on one machine, to be quick."""
-    monkeypatch.setattr(inspect, "options", lambda group: ["auto", "v5e_1"])
+    monkeypatch.setattr(inspection, "options", lambda group: ["auto", "v5e_1"])
 
     def run(path, *overrides):
         config = make_config("task=inspect", f"model.path={path}", *overrides)
         validate(config)
-        inspect.inspect(config, tmp_path)
+        inspection.inspect(config, tmp_path)
         return json.loads((tmp_path / "inspect.json").read_text()), capsys.readouterr().out
 
     return run
