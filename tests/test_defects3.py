@@ -192,7 +192,7 @@ def test_rcm_is_sampled_as_published():
         assert list(config.scheduler.sigmas) == [round(tangent / (1 + tangent), 6) for tangent in tangents]
         assert config.scheduler.name == scheduler and config.scheduler.noise_scale == config.scheduler.sigmas[0]
         text = (CONF / "sampling" / f"{name}.yaml").read_text()
-        assert "sparse-linear attention (SLA), which is not implemented" in text
+        assert "sparse-linear attention" in text and "model=turbowan2" in text
     assert "resolution=720p mesh=" in text
 
 

@@ -632,7 +632,7 @@ def test_the_page_is_made_from_what_the_server_offers(idle):
     policy = page.headers["content-security-policy"]
     files = [path for path in (ROOT / "wan_torchax").rglob("*") if path.suffix in (".js", ".css", ".html")]
     elsewhere = [path for path in files if "http://" in path.read_text() or "https://" in path.read_text()]
-    assert "default-src 'self'" in policy and len(files) == 6 and not elsewhere
+    assert "default-src 'self'" in policy and len(files) == 7 and not elsewhere
 
 
 @pytest.mark.system

@@ -56,8 +56,9 @@ def find(config, component: str, local_only: bool = False) -> Checkpoint:
     tensors = index(place)
     for one in (path for folder in folders.values() for path in sorted(folder.glob("*.json"))):
         check_ends(one)
-    ranges = tuple((one.offset, one.offset + bytes_of(one)) for one in tensors.values())
-    headers = {place: ranges} if place.suffix == ".gguf" else {}  # safetensors' are read there
+    headers = {}
+    if place.suffix == ".gguf":  # safetensors' headers are read there
+        headers[place] = tuple((one.offset, one.offset + bytes_of(one)) for one in tensors.values())
     return Checkpoint(place, architecture, fingerprint([place, *folders.values()], headers), folders=folders)
 
 
