@@ -103,7 +103,8 @@ def test_a_config_that_grows_is_refused_at_once(tmp_path, text):
     assert quick()
 
 
-OWNERS = "validation.py", "caches.py", "caching.py", "page.py", "choices.py", "recognition.py"  # of the command line and of conf/
+# Of the command line and of conf/.
+OWNERS = "validation.py", "caches.py", "caching.py", "page.py", "choices.py", "recognition.py"
 
 
 def test_yaml_is_read_in_one_place():
