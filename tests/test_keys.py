@@ -40,6 +40,7 @@ OTHERS = {
     r"sharding\.picture": [],
     r"scheduler\.target": "DPMSolverMultistepScheduler",
     r"scheduler\.sigmas": [1.0, 0.5],
+    r"scheduler\.round_times": "integer",
     r"compile\.matmul_precision": "highest",
     r"compile\.store": None,
     r"resolution\.(height|width)": 128,
