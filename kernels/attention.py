@@ -283,7 +283,7 @@ def gpu_listed(query, key, value, chosen, query_blocks, key_blocks, head_dim, ke
 def sla(attend: Attend, query, key, value, keys, weight, bias):
     """Sparse-linear attention: softmax over the highest key blocks, plus a linear attention over all keys."""
     settings = attend.kernel.sparse
-    # Padding after the valid tokens has blocks of queries too: their results are dropped.
+    # Padding after the valid tokens is in no block; what comes out for it is dropped.
     query_blocks, key_blocks = (sparse.Blocks.even(keys, size) for size in (settings.block_q, settings.block_kv))
     with jax.named_scope("lists"):
         scores = sparse.sla_scores(query, key, query_blocks, key_blocks, attend.head_dim)

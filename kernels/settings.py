@@ -26,8 +26,6 @@ class Sparse:
 
     def pairs(self, grid: tuple[int, int, int]) -> int:
         """Pairs of a query and a key, partial blocks counted in full, of a video's tokens."""
-        if not self:
-            return prod(grid) ** 2
         if self.kind == "vsa":
             blocks = query_blocks = prod(ceil(length / side) for length, side in zip(grid, TILE))
         else:

@@ -4,9 +4,8 @@
     chosen = top(scores, count)                             # (batch, heads, query blocks, count) int32
     out = listed(query, key, value, chosen, query_blocks, key_blocks, head_dim)
 
-Three published kinds use it: SLA (TurboWan), which adds a linear attention over all keys; VSA (FastWan), which adds a
-coarse attention between tiles; and masks that depend only on distance (radial). `listed` is the plain-JAX version;
-kernels/hopper.py and kernels/splash_lists.py compute the same.
+Two published kinds use it: SLA (TurboWan) adds a linear attention over all keys, VSA (FastWan) a coarse attention
+between tiles. `listed` is the plain-JAX version; kernels/hopper.py and kernels/splash_lists.py compute the same.
 """
 from dataclasses import dataclass
 from math import ceil, prod
@@ -16,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from wan_torchax.kernels.splash import LOWEST
+
 LINEAR_EPSILON = 1e-5  # SLA's, added to the linear branch's denominator
-LOWEST = float(np.finfo(np.float32).min)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Consecutive runs of tokens, each of at most `size`. Only the first `count` of all tokens are valid."""
+    """Consecutive runs of tokens, each of at most `size`. Tokens after the last run are padding."""
 
     sizes: tuple[int, ...]
     size: int
@@ -98,8 +98,8 @@ def video_order(grid: tuple[int, ...], tile: tuple[int, ...]) -> np.ndarray:
 def top(scores, count: int):
     """The blocks with the `count` highest scores (…, blocks), highest first, of equal scores the first: (…, count).
 
-    One sort of integers that hold a score's leading bits and its index: lax.top_k sorts pairs, in twice the time. With
-    a thousand blocks 22 bits of the score remain, more than a bf16 product has.
+    One sort of integers that hold a score's leading bits and its index; lax.top_k sorts pairs, which takes longer. Of
+    1182 blocks' scores 21 bits remain, more than a bf16 product has.
     """
     blocks = scores.shape[-1]
     bits = max(blocks - 1, 1).bit_length()
@@ -185,5 +185,3 @@ def listed(query, key, value, chosen, query_blocks: Blocks, key_blocks: Blocks, 
     out = out.transpose(1, 0, 3, 2, 4)  # (batch, blocks, size, heads, head_dim)
     out = out.reshape(*out.shape[:3], -1).astype(query.dtype)
     return query_blocks.unpadded(out, query.shape[1])
-
-
