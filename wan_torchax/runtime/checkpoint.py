@@ -47,8 +47,8 @@ def find(config, component: str, local_only: bool = False) -> Checkpoint:
     file = single_file(path, component)
     source = model.path if file else path
     revision = model.revision if source == model.path else None
-    folders = {name: find_folder(source, revision, name, local_only) for name in spec.beside}
     place = file or find_folder(path, revision, component, local_only)
+    folders = {name: find_folder(source, revision, name, local_only) for name in spec.beside}
     described = place if file is None else (local_folder(model.path) or place) / component
     architecture = plain(expected)
     if file is None or (described / "config.json").is_file():
