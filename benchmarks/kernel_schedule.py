@@ -4,7 +4,7 @@
     python benchmarks/kernel_schedule.py --compiler … --chip v5e --blocks 2048/16384/2048/512/128 1024/8192/2048/512/128
     python benchmarks/kernel_schedule.py --compiler … --product 18944x5120x13824+gelu 18944x13824x5120+residual
     python benchmarks/kernel_schedule.py --compiler … --norm 18944x5120
-    python benchmarks/kernel_schedule.py --compiler … --queries 75776 --lists 59      # sparse: lists of 59 key blocks
+    python benchmarks/kernel_schedule.py --compiler … --queries 75776 --lists 59 --linear     # sparse attention
     python benchmarks/kernel_schedule.py --smoke            # only exports the kernels: needs no compiler
 
 Each kernel is exported here, without a TPU, and compiled by wan_torchax/tasks/compiler.py in the Python that --compiler
@@ -44,6 +44,7 @@ from wan_torchax import ROOT  # noqa: E402
 from wan_torchax.config.commandline import compose  # noqa: E402
 from wan_torchax.kernels import norm, product, splash, splash_lists  # noqa: E402
 from wan_torchax.kernels.settings import Kernel, Products  # noqa: E402
+from wan_torchax.kernels.sparse import Blocks  # noqa: E402
 from wan_torchax.tasks import compiler  # noqa: E402
 from wan_torchax.tasks.plan import VERSIONS  # noqa: E402
 
@@ -90,6 +91,8 @@ def arguments():
     parser.add_argument("--products", default="pallas", help="whose blocks: a file of conf/products")
     parser.add_argument("--norm", nargs="*", help="layer norms instead: TOKENSxCHANNELS; they have no share of peak")
     parser.add_argument("--lists", type=int, help="attention to lists of this many blocks of 128 keys instead")
+    linear = "with --lists: SLA's linear branch, in the kernel's end and in a pass before it"
+    parser.add_argument("--linear", action="store_true", help=linear)
     parser.add_argument("--no-baseline", action="store_true", help="leave out JAX's own splash kernel")
     parser.add_argument(
         "--append", type=Path, help="a JSON file to add the result to; replaces that of the same command"
@@ -113,6 +116,8 @@ def candidates(options):
         kernels = [replace(shipped, **dict(zip(names, map(int, text.split("/"))))) for text in options.blocks]
     if options.lists:
         yield from (over_lists(kernel, options) for kernel in kernels)
+        if options.linear:
+            yield sums(shipped, options)
         return
     yield from (ours(kernel, options) for kernel in kernels)
     if not options.no_baseline:
@@ -160,14 +165,33 @@ def over_lists(kernel, options):
         (1, options.queries, options.head_dim), (1, options.keys, options.head_dim), (1, options.head_dim, options.keys)
     )
 
-    def function(lists, *arrays):
-        return splash_lists.call(arrays, lists, options.keys, options.head_dim, list_q, list_kv, kernel)
+    dim = options.head_dim
+    branch = [(1, 1, dim, dim, jnp.bfloat16), (1, 1, 1, dim, jnp.float32), (dim, 1, jnp.float32)]
+    branch = [jax.ShapeDtypeStruct(shape, dtype) for *shape, dtype in branch] if options.linear else []
 
+    def function(lists, query, key, value_t, *branch):
+        arrays = query, key, value_t
+        return splash_lists.call(arrays, lists, options.keys, dim, list_q, list_kv, kernel, branch)
+
+    name = f"lists of {options.lists} {list_q}/{list_kv}" + ", linear" * options.linear
     return Candidate(
-        name=f"lists of {options.lists} {list_q}/{list_kv}", function=function, shapes=[lists, *shapes],
+        name=name, function=function, shapes=[lists, *shapes, *branch],
         flops=4 * options.queries * options.lists * list_kv * options.head_dim,
         blocks=ceil(options.queries / kernel.block_q), steps=times,
-        trips=(times, *([times * groups] if groups else []), times, *([0] if again else []), 0),
+        trips=(times, *([times * groups] if groups else []), times, *([0] if again else []), 0)
+        + (times,) * options.linear,
+    )
+
+
+def sums(kernel, options):
+    """SLA's pass over queries, keys and values before its lists."""
+    blocks = [Blocks.even(options.keys, size) for size in (256, 128)]
+    tokens = (1, options.queries, options.head_dim)
+    steps, stretches = splash_lists.SUBLANES, splash_lists.STRETCHES
+    return Candidate(
+        name="sums", function=lambda *arrays: splash_lists.passed(*arrays, *blocks, options.head_dim, kernel),
+        shapes=bfloat16(tokens, tokens, (1, options.head_dim, options.queries)), flops=0,
+        blocks=ceil(options.queries / (steps * 256)), steps=1, trips=(steps // stretches,),
     )
 
 

@@ -9,6 +9,7 @@ between tiles. `listed` is the plain-JAX version; kernels/hopper.py and kernels/
 """
 from dataclasses import dataclass
 from math import ceil, prod
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,11 +113,15 @@ def top(scores, count: int):
 
 def sla_scores(query, key, query_blocks: Blocks, key_blocks: Blocks, head_dim: int):
     """SLA's scores (batch, heads, query blocks, key blocks): products of the blocks' means, of keys less their mean."""
-    means = key_blocks.means(key, head_dim)
+    means = query_blocks.means(query, head_dim), key_blocks.means(key, head_dim)
+    return scores_of_means(*means, key_blocks, query.dtype)
+
+
+def scores_of_means(query_means, key_means, key_blocks: Blocks, dtype):
     # The mean of all keys from the blocks': subtracted from every key, it would take one more pass over them.
     shares = np.array(key_blocks.sizes, np.float32)[:, None] / sum(key_blocks.sizes)
-    means = means - (means * shares).sum(axis=2, keepdims=True)
-    means = query_blocks.means(query, head_dim).astype(query.dtype), means.astype(key.dtype)
+    key_means = key_means - (key_means * shares).sum(axis=2, keepdims=True)
+    means = query_means.astype(dtype), key_means.astype(dtype)
     return jnp.einsum("bhqd,bhkd->bhqk", *means, preferred_element_type=jnp.float32)
 
 
@@ -132,20 +137,32 @@ def ordered(chosen, key_blocks: Blocks, entries: int):
 # ---------------------------------------------------------------- branches beside the lists
 
 
+class Linear(NamedTuple):
+    """What SLA's linear attention knows of all keys."""
+
+    sums: jax.Array  # (batch, heads, head_dim, head_dim): of the keys' features times their values, projected
+    total: jax.Array  # (batch, heads, head_dim) float32: of the keys' features
+    bias: jax.Array  # (head_dim,), of the projection
+
+    @classmethod
+    def of(cls, sums, total, weight, bias, dtype) -> "Linear":
+        """The projection `weight` (head_dim, head_dim), which all heads share, is applied to the sums: that costs
+        nothing, and every token's output would."""
+        sums = jnp.einsum("bhde,fe->bhdf", sums, weight.astype(jnp.float32))
+        return cls(sums.astype(dtype), total, bias)
+
+
 def linear_branch(query, key, value, keys: int, weight, bias, head_dim: int):
-    """SLA's linear attention over all keys, with features softmax over a head's channels, through the projection
-    `weight` (head_dim, head_dim) and `bias` that all heads share. The projection is applied to the keys' sums: that
-    costs nothing, and every token's output would."""
-    heads = [array.reshape(*array.shape[:2], -1, head_dim) for array in (query, key, value)]
-    features, key_features = (jax.nn.softmax(array.astype(jnp.float32), axis=-1) for array in heads[:2])
+    """SLA's linear attention over all keys, with features softmax over a head's channels."""
+    query, key, value = (array.reshape(*array.shape[:2], -1, head_dim) for array in (query, key, value))
+    features, key_features = (jax.nn.softmax(array.astype(jnp.float32), axis=-1) for array in (query, key))
     valid = (jnp.arange(key.shape[1]) < keys)[:, None, None]
     key_features, features = jnp.where(valid, key_features, 0).astype(key.dtype), features.astype(query.dtype)
-    sums = jnp.einsum("bkhd,bkhe->bhde", key_features, heads[2], preferred_element_type=jnp.float32)
-    sums = jnp.einsum("bhde,fe->bhdf", sums, weight.astype(jnp.float32)).astype(query.dtype)
-    total = key_features.sum(axis=1, dtype=jnp.float32)  # (batch, heads, head_dim)
-    above = jnp.einsum("bqhd,bhdf->bqhf", features, sums)  # in bf16: in float32 it is the most memory of all
-    below = (features * total[:, None]).sum(axis=-1, keepdims=True) + LINEAR_EPSILON
-    return (above / below + bias).reshape(query.shape)
+    sums = jnp.einsum("bkhd,bkhe->bhde", key_features, value, preferred_element_type=jnp.float32)
+    linear = Linear.of(sums, key_features.sum(axis=1, dtype=jnp.float32), weight, bias, query.dtype)
+    above = jnp.einsum("bqhd,bhdf->bqhf", features, linear.sums)  # in bf16: in float32 it is the most memory of all
+    below = (features * linear.total[:, None]).sum(axis=-1, keepdims=True) + LINEAR_EPSILON
+    return (above / below + bias).reshape(*query.shape[:2], -1)
 
 
 def coarse_branch(query, key, value, blocks: Blocks, head_dim: int):

@@ -19,7 +19,7 @@ from wan_torchax.kernels import lanes, quantized, rotary, sparse, splash, splash
 from wan_torchax.kernels.attention import Attend
 from wan_torchax.kernels.norm import Norm
 from wan_torchax.kernels.product import Linear
-from wan_torchax.kernels.settings import Kernel, Parallel, Products
+from wan_torchax.kernels.settings import Kernel, Parallel, Products, Sparse
 
 pytestmark = pytest.mark.system
 
@@ -95,6 +95,18 @@ def test_attention_to_lists(checked, scale):
     out, rescued = checked(lambda *x: splash_lists.attention(*x, *blocks, 128, kernel), query, key, value.mT, chosen)
     truth = sparse.listed(*(array.astype(jnp.float32) for array in (query, key, value)), chosen, *blocks, 128)
     assert relative_error(out.mT, truth) < 4e-3 and (rescued > 0) == (scale > 1)
+
+
+def test_sla_and_its_pass_over_the_keys(checked):
+    """Two steps of the pass, the last one partial."""
+    arrays = [draw(1, 2200, 128, seed=seed) for seed in range(3)]
+    branch = draw(128, 128, seed=3), draw(128, seed=4)
+    settings = Sparse("sla", 0.3, 256, 128)
+    kernel = replace(SPLASH, block_q=512, chunk_kv=256, sparse=settings, interpret=TWO_CORES)
+    out, _ = checked(lambda *x: splash_lists.sla(*x[:2], x[2].mT, 2200, *x[3:], 128, kernel), *arrays, *branch)
+    plain = Attend(128, Kernel(kernel="xla", sparse=settings))
+    truth, _ = plain.counted(*(array.astype(jnp.float32) for array in arrays), branch=branch)
+    assert relative_error(out.mT, truth) < 8e-3
 
 
 @pytest.mark.parametrize("options, small, settings", [

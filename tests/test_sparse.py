@@ -180,6 +180,24 @@ def test_the_tpu_kernel_is_the_plain_one(tokens, head_dim, keep, scale, fold):
     assert (int(rescued) > 0) == (scale > 1)
 
 
+@pytest.mark.parametrize("tokens, padding, head_dim, dtype, bound", [
+    (1500, 0, 128, jnp.bfloat16, 6e-3),
+    (2100, 60, 64, jnp.float32, 2e-4),  # two steps of the pass, padding after the tokens
+])
+def test_on_a_tpu_sla_adds_its_linear_branch_to_the_lists(tokens, padding, head_dim, dtype, bound):
+    arrays = [jnp.array(normal(2, tokens + padding, 2 * head_dim, seed=seed), dtype) for seed in range(3)]
+    branch = jnp.array(normal(head_dim, head_dim, seed=4), dtype), jnp.array(normal(head_dim, seed=5), dtype)
+    settings = Sparse("sla", 0.3, block_q=256, block_kv=128)
+
+    def attend(kernel, cast):
+        given = [array.astype(cast) for array in (*arrays, *branch)]
+        attend = Attend(head_dim, replace(kernel, sparse=settings), keys=tokens)
+        return np.float32(attend.counted(*given[:3], branch=given[3:])[0])[:, :tokens]
+
+    out, expected = attend(SPLASH, dtype), attend(Kernel(kernel="xla"), jnp.float32)
+    assert reference.distance(out, expected) < bound
+
+
 @pytest.mark.parametrize("block_kv", [64, 128])
 def test_the_hopper_kernel_lowers_over_lists(block_kv):
     """benchmarks/sparse_gpu.py checks its numbers on such a GPU."""

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from wan_torchax.config.attention import parallel_of
 from wan_torchax.config.resolve import Resolved
 from wan_torchax.devices.sharding import replicated
-from wan_torchax.kernels import lanes, quantized, rotary, sparse
+from wan_torchax.kernels import lanes, quantized, rotary, sparse, splash_lists
 from wan_torchax.kernels.attention import Attend
 from wan_torchax.kernels.norm import Norm
 from wan_torchax.kernels.product import Linear
@@ -231,7 +231,7 @@ def attention_case(config, part: str, kernel: Kernel, lengths: tuple[int, int], 
 
 
 def lists_case(config, kernel: Kernel, here: dict[str, int]) -> Case:
-    """Attention to lists of key blocks, chosen as SLA does."""
+    """Attention to lists of key blocks, chosen as SLA does; on a TPU with its linear branch, which the kernel adds."""
     head_dim, dtype, tokens = here["head_dim"], config.model.dtype.transformer, here["keys"]
     blocks = tuple(sparse.Blocks.even(tokens, size) for size in (kernel.sparse.block_q, kernel.sparse.block_kv))
 
@@ -239,14 +239,25 @@ def lists_case(config, kernel: Kernel, here: dict[str, int]) -> Case:
         scores = sparse.sla_scores(query.astype(dtype), key.astype(dtype), *blocks, head_dim)
         return sparse.top(scores, kernel.sparse.count(len(blocks[1].sizes)))
 
+    projection = jnp.eye(head_dim), jnp.zeros(head_dim)
+    joined = kernel.kernel == "splash" and kernel.sparse.kind == "sla"
+
     def plain(query, key, value):
-        return sparse.listed(query, key, value, chosen(query, key), *blocks, head_dim)[0]
+        out = sparse.listed(query, key, value, chosen(query, key), *blocks, head_dim)[0]
+        return out + sparse.linear_branch(query, key, value, tokens, *projection, head_dim)[0] if joined else out
+
+    def attend(query, key, value):
+        if not joined:
+            return Attend(head_dim, kernel).listed(query, key, value, chosen(query, key), *blocks)[0][0]
+        value_t = value.swapaxes(1, 2)
+        *_, sums, total = splash_lists.passed(query, key, value_t, *blocks, head_dim, kernel)
+        linear, lists = sparse.Linear.of(sums, total, *projection, query.dtype), chosen(query, key)
+        return splash_lists.attention(query, key, value_t, lists, *blocks, head_dim, kernel, linear)[0][0].T
 
     return Case(
         f"attention.self {kernel.kernel} to lists, {tokens} x {tokens}, {here['heads']} x {head_dim}",
         "" if kernel.kernel == "xla" else "attention=xla", ((1, tokens, here["heads"] * head_dim),) * 3,
-        lambda *arrays: Attend(head_dim, kernel).listed(*arrays, chosen(*arrays[:2]), *blocks)[0][0],
-        None, lambda numbers, *arrays: plain(*arrays)[numbers], tokens, BOUNDS[dtype],
+        attend, None, lambda numbers, *arrays: plain(*arrays)[numbers], tokens, BOUNDS[dtype],
     )
 
 
