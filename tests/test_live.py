@@ -1,0 +1,138 @@
+"""Videos made chunk by chunk: equal to Self-Forcing's loop in torch, over windows and devices; what is refused."""
+import re
+
+import numpy
+import pytest
+import torch
+
+from tests import causal, tiny
+from tests.conftest import make_config, results, run_into
+from tests.reference import TEXTS, relative_error
+from wan_torchax.config.live import Layout
+from wan_torchax.config.schema import ConfigError, Live
+from wan_torchax.config.validation import validate
+from wan_torchax.stages.sampling import scheduler_table
+
+STEPS = ["scheduler=renoise", "scheduler.sigmas=[1,0.75,0.5,0.25]", "resolution.flow_shift=5", "guidance_scale=1"]
+SMALL = ["resolution.height=64", "resolution.width=64", "output.keep_frames=true"]
+LIVE = ["pipeline=live", "live=self_forcing", "live.chunk=2", "live.window=null", *STEPS, *SMALL, *TEXTS]
+NO_DECODE = "stages=[text,live]"
+
+
+def on(axes, sharding):
+    return ["mesh=cpu_8", f"mesh.axes={axes}", f"sharding={sharding}"]
+
+
+# ---------------------------------------------------------------- the layout
+
+
+def test_chunks_go_round_the_slots_behind_the_sink():
+    layout = Layout.of(Live(chunk=3, window=12, sink=3), 30)
+    assert (layout.chunks, layout.slots, layout.sinks, layout.window) == (10, 4, 1, 12)
+    assert [layout.slot(number) for number in range(8)] == [0, 1, 2, 3, 1, 2, 3, 1]
+    assert [layout.filled(number) for number in range(6)] == [1, 2, 3, 4, 4, 4]
+    assert layout.held(5) == [0, 4, 5, 3] and layout.ranks(5) == [0, 2, 3, 1]
+
+
+def test_a_first_chunk_of_its_own_length():
+    layout = Layout.of(Live(chunk=3, first=1), 10)
+    assert [layout.size(number) for number in range(layout.chunks)] == [1, 3, 3, 3]
+    assert [layout.begin(number) for number in range(layout.chunks)] == [0, 1, 4, 7] and layout.window == 10
+
+
+@pytest.mark.parametrize("model", ["self_forcing_1_3b", "longlive_1_3b"])
+def test_models_have_their_published_times(model):
+    config = make_config(f"model={model}", "resolution=480p", "prompt=a")
+    validate(config)
+    table = scheduler_table(config)
+    assert numpy.allclose(table.timesteps, [1000, 937.5, 833.3333, 625]) and numpy.allclose(table.sigmas[3], 0.625)
+    assert (config.pipeline.name, config.live.chunk, config.guidance_scale) == ("live", 3, 1)
+    assert (config.live.window, config.live.sink) == ((12, 3) if model == "longlive_1_3b" else (21, 0))
+
+
+# ---------------------------------------------------------------- parity
+
+
+WINDOW = ["live.window=6", "live.sink=2", "resolution.frames=45"]  # three slots for six chunks
+FULL, SYSTEM = pytest.mark.full, pytest.mark.system
+CASES = [
+    pytest.param(["resolution.frames=21"], [2, 2, 2], id="all before"),
+    pytest.param(WINDOW, [2] * 6, id="window and sink"),
+    pytest.param(
+        [*WINDOW, "live.positions=relative", "live.context_noise=50"], [2] * 6, id="relative positions", marks=SYSTEM,
+    ),
+    pytest.param(
+        ["live.first=1", "live.sink=1", "live.window=5", "resolution.frames=41"], [1] + [2] * 5, id="a first frame",
+        marks=SYSTEM,
+    ),
+    pytest.param([*WINDOW, "live.sink=0", *on("{dp:1,sp:1,tp:8}", "tp")], [2] * 6, id="tp", marks=SYSTEM),
+    pytest.param([*WINDOW, *on("{dp:2,sp:4,tp:1}", "tokens")], [2] * 6, id="tokens", marks=SYSTEM),
+    pytest.param(
+        [*WINDOW, "live.positions=relative", "sharding.attention.ulysses=sp", *on("{dp:1,sp:2,tp:4}", "tp")], [2] * 6,
+        id="both", marks=FULL,
+    ),
+]
+
+
+@pytest.mark.parametrize("overrides, sizes", CASES)
+def test_every_chunk_is_that_of_the_published_loop(tmp_path, overrides, sizes):
+    arguments = [*tiny.model("text"), *LIVE, NO_DECODE, *overrides]
+    values, config = results(run_into(tmp_path, *arguments)), make_config(*arguments)
+    text = torch.tensor(values["embeddings"])
+    expected = causal.generate(causal.load(tiny.checkpoint("text")), config, text, sizes, values["latents"].shape)
+    assert values["latents"].shape == expected.shape and expected.std() > 0.1
+    for number, end in enumerate(numpy.cumsum(sizes)):
+        chunk = slice(end - sizes[number], end)
+        error = relative_error(values["latents"][:, :, chunk], expected[:, :, chunk])
+        assert error < 1e-4, f"chunk {number}: {error}"
+
+
+def test_a_mask_over_the_whole_video_is_the_same():
+    """Of the loop in torch, which is what the others are compared with."""
+    model = causal.load(tiny.checkpoint("text"))
+    latents, text = torch.randn(1, 16, 6, 8, 8), torch.randn(1, 20, 32)
+    kept = [causal.Shifted(6, 0, False) for _ in model.blocks]
+    chunks = [causal.forward(model, part, 300.0, text, number, kept) for number, part in enumerate(latents.split(2, 2))]
+    whole = causal.forward(model, latents, 300.0, text, 0, [causal.Masked(2)] * len(model.blocks))
+    assert relative_error(torch.cat(chunks, dim=2).numpy(), whole.numpy()) < 1e-4
+    alone = causal.forward(model, latents, 300.0, text, 0, [causal.Masked(6)] * len(model.blocks))
+    assert relative_error(alone.numpy(), whole.numpy()) > 1e-3, "the mask matters"
+
+
+# ---------------------------------------------------------------- refused
+
+
+REFUSED = {
+    "pipeline=t2v": "live=self_forcing: pipeline=t2v makes a video in one piece",
+    "live.chunk=null": "has no chunks; choose live=self_forcing",
+    "guidance_scale=4": "keeps keys and values of the prompt alone",
+    "scheduler=unipc cache=easycache": "cache=easycache: pipeline=live computes every step",
+    "resolution.frames=17": "nearest 13 or 21",
+    "live.chunk=0": "live.chunk=0: must be at least 1",
+    "live.window=5": "live.window=5: must be of whole chunks, 2 and then 2 each",
+    "live.window=4 live.sink=4": "live.sink=4: leaves no chunk",
+    "live.first=1 live.window=3 resolution.frames=25": "live.sink=0: the first chunk's slot is too small",
+    "live.positions=some": "live.positions=some: unknown",
+    "live.context_noise=-1": "live.context_noise=-1.0: a time from 0",
+    "resolution.frames=261 model.max_frames=300": "RoPE's table of model=demo has 64 positions",
+    "model.noise_dtype=bfloat16": "draws its noise in float32",
+    "attention.self.window=9": "has live.window",
+    "attention.self.smooth_keys=true": "chunks have no common mean",
+    "mesh=cpu_8 sharding=tp_ring": "a ring shares keys that must be kept",
+    "preview_every=1": "writes the video itself",
+    "task=tune": "task=tune: not with pipeline=live",
+    "model.experts=[transformer,transformer_2] model.boundary=0.8": "keeps keys and values of one",
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_what_does_not_go_with_chunks_is_refused(change):
+    arguments = [*tiny.model("text"), *LIVE, "resolution.frames=21", *change.split()]
+    with pytest.raises(ConfigError, match=re.escape(REFUSED[change])):
+        validate(make_config(*arguments))
+
+
+def test_a_family_without_chunks_is_refused():
+    arguments = ["model=hunyuan15_t2v_480p", "pipeline=live", "live=self_forcing", "prompt=a"]
+    with pytest.raises(ConfigError, match=r"videos of model\.family=hunyuan15 are made in one piece"):
+        validate(make_config(*arguments))

@@ -1,0 +1,162 @@
+"""Videos made chunk by chunk (conf/live): which latent frames a chunk has, and where its keys and values are kept.
+
+    layout = Layout.of(config.live, 21)         # of 21 latent frames
+    layout.slot(7), layout.filled(7)            # where the eighth chunk's go, and how many slots are valid then
+
+No JAX, no torch.
+"""
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from wan_torchax.config import caches
+from wan_torchax.config.geometry import guided
+from wan_torchax.config.registry import family_of
+from wan_torchax.config.schema import POSITIONS
+from wan_torchax.config.wording import nearest_multiple, one_of
+
+MOST_TIME = 1000
+STAGE = "live"
+
+
+def is_on(config) -> bool:
+    """Whether the pipeline makes videos chunk by chunk."""
+    return STAGE in config.pipeline.stages
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A video's chunks and the slots of a window, all in latent frames.
+
+    A slot has the keys and values of one chunk. Once all are full, a chunk overwrites the oldest that is not part of
+    the sink: attention does not depend on the order of keys, so nothing is moved.
+    """
+
+    chunk: int
+    first: int  # latent frames of the first chunk
+    chunks: int
+    slots: int
+    sinks: int  # slots that are never overwritten
+
+    @classmethod
+    def of(cls, live, latents: int) -> "Layout":
+        first = live.chunk if live.first is None else live.first
+        chunks = 1 + (latents - first) // live.chunk
+        slots = chunks if live.window is None else min(chunks, 1 + (live.window - first) // live.chunk)
+        return cls(live.chunk, first, chunks, slots, 1 + (live.sink - first) // live.chunk if live.sink else 0)
+
+    def size(self, number: int) -> int:
+        """Latent frames of a chunk."""
+        return self.chunk if number else self.first
+
+    def begin(self, number: int) -> int:
+        """The first latent frame of a chunk, or of a slot among all."""
+        return self.first + (number - 1) * self.chunk if number else 0
+
+    @property
+    def window(self) -> int:
+        """Latent frames of all slots."""
+        return self.begin(self.slots)
+
+    def slot(self, number: int) -> int:
+        """The slot of a chunk."""
+        if number < self.slots:
+            return number
+        return self.sinks + (number - self.sinks) % (self.slots - self.sinks)
+
+    def filled(self, number: int) -> int:
+        """How many slots are valid while a chunk is made, its own included: the first ones."""
+        return min(number + 1, self.slots)
+
+    def held(self, number: int) -> list[int]:
+        """The chunk in each valid slot, while a chunk is made."""
+        ring = self.slots - self.sinks
+        return [
+            slot if number < self.slots or slot < self.sinks else number - (number - slot) % ring
+            for slot in range(self.filled(number))
+        ]
+
+    def ranks(self, number: int) -> list[int]:
+        """The place of each valid slot in the order of time."""
+        held = self.held(number)
+        return [sorted(held).index(chunk) for chunk in held]
+
+
+# ---------------------------------------------------------------- problems
+
+
+def live_problems(config) -> Iterator[str]:
+    live, pipeline = config.live, f"pipeline={config.pipeline.name}"
+    if live.chunk is None and is_on(config):
+        remedy = "choose live=self_forcing or longlive, as the model was trained, or another pipeline"
+        yield f"{pipeline}: live={live.name} has no chunks; {remedy}"
+    elif live.chunk is not None and not is_on(config):
+        yield f"live={live.name}: {pipeline} makes a video in one piece; use pipeline=live, or live=none"
+    elif is_on(config):
+        problems = list(size_problems(config))
+        yield from problems or frame_problems(config)
+        yield from unserved(config)
+
+
+def size_problems(config) -> Iterator[str]:
+    """The sizes in conf/live, each by itself and against each other."""
+    live = config.live
+    yield from one_of("live.positions", live.positions, POSITIONS)
+    if not 0 <= live.context_noise <= MOST_TIME:
+        yield f"live.context_noise={live.context_noise}: a time from 0 to {MOST_TIME}; usual 0"
+    for key, least in (("chunk", 1), ("first", 1), ("window", 1), ("sink", 0)):
+        if live[key] is not None and live[key] < least:
+            yield f"live.{key}={live[key]}: must be at least {least} latent frames; nearest {least}"
+            return
+    chunk, first = live.chunk, live.chunk if live.first is None else live.first
+    whole = f"must be of whole chunks, {first} and then {chunk} each"
+    for key in ("window", "sink"):
+        if live[key] and (live[key] < first or (live[key] - first) % chunk):
+            yield f"live.{key}={live[key]}: {whole}; {nearest_multiple(live[key], chunk, first % chunk)}"
+    if live.window is not None and live.sink + chunk > live.window:
+        yield f"live.sink={live.sink}: leaves no chunk of live.window={live.window}; at most {live.window - chunk}"
+
+
+def frame_problems(config) -> Iterator[str]:
+    """The video's length against its chunks and the window."""
+    live, geometry = config.live, family_of(config).geometry(config.model.architecture)
+    latents, frames = geometry.latent_shape(config.resolution)[2], config.resolution.frames
+    first = live.chunk if live.first is None else live.first
+    chunks, rest = divmod(latents - first, live.chunk)
+    if latents < first or rest:
+        near = [(first + max(count, 0) * live.chunk - 1) * geometry.frame_scale + 1 for count in (chunks, chunks + 1)]
+        whole = f"must be whole chunks of {live.chunk} latent frames, the first of {first}"
+        yield f"resolution.frames={frames}: {whole}; nearest {near[0]} or {near[1]}"
+    elif first != live.chunk and not live.sink and live.window is not None and latents > live.window:
+        reason = "the first chunk's slot is too small for another"
+        yield f"live.sink=0: {reason}, and the video is longer than live.window={live.window}; set live.sink={first}"
+
+
+def unserved(config) -> Iterator[str]:
+    """What does not go with chunks."""
+    pipeline, kernel = f"pipeline={config.pipeline.name}", config.attention.self
+    if family_of(config).chunk_denoiser is None:
+        yield f"{pipeline}: videos of model.family={config.model.family} are made in one piece; choose another pipeline"
+    if guided(config):
+        reason = f"{pipeline} keeps keys and values of the prompt alone"
+        yield f"guidance_scale={config.guidance_scale}: {reason}; set guidance_scale=1"
+    if caches.is_on(config):
+        yield f"cache={config.cache.name}: {pipeline} computes every step, for its keys and values; use cache=none"
+    if len(config.model.experts) > 1:
+        experts = list(config.model.experts)
+        yield f"model.experts={experts}: {pipeline} keeps keys and values of one; choose another model"
+    if config.model.noise_dtype != "float32":
+        reason = f"{pipeline} draws its noise in float32"
+        yield f"model.noise_dtype={config.model.noise_dtype}: {reason}; set float32"
+    if kernel.sparse.kind != "none":
+        yield f"sparse={kernel.sparse.kind}: {pipeline} attends to all that it keeps; set sparse=none"
+    if kernel.window is not None:
+        yield f"attention.self.window={kernel.window}: {pipeline} has live.window; set attention.self.window=null"
+    if kernel.smooth_keys:
+        yield f"attention.self.smooth_keys=true: chunks have no common mean; set false with {pipeline}"
+    if config.sharding.attention.ring is not None:
+        ring = "a ring shares keys that must be kept"
+        yield f"sharding.attention.ring={config.sharding.attention.ring}: {ring}; use sharding=tp or tokens"
+    if config.preview_every:
+        yield f"preview_every={config.preview_every}: {pipeline} writes the video itself as it grows; set 0"
+    if config.task in ("calibrate", "tune", "verify"):
+        yield f"task={config.task}: not with {pipeline} yet; use pipeline=t2v"
