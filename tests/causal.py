@@ -1,6 +1,6 @@
 """Self-Forcing's loop in plain torch, on the weights of diffusers' transformer: what pipeline=live is compared with.
 
-Keys and values are kept as its code keeps them: appended chunk by chunk, those behind the sink shifted out of the window.
+Keys and values are kept as its code keeps them: appended, and those behind the sink shifted out of the window.
 """
 import diffusers
 import jax.numpy as jnp
@@ -109,7 +109,7 @@ def generate(model, config, text, sizes, shape):
         own = *shape[:2], frames, *shape[3:]
 
         def drawn(step, own=own, number=number):
-            return torch.tensor(jnp.asarray(noise({"seed": jnp.uint32(config.seed), "chunk": number}, step, own)).tolist())
+            return torch.tensor(noise({"seed": jnp.uint32(config.seed), "chunk": number}, step, own).tolist())
 
         latents = drawn(0)
         for step, sigma in enumerate(sigmas):

@@ -1,16 +1,24 @@
 """Videos made chunk by chunk: equal to Self-Forcing's loop in torch, over windows and devices; what is refused."""
 import re
+import signal
+import subprocess
+from concurrent.futures import wait
 
 import numpy
 import pytest
 import torch
 
 from tests import causal, tiny
-from tests.conftest import make_config, results, run_into
+from tests.conftest import generate_into, make_config, results, run_into
+from tests.fork import warm
 from tests.reference import TEXTS, relative_error
+from wan_torchax.config.clips import ffmpeg
 from wan_torchax.config.live import Layout
 from wan_torchax.config.schema import ConfigError, Live
 from wan_torchax.config.validation import validate
+from wan_torchax.events import Decoded, Part, Stepped
+from wan_torchax.records.growing import Growing
+from wan_torchax.records.media import Encoding, read_metadata
 from wan_torchax.stages.sampling import scheduler_table
 
 STEPS = ["scheduler=renoise", "scheduler.sigmas=[1,0.75,0.5,0.25]", "resolution.flow_shift=5", "guidance_scale=1"]
@@ -97,6 +105,97 @@ def test_a_mask_over_the_whole_video_is_the_same():
     assert relative_error(torch.cat(chunks, dim=2).numpy(), whole.numpy()) < 1e-4
     alone = causal.forward(model, latents, 300.0, text, 0, [causal.Masked(6)] * len(model.blocks))
     assert relative_error(alone.numpy(), whole.numpy()) > 1e-3, "the mask matters"
+
+
+# ---------------------------------------------------------------- while it is made
+
+
+def frames_in(path):
+    """The frames that a player shows of a file, finished or not."""
+    command = [ffmpeg(), "-v", "error", "-i", str(path), "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
+    shown = subprocess.run(command, capture_output=True, check=True).stdout
+    return numpy.frombuffer(shown, numpy.uint8).reshape(-1, 64, 64, 3)
+
+
+def encoded(path):
+    command = [ffmpeg(), "-v", "error", "-i", str(path), "-c", "copy", "-f", "h264", "-"]
+    return subprocess.run(command, capture_output=True, check=True).stdout
+
+
+def test_the_file_that_grows_plays_at_any_time(tmp_path):
+    frames = numpy.random.default_rng(0).integers(0, 255, (21, 64, 64, 3), dtype=numpy.uint8)
+    video = Growing(tmp_path / "video.mp4", Encoding(8, 18), (5, 8))
+    for part, there in ((frames[:1], 0), (frames[1:9], 5), (frames[9:13], 13), (frames[13:], 21)):
+        video.add(part)
+        wait(video.pending)
+        assert not there or len(frames_in(video.stream)) == there
+    grown = frames_in(video.stream)
+    video.finish("a title", {"seed": 3})
+    video.close()
+    assert read_metadata(video.path) == {"seed": 3} and not video.stream.exists()
+    assert (frames_in(video.path) == grown).all() and len(encoded(video.path)) > 1000
+
+
+def test_chunks_are_decoded_and_shown_while_later_ones_are_made(tmp_path):
+    heard, there = [], []
+
+    def listener(event):
+        heard.append(type(event))
+        if isinstance(event, Part):
+            there.append(sorted(path.name for path in tmp_path.glob("live.*.safetensors")))
+
+    arguments = [*tiny.model("text"), *LIVE, "resolution.frames=13"]
+    generate_into(make_config(*arguments), tmp_path, arguments, listener=listener)
+    first, second = (place for place, kind in enumerate(heard) if kind is Part)
+    assert Decoded in heard[first:second] and Stepped in heard[first:second]
+    assert there == [["live.0.safetensors"], ["live.0.safetensors", "live.1.safetensors"]]
+    values = results(tmp_path)
+    assert values["frames"].shape == (13, 64, 64, 3) and not list(tmp_path.glob("live.*.safetensors"))[1:]
+    again = run_into(tmp_path / "again", *tiny.model("text"), f"resume={tmp_path}", "stages=[decode]")
+    assert (results(again)["frames"] == values["frames"]).all(), "decoded in one go"
+
+
+KILLED = """
+import os, signal
+from wan_torchax.events import Stepped
+from wan_torchax.tasks import generate
+
+def listener(event):
+    if isinstance(event, Stepped) and event.step == int(os.environ["LAST_STEP"]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+generate.Bars = lambda: listener
+run.main()
+"""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("live") / "whole"
+    process = warm().start([*tiny.model("text"), *LIVE, "resolution.frames=29", f"hydra.run.dir={folder}"])
+    assert process.wait(120) == 0, process.output
+    return folder
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("step", [3, 6, 16])  # of 16, in four chunks
+def test_a_killed_run_leaves_its_chunks_and_goes_on_with_the_same_bits(tmp_path, undisturbed, step):
+    arguments, folder = [*tiny.model("text"), *LIVE, "resolution.frames=29"], tmp_path / "killed"
+    process = warm().start([*arguments, f"hydra.run.dir={folder}"], {"LAST_STEP": str(step)}, KILLED)
+    assert process.wait(120) == -signal.SIGKILL, process.output
+    parts = sorted(folder.glob("live.*.safetensors"))
+    assert len(parts) == (step - 1) // 4 and not (folder / "video.mp4").exists()
+    if len(parts) > 1:  # the last one may still have been encoded
+        shown = frames_in(folder / "live.mp4")
+        assert len(shown) in [5 + 8 * (len(parts) - 1), 5 + 8 * (len(parts) - 2)]
+        assert (shown == frames_in(undisturbed / "video.mp4")[: len(shown)]).all()
+    process = warm().start([*tiny.model("text"), f"resume={folder}", f"hydra.run.dir={tmp_path / 'again'}"])
+    assert process.wait(120) == 0, process.output
+    values, expected = results(tmp_path / "again"), results(undisturbed)
+    assert all((values[name] == expected[name]).all() for name in ("latents", "frames"))
+    assert encoded(tmp_path / "again" / "video.mp4") == encoded(undisturbed / "video.mp4")
+    if parts:
+        assert f"its first {len(parts)} parts are taken" in process.output
 
 
 # ---------------------------------------------------------------- refused

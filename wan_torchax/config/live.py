@@ -23,6 +23,17 @@ def is_on(config) -> bool:
     return STAGE in config.pipeline.stages
 
 
+def chunk_frames(config) -> tuple[int, int]:
+    """Video frames of the first chunk and of a later one."""
+    first, scale = first_of(config.live), family_of(config).geometry(config.model.architecture).frame_scale
+    return (first - 1) * scale + 1, config.live.chunk * scale
+
+
+def first_of(live) -> int:
+    """Latent frames of the first chunk."""
+    return live.chunk if live.first is None else live.first
+
+
 @dataclass(frozen=True)
 class Layout:
     """A video's chunks and the slots of a window, all in latent frames.
@@ -39,7 +50,7 @@ class Layout:
 
     @classmethod
     def of(cls, live, latents: int) -> "Layout":
-        first = live.chunk if live.first is None else live.first
+        first = first_of(live)
         chunks = 1 + (latents - first) // live.chunk
         slots = chunks if live.window is None else min(chunks, 1 + (live.window - first) // live.chunk)
         return cls(live.chunk, first, chunks, slots, 1 + (live.sink - first) // live.chunk if live.sink else 0)
@@ -107,7 +118,7 @@ def size_problems(config) -> Iterator[str]:
         if live[key] is not None and live[key] < least:
             yield f"live.{key}={live[key]}: must be at least {least} latent frames; nearest {least}"
             return
-    chunk, first = live.chunk, live.chunk if live.first is None else live.first
+    chunk, first = live.chunk, first_of(live)
     whole = f"must be of whole chunks, {first} and then {chunk} each"
     for key in ("window", "sink"):
         if live[key] and (live[key] < first or (live[key] - first) % chunk):
@@ -120,7 +131,7 @@ def frame_problems(config) -> Iterator[str]:
     """The video's length against its chunks and the window."""
     live, geometry = config.live, family_of(config).geometry(config.model.architecture)
     latents, frames = geometry.latent_shape(config.resolution)[2], config.resolution.frames
-    first = live.chunk if live.first is None else live.first
+    first = first_of(live)
     chunks, rest = divmod(latents - first, live.chunk)
     if latents < first or rest:
         near = [(first + max(count, 0) * live.chunk - 1) * geometry.frame_scale + 1 for count in (chunks, chunks + 1)]

@@ -48,7 +48,7 @@ class Making:
         self.config, self.folder, self.overrides = inputs.with_texts(config), folder, list(overrides)
         self.clock, self.claims, self.first = clock or Clock(), clock is None, distributed.is_first()
         self.settled = outputs.settle(self.config)
-        self.video = outputs.open_video(folder, self.settled)
+        self.video = outputs.open_video(folder, self.config)
         self.emit = self.clock
         if self.first:
             self.emit = to_all(self.clock, Bars(), Progress(folder), self.encode, listener)
