@@ -10,29 +10,32 @@ from wan_torchax.stages.live import noise
 
 
 class Shifted:
-    """The keys and values of one layer: [chunk, first frame, keys, values], in the order of time."""
+    """The keys and values of one layer, chunk by chunk in the order of time: number, first frame, keys, values."""
 
     def __init__(self, window, sink, relative):
         self.window, self.sink, self.relative, self.chunks = window, sink, relative, []
 
-    def attend(self, model, number, frames, query, key, value):
+    def attend(self, chunk, grid, query, key, value):
         """Of queries and keys before RoPE, (frames, tokens, heads, channels)."""
+        number, first = chunk
         if self.chunks and self.chunks[-1][0] == number:  # an earlier pass of the same chunk
             self.chunks.pop()
-        first = 0 if not self.chunks else self.chunks[-1][1] + len(self.chunks[-1][2])
-        self.chunks.append([number, first, key, value])
-        sinks = next(count for count in range(len(self.chunks) + 1) if self.frames(self.chunks[:count]) >= self.sink)
-        while self.frames(self.chunks) > self.window:
-            self.chunks.pop(sinks)
-        firsts = [self.frames(self.chunks[:place]) if self.relative else chunk[1]
-                  for place, chunk in enumerate(self.chunks)]
-        keys = torch.cat([rotated(model, one[2], frames, first) for one, first in zip(self.chunks, firsts)])
+        self.make_room(len(key))
+        self.chunks.append((number, first, key, value))
+        places = [self.frames(place) if self.relative else one[1] for place, one in enumerate(self.chunks)]
+        keys = torch.cat([rotated(one[2], grid, place) for one, place in zip(self.chunks, places)])
         values = torch.cat([one[3] for one in self.chunks])
-        return softmax(rotated(model, query, frames, firsts[-1]), keys, values)
+        return softmax(rotated(query, grid, places[-1]), keys, values)
 
-    @staticmethod
-    def frames(chunks):
-        return sum(len(chunk[2]) for chunk in chunks)
+    def make_room(self, frames):
+        """Shift out what is behind the sink, for so many frames."""
+        while self.frames(len(self.chunks)) + frames > self.window:
+            sinks = next(count for count in range(len(self.chunks)) if self.frames(count) >= self.sink)
+            self.chunks.pop(sinks)
+
+    def frames(self, count):
+        """Of so many chunks."""
+        return sum(len(chunk[2]) for chunk in self.chunks[:count])
 
 
 class Masked:
@@ -41,8 +44,8 @@ class Masked:
     def __init__(self, chunk):
         self.chunk = chunk
 
-    def attend(self, model, number, frames, query, key, value):
-        query, key = (rotated(model, array, frames, 0) for array in (query, key))
+    def attend(self, chunk, grid, query, key, value):
+        query, key = (rotated(array, grid, 0) for array in (query, key))
         chunks = torch.arange(len(query)).repeat_interleave(query.shape[1]) // self.chunk
         return softmax(query, key, value, chunks[:, None] >= chunks[None])
 
@@ -53,7 +56,7 @@ def softmax(query, key, value, mask=None):
     return out.transpose(0, 1).flatten(1)
 
 
-def rotated(model, array, grid, first):
+def rotated(array, grid, first):
     """RoPE: a head's channels are split among time, height and width, and pairs of them turn by their angles."""
     channels = array.shape[-1]
     side = 2 * (channels // 6)
@@ -72,8 +75,9 @@ def rotated(model, array, grid, first):
 
 
 @torch.no_grad()
-def forward(model, latents, time, text, number, layers):
-    """The velocity of a chunk (1, channels, frames, height, width); `layers` keep its keys and values."""
+def forward(model, latents, time, text, chunk, layers):
+    """The velocity of a chunk (1, channels, frames, height, width), which has a number and a first frame; `layers` keep
+    its keys and values."""
     heads, (_, _, frames, height, width) = model.config.num_attention_heads, latents.shape
     hidden = model.patch_embedding(latents).flatten(2).transpose(1, 2)
     embedded, modulation, text, _ = model.condition_embedder(torch.tensor([time]), text, None)
@@ -83,7 +87,7 @@ def forward(model, latents, time, text, number, layers):
         normed, own = block.norm1(hidden) * (1 + scale) + shift, block.attn1
         parts = own.norm_q(own.to_q(normed)), own.norm_k(own.to_k(normed)), own.to_v(normed)
         parts = [part[0].unflatten(-1, (heads, -1)).unflatten(0, (frames, -1)) for part in parts]
-        out = kept.attend(model, number, (height // 2, width // 2), *parts)
+        out = kept.attend(chunk, (height // 2, width // 2), *parts)
         hidden = hidden + own.to_out[0](out[None]) * gate
         hidden = hidden + block.attn2(block.norm2(hidden), text, None, None)
         normed = block.norm3(hidden) * (1 + last_scale) + last_shift
@@ -98,24 +102,34 @@ def load(folder):
     return diffusers.WanTransformer3DModel.from_pretrained(folder / "transformer")
 
 
-def generate(model, config, text, sizes, shape):
-    """The latents of all chunks, which have these numbers of latent frames."""
+def generate(model, config, texts, sizes, shape, change=None):
+    """The latents of all chunks, which have these numbers of latent frames. The second prompt applies from the chunk
+    `change` on; what the first of them still sees is read again with it, as if it were the video's beginning."""
     live, shift = config.live, config.resolution.flow_shift
     sigmas = [shift * sigma / (1 + (shift - 1) * sigma) for sigma in config.scheduler.sigmas]
     window = sum(sizes) if live.window is None else live.window
     layers = [Shifted(window, live.sink, live.positions == "relative") for _ in model.blocks]
-    made = []
+    made, text = [], texts[:1]
     for number, frames in enumerate(sizes):
         own = *shape[:2], frames, *shape[3:]
+        if number == change:
+            text = texts[1:]
+            for kept in layers:
+                kept.make_room(frames)
+            staying = [one[:2] for one in layers[0].chunks] if live.recache else []
+            for kept in layers if live.recache else ():
+                kept.chunks.clear()
+            for old in staying:
+                forward(model, made[old[0]], float(live.context_noise), text, old, layers)
 
         def drawn(step, own=own, number=number):
             return torch.tensor(noise({"seed": jnp.uint32(config.seed), "chunk": number}, step, own).tolist())
 
-        latents = drawn(0)
+        latents, chunk = drawn(0), (number, sum(sizes[:number]))
         for step, sigma in enumerate(sigmas):
-            clean = latents - sigma * forward(model, latents, 1000 * sigma, text, number, layers)
+            clean = latents - sigma * forward(model, latents, 1000 * sigma, text, chunk, layers)
             after = sigmas[step + 1] if step + 1 < len(sigmas) else 0.0
             latents = (1 - after) * clean + after * drawn(step + 1)
-        forward(model, latents, float(live.context_noise), text, number, layers)
+        forward(model, latents, float(live.context_noise), text, chunk, layers)
         made.append(latents)
     return torch.cat(made, dim=2).numpy()

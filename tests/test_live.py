@@ -1,4 +1,5 @@
 """Videos made chunk by chunk: equal to Self-Forcing's loop in torch, over windows and devices; what is refused."""
+import json
 import re
 import signal
 import subprocess
@@ -12,8 +13,10 @@ from tests import causal, tiny
 from tests.conftest import generate_into, make_config, results, run_into
 from tests.fork import warm
 from tests.reference import TEXTS, relative_error
+from tests.serving import Server
 from wan_torchax.config.clips import ffmpeg
-from wan_torchax.config.live import Layout
+from wan_torchax.config.geometry import Geometry
+from wan_torchax.config.live import Layout, Window, prompt_chunks
 from wan_torchax.config.schema import ConfigError, Live
 from wan_torchax.config.validation import validate
 from wan_torchax.events import Decoded, Part, Stepped
@@ -24,6 +27,7 @@ from wan_torchax.stages.sampling import scheduler_table
 STEPS = ["scheduler=renoise", "scheduler.sigmas=[1,0.75,0.5,0.25]", "resolution.flow_shift=5", "guidance_scale=1"]
 SMALL = ["resolution.height=64", "resolution.width=64", "output.keep_frames=true"]
 LIVE = ["pipeline=live", "live=self_forcing", "live.chunk=2", "live.window=null", *STEPS, *SMALL, *TEXTS]
+GEOMETRY = Geometry(16, 4, 8, (1, 2, 2))
 NO_DECODE = "stages=[text,live]"
 
 
@@ -37,9 +41,9 @@ def on(axes, sharding):
 def test_chunks_go_round_the_slots_behind_the_sink():
     layout = Layout.of(Live(chunk=3, window=12, sink=3), 30)
     assert (layout.chunks, layout.slots, layout.sinks, layout.window) == (10, 4, 1, 12)
-    assert [layout.slot(number) for number in range(8)] == [0, 1, 2, 3, 1, 2, 3, 1]
-    assert [layout.filled(number) for number in range(6)] == [1, 2, 3, 4, 4, 4]
-    assert layout.held(5) == [0, 4, 5, 3] and layout.ranks(5) == [0, 2, 3, 1]
+    window = Window(layout)
+    assert [window.take(number) for number in range(8)] == [0, 1, 2, 3, 1, 2, 3, 1]
+    assert window.chunks == [0, 7, 5, 6] and window.ranks() == [0, 3, 1, 2] and window.staying() == [0, 6, 7]
 
 
 def test_a_first_chunk_of_its_own_length():
@@ -100,14 +104,39 @@ def test_a_mask_over_the_whole_video_is_the_same():
     model = causal.load(tiny.checkpoint("text"))
     latents, text = torch.randn(1, 16, 6, 8, 8), torch.randn(1, 20, 32)
     kept = [causal.Shifted(6, 0, False) for _ in model.blocks]
-    chunks = [causal.forward(model, part, 300.0, text, number, kept) for number, part in enumerate(latents.split(2, 2))]
-    whole = causal.forward(model, latents, 300.0, text, 0, [causal.Masked(2)] * len(model.blocks))
+    parts = [(number, 2 * number) for number in range(3)]
+    chunks = [causal.forward(model, part, 300.0, text, parts[n], kept) for n, part in enumerate(latents.split(2, 2))]
+    whole = causal.forward(model, latents, 300.0, text, (0, 0), [causal.Masked(2)] * len(model.blocks))
     assert relative_error(torch.cat(chunks, dim=2).numpy(), whole.numpy()) < 1e-4
-    alone = causal.forward(model, latents, 300.0, text, 0, [causal.Masked(6)] * len(model.blocks))
+    alone = causal.forward(model, latents, 300.0, text, (0, 0), [causal.Masked(6)] * len(model.blocks))
     assert relative_error(alone.numpy(), whole.numpy()) > 1e-3, "the mask matters"
 
 
+# ---------------------------------------------------------------- prompts that follow
+
+
+LATER = ["resolution.frames=45", "live.window=6", "live.sink=2", "live.prompts=['3: a green star moving left']"]
+
+
+@pytest.mark.parametrize("recache", [True, pytest.param(False, marks=FULL)])
+def test_a_later_prompt_applies_from_its_chunk_on(tmp_path, recache):
+    arguments = [*tiny.model("text"), *LIVE, NO_DECODE, *LATER, f"live.recache={recache}"]
+    values, config = results(run_into(tmp_path, *arguments)), make_config(*arguments)
+    assert prompt_chunks(config, GEOMETRY, Layout.of(config.live, 12)) == [0, 4], "frame 29 is at 3.6 seconds"
+    texts, sizes = torch.tensor(values["embeddings"]), [2] * 6
+    assert len(texts) == 2 and (texts[0] != texts[1]).any()
+    model = causal.load(tiny.checkpoint("text"))
+    expected = causal.generate(model, config, texts, sizes, values["latents"].shape, change=4)
+    assert relative_error(values["latents"], expected) < 1e-4
+    without = causal.generate(model, config, texts[:1], sizes, values["latents"].shape)
+    assert relative_error(without[:, :, :8], expected[:, :, :8]) == 0
+    assert relative_error(without[:, :, 8:], expected[:, :, 8:]) > 1e-3, "the prompt matters"
+
+
 # ---------------------------------------------------------------- while it is made
+
+
+AGAIN = [*tiny.model("text"), "output.keep_frames=true"]  # what only the command line may say
 
 
 def frames_in(path):
@@ -151,7 +180,7 @@ def test_chunks_are_decoded_and_shown_while_later_ones_are_made(tmp_path):
     assert there == [["live.0.safetensors"], ["live.0.safetensors", "live.1.safetensors"]]
     values = results(tmp_path)
     assert values["frames"].shape == (13, 64, 64, 3) and not list(tmp_path.glob("live.*.safetensors"))[1:]
-    again = run_into(tmp_path / "again", *tiny.model("text"), f"resume={tmp_path}", "stages=[decode]")
+    again = run_into(tmp_path / "again", *AGAIN, f"resume={tmp_path}", "stages=[decode]")
     assert (results(again)["frames"] == values["frames"]).all(), "decoded in one go"
 
 
@@ -189,13 +218,69 @@ def test_a_killed_run_leaves_its_chunks_and_goes_on_with_the_same_bits(tmp_path,
         shown = frames_in(folder / "live.mp4")
         assert len(shown) in [5 + 8 * (len(parts) - 1), 5 + 8 * (len(parts) - 2)]
         assert (shown == frames_in(undisturbed / "video.mp4")[: len(shown)]).all()
-    process = warm().start([*tiny.model("text"), f"resume={folder}", f"hydra.run.dir={tmp_path / 'again'}"])
+    process = warm().start([*AGAIN, f"resume={folder}", f"hydra.run.dir={tmp_path / 'again'}"])
     assert process.wait(120) == 0, process.output
     values, expected = results(tmp_path / "again"), results(undisturbed)
     assert all((values[name] == expected[name]).all() for name in ("latents", "frames"))
     assert encoded(tmp_path / "again" / "video.mp4") == encoded(undisturbed / "video.mp4")
     if parts:
         assert f"its first {len(parts)} parts are taken" in process.output
+
+
+# ---------------------------------------------------------------- a server
+
+
+@pytest.fixture
+def server(tmp_path):
+    """One without a worker."""
+    made = Server(tmp_path / "queue", "pipeline=live", "live=self_forcing", *STEPS)
+    yield made
+    made.close()
+
+
+def test_a_server_sends_a_video_as_it_grows(server):
+    video = server.post(prompt="a red circle", seconds="4", later_prompts=["2: a blue star"])
+    folder = server.queue.folder / video["id"]
+    assert video["frames"] == 33 and video["stream"] == f"/v1/videos/{video['id']}/stream", "9 and 12 frames each"
+    request = json.loads((folder / "request.json").read_text())
+    assert request["values"]["live.prompts"] == ["2: a blue star"]
+    assert "preview_every=0" in server.base.overrides_for(request["values"], {})
+    file = folder / "live.mp4"
+    file.write_bytes(b"first")
+    with server.client.stream("GET", video["stream"]) as answer:
+        parts = answer.iter_raw()
+        assert answer.headers["content-type"] == "video/mp4" and next(parts) == b"first"
+        with file.open("ab") as more:
+            more.write(b"second")
+        assert next(parts) == b"second"
+        file.unlink()
+        (folder / "metrics.json").write_text('{"step_seconds": [0.1]}')
+        assert list(parts) == [], "it ends with the video"
+    (folder / "video.mp4").write_bytes(b"whole")
+    assert server.get(video["stream"]).content == b"whole"
+    assert server.get(f"/v1/videos/{video['id']}").json()["stream"] is None
+
+
+def test_a_file_that_is_begun_anew_ends_the_stream(server):
+    video = server.post(prompt="a red circle", frames=33)
+    file = server.queue.folder / video["id"] / "live.mp4"
+    file.write_bytes(b"a long beginning")
+    with server.client.stream("GET", video["stream"]) as answer:
+        parts = answer.iter_raw()
+        assert next(parts) == b"a long beginning"
+        file.write_bytes(b"short")
+        assert list(parts) == []
+
+
+def test_other_videos_have_no_stream(tmp_path):
+    made = Server(tmp_path / "queue")
+    try:
+        video = made.post(prompt="a red circle")
+        assert video["stream"] is None
+        answer = made.get(f"/v1/videos/{video['id']}/stream", 409)
+        assert answer.json()["error"]["code"] == "not_live"
+    finally:
+        made.close()
 
 
 # ---------------------------------------------------------------- refused
@@ -219,6 +304,9 @@ REFUSED = {
     "attention.self.smooth_keys=true": "chunks have no common mean",
     "mesh=cpu_8 sharding=tp_ring": "a ring shares keys that must be kept",
     "preview_every=1": "writes the video itself",
+    "live.prompts=[now]": "'now' is not a second, a colon and a prompt",
+    "live.prompts=['1:a','1.1:b']": "each needs a chunk of its own",
+    "live.prompts=['9:a']": "one begins at 9.0 seconds, and no chunk of 2.625 seconds begins so late",
     "task=tune": "task=tune: not with pipeline=live",
     "model.experts=[transformer,transformer_2] model.boundary=0.8": "keeps keys and values of one",
 }

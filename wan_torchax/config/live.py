@@ -1,10 +1,12 @@
 """Videos made chunk by chunk (conf/live): which latent frames a chunk has, and where its keys and values are kept.
 
     layout = Layout.of(config.live, 21)         # of 21 latent frames
-    layout.slot(7), layout.filled(7)            # where the eighth chunk's go, and how many slots are valid then
+    Window(layout).take(0)                      # the slot of the first chunk
 
 No JAX, no torch.
 """
+import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -36,11 +38,7 @@ def first_of(live) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """A video's chunks and the slots of a window, all in latent frames.
-
-    A slot has the keys and values of one chunk. Once all are full, a chunk overwrites the oldest that is not part of
-    the sink: attention does not depend on the order of keys, so nothing is moved.
-    """
+    """A video's chunks, and the slots of a window for the keys and values of one chunk each; in latent frames."""
 
     chunk: int
     first: int  # latent frames of the first chunk
@@ -68,28 +66,51 @@ class Layout:
         """Latent frames of all slots."""
         return self.begin(self.slots)
 
-    def slot(self, number: int) -> int:
-        """The slot of a chunk."""
-        if number < self.slots:
-            return number
-        return self.sinks + (number - self.sinks) % (self.slots - self.sinks)
 
-    def filled(self, number: int) -> int:
-        """How many slots are valid while a chunk is made, its own included: the first ones."""
-        return min(number + 1, self.slots)
+class Window:
+    """The chunks that are kept: one in each slot.
 
-    def held(self, number: int) -> list[int]:
-        """The chunk in each valid slot, while a chunk is made."""
-        ring = self.slots - self.sinks
-        return [
-            slot if number < self.slots or slot < self.sinks else number - (number - slot) % ring
-            for slot in range(self.filled(number))
-        ]
+    A chunk overwrites the oldest that is not part of the sink, once all slots are full. Attention does not depend on
+    the order of keys, so nothing is moved.
+    """
 
-    def ranks(self, number: int) -> list[int]:
-        """The place of each valid slot in the order of time."""
-        held = self.held(number)
-        return [sorted(held).index(chunk) for chunk in held]
+    def __init__(self, layout: Layout):
+        self.layout, self.chunks = layout, list[int]()
+
+    def take(self, number: int) -> int:
+        """The slot of the next chunk, which now is in it."""
+        if len(self.chunks) < self.layout.slots:
+            self.chunks.append(number)
+        else:
+            self.chunks[self.chunks.index(self.oldest)] = number
+        return self.chunks.index(number)
+
+    @property
+    def oldest(self) -> int:
+        """The chunk that the next one overwrites."""
+        return min(self.chunks[self.layout.sinks :])
+
+    def staying(self) -> list[int]:
+        """The chunks that the next one sees, in the order of time."""
+        is_full = len(self.chunks) == self.layout.slots
+        return sorted(chunk for chunk in self.chunks if not (is_full and chunk == self.oldest))
+
+    def ranks(self) -> list[int]:
+        """The place of each slot's chunk in the order of time."""
+        return [sorted(self.chunks).index(chunk) for chunk in self.chunks]
+
+
+def later_prompts(rows) -> list[tuple[float, str]]:
+    """`live.prompts`: the second at which each begins, and its text."""
+    parts = (row.partition(":") for row in rows)
+    return [(float(second), text.strip()) for second, _, text in parts]
+
+
+def prompt_chunks(config, geometry, layout: Layout) -> list[int]:
+    """The chunk with which each prompt begins, the first one's included."""
+    seconds = [0.0, *(second for second, _ in later_prompts(config.live.prompts))]
+    begins = [max(0, (layout.begin(number) - 1) * geometry.frame_scale + 1) for number in range(layout.chunks)]
+    return [sum(begin < second * config.resolution.fps for begin in begins) for second in seconds]
 
 
 # ---------------------------------------------------------------- problems
@@ -104,7 +125,7 @@ def live_problems(config) -> Iterator[str]:
         yield f"live={live.name}: {pipeline} makes a video in one piece; use pipeline=live, or live=none"
     elif is_on(config):
         problems = list(size_problems(config))
-        yield from problems or frame_problems(config)
+        yield from problems or [*frame_problems(config), *prompt_problems(config)]
         yield from unserved(config)
 
 
@@ -140,6 +161,24 @@ def frame_problems(config) -> Iterator[str]:
     elif first != live.chunk and not live.sink and live.window is not None and latents > live.window:
         reason = "the first chunk's slot is too small for another"
         yield f"live.sink=0: {reason}, and the video is longer than live.window={live.window}; set live.sink={first}"
+
+
+def prompt_problems(config) -> Iterator[str]:
+    """The prompts that follow the first one."""
+    example = 'e.g. live.prompts=["5: a blue star moving left"]'
+    for row in config.live.prompts:
+        if not re.fullmatch(r"\s*\d{1,6}(\.\d{1,3})?\s*:.*\S.*", row, re.DOTALL):
+            yield f"live.prompts: {row[:60]!r} is not a second, a colon and a prompt; {example}"
+            return
+    geometry = family_of(config).geometry(config.model.architecture)
+    layout = Layout.of(config.live, geometry.latent_shape(config.resolution)[2])
+    chunks = prompt_chunks(config, geometry, layout)
+    seconds = [second for second, _ in later_prompts(config.live.prompts)]
+    if any(after <= before for before, after in itertools.pairwise(chunks)):
+        yield f"live.prompts: begin at {seconds} seconds; each needs a chunk of its own, after those before it"
+    elif chunks[-1] >= layout.chunks:
+        end = config.resolution.frames / config.resolution.fps
+        yield f"live.prompts: one begins at {seconds[-1]} seconds, and no chunk of {end:g} seconds begins so late"
 
 
 def unserved(config) -> Iterator[str]:

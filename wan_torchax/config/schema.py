@@ -318,6 +318,8 @@ class Live:
     sink: int = offered(0)
     context_noise: float = offered(0.0)
     positions: str = offered("absolute")  # one of POSITIONS
+    prompts: list[str] = offered(list)  # "<second>: <prompt>"
+    recache: bool = offered(True)
 
 
 @dataclass

@@ -47,8 +47,8 @@ class Growing:
 
     def write(self, chunk: numpy.ndarray, number: int, first: int) -> None:
         """Encode a chunk and append it, in one write."""
-        fragment = ["-g", str(len(chunk)), "-sc_threshold", "0", "-tune", "zerolatency", "-fragment_index", str(number + 1)]
-        fragment += ["-video_track_timescale", str(TICKS * self.encoding.fps)]
+        fragment = ["-g", str(len(chunk)), "-sc_threshold", "0", "-tune", "zerolatency"]  # one key frame
+        fragment += ["-fragment_index", str(number + 1), "-video_track_timescale", str(TICKS * self.encoding.fps)]
         fragment += ["-movflags", "+empty_moov+default_base_moof+frag_keyframe", "-f", "mp4", "pipe:1"]
         source = raw_source(self.encoding, *chunk.shape[1:3])
         command = [ffmpeg(), "-v", "error", *source, "-i", "-", *encoder(self.encoding), *fragment]

@@ -9,7 +9,7 @@ import numpy
 from omegaconf import OmegaConf
 
 from wan_torchax.config.attention import parallel_of
-from wan_torchax.config.live import Layout
+from wan_torchax.config.live import Layout, Window, prompt_chunks
 from wan_torchax.devices.sharding import replicated, struct
 from wan_torchax.events import Advanced, Part, Stepped
 from wan_torchax.kernels.parallel import kept_spec
@@ -34,7 +34,7 @@ class Live(Denoise):
                     the chunk stands (models.family.Chunk)
     """
 
-    label, reads = "generating", (*Denoise.reads, "live")
+    label, reads = "generating", (*Denoise.reads, "live", "resolution.fps")
 
     @classmethod
     def derived(cls, name, job):
@@ -142,71 +142,29 @@ class Live(Denoise):
     # ------------------------------------------------------------ a run
 
     def run(self, view, values, emit):
-        layout, made, rescued = self.layout, [], []
-        kept, conditions = self.first_arguments(values)
-        *steps, reading = self.steps(view)
-        for number in range(layout.chunks):
-            program, chunk, slots = self.program(number), self.chunk(view, number), self.slots(view, number)
-            for index, step in enumerate(steps if number >= len(view.finished) else ()):
-                began, count = time.perf_counter(), number * len(steps) + index + 1
-                slots, kept, report = self(program, slots, kept, chunk | step, conditions)
-                if not bool(report["finite"]):
-                    raise NotFinite(f"the latents of chunk {number + 1} are not finite", view.config, "transformer")
-                again = tuple(numpy.asarray(report["rescued"]).tolist()) if "rescued" in report else None
-                rescued.append(again or (0, 0))
-                seconds = time.perf_counter() - began
-                emit(Stepped(count, layout.chunks * len(steps), seconds, None, rescued=again))
-                emit(Advanced(self.name, 1))
+        making, made, rescued = Making(self, view, values["embeddings"]), [], []
+        for number in range(self.layout.chunks):
+            making.change_prompt(number, made)
+            if number < len(view.finished):
+                slots = making.begin(number, view.finished[number]["latents"])
+            else:
+                slots = making.begin(number)
+                for index in range(making.count):
+                    began, count = time.perf_counter(), number * making.count + index + 1
+                    slots, report = making.step(number, index, slots)
+                    if not bool(report["finite"]):
+                        raise NotFinite(f"the latents of chunk {number + 1} are not finite", view.config, "transformer")
+                    again = tuple(numpy.asarray(report["rescued"]).tolist()) if "rescued" in report else None
+                    rescued.append(again or (0, 0))
+                    seconds = time.perf_counter() - began
+                    emit(Stepped(count, self.layout.chunks * making.count, seconds, None, rescued=again))
+                    emit(Advanced(self.name, 1))
             made.append(numpy.array(slots)[0])
-            if number + 1 < layout.chunks:  # computed while the chunk is decoded
-                _, kept, _ = self(program, slots, kept, chunk | reading, conditions)
+            if number + 1 < self.layout.chunks:  # computed while the chunk is decoded
+                making.read(number, slots)
             emit(Part(self.name, number, {"latents": made[-1]}))
         log_rescued(rescued)
         return {"latents": numpy.concatenate(made, axis=2)}
-
-    def first_arguments(self, values):
-        """What is kept before the first chunk, and the conditions, on the devices."""
-        _, kept, _, conditions = self.programs.entries[self.program(0)].arguments
-        with own_compilation():  # zeros are allocated on the devices by a small program
-            kept = {name: weights.zeros(one) for name, one in kept.items()}
-        return kept, put(conditions, {name: values[name] for name in conditions})
-
-    def slots(self, view, number: int):
-        """The slots before a chunk's first step: its latents, if they are finished already."""
-        one = self.programs.entries[self.program(number)].arguments[0]
-        slots = numpy.zeros(one.shape, numpy.float32)
-        if number < len(view.finished):
-            slots[0] = view.finished[number]["latents"]
-        return put(one, slots)
-
-    def steps(self, view) -> list[dict]:
-        """What is particular to each step, on the devices; the last one reads a finished chunk."""
-        table = self.table(view.config, view.geometry, view.store)
-        identity = numpy.zeros(table.coefficients.shape[1:])
-        identity[0, 0] = 1
-        times, coefficients = [*table.timesteps, view.config.live.context_noise], [*table.coefficients, identity]
-        rows = zip(range(len(times)), times, coefficients)
-        return [self.put_schedule(0, step=step, timestep=time, coefficients=row) for step, time, row in rows]
-
-    def chunk(self, view, number: int) -> dict:
-        """What is particular to a chunk, on the devices."""
-        layout, (_, height, width) = self.layout, self.recipe.derived["grid"]
-        slot, filled = layout.slot(number), layout.filled(number)
-        begin, more = layout.begin(number), {}
-        if self.recipe.derived["relative"]:
-            ranks = layout.ranks(number)
-            frames = [layout.begin(rank) + place for rank in ranks for place in range(layout.size(rank))]
-            begin = layout.begin(ranks[slot])
-            more["kept_positions"] = [*frames, *[0] * (layout.window - len(frames))]
-        return self.put_schedule(
-            number, seed=view.seeds[0], chunk=number, start=layout.begin(slot) * height * width,
-            filling=filled - 1, positions=range(begin, begin + layout.size(number)), **more,
-        )
-
-    def put_schedule(self, number: int, **values) -> dict:
-        """Part of a schedule, on the devices."""
-        structs = self.programs.entries[self.program(number)].arguments[2]
-        return put({name: structs[name] for name in values}, {name: numpy.array(values[name]) for name in values})
 
     # ------------------------------------------------------------ plans
 
@@ -228,6 +186,68 @@ class Live(Denoise):
         item = jnp.dtype(resolved.config.model.dtype.transformer).itemsize
         kept = 2 * item * math.prod(cls.derived("live", resolved)["kept_shape"])
         return super().temporaries(one_chunk(resolved)) + kept / shards
+
+
+class Making:
+    """A video that is being made: what is kept of it, and the prompt that applies. Arrays are on the devices."""
+
+    def __init__(self, stage: Live, view, texts: numpy.ndarray):
+        self.stage, self.view, self.texts = stage, view, texts
+        self.changes = prompt_chunks(view.config, view.geometry, stage.layout)
+        _, kept, _, self.conditions = stage.programs.entries[stage.program(0)].arguments
+        with own_compilation():  # zeros are allocated on the devices by a small program
+            self.kept = {name: weights.zeros(one) for name, one in kept.items()}
+        table = stage.table(view.config, view.geometry, view.store)
+        identity = numpy.zeros(table.coefficients.shape[1:])
+        identity[0, 0] = 1
+        times, coefficients = [*table.timesteps, view.config.live.context_noise], [*table.coefficients, identity]
+        rows = zip(range(len(times)), times, coefficients)
+        self.steps = [self.put(0, step=step, timestep=time, coefficients=row) for step, time, row in rows]
+        self.count, self.window = len(table.timesteps), Window(stage.layout)
+
+    def change_prompt(self, number: int, made: list[numpy.ndarray]) -> None:
+        """Change to the prompt that begins with a chunk, if one does; what is kept is then read again with it."""
+        if number not in self.changes:
+            return
+        text = self.texts[self.changes.index(number)][None]
+        self.conditions = put(self.conditions, dict.fromkeys(self.conditions, text))
+        if number and self.view.config.live.recache:
+            staying, self.window = self.window.staying(), Window(self.stage.layout)
+            for chunk in staying:
+                self.read(chunk, self.begin(chunk, made[chunk]))
+
+    def begin(self, number: int, latents: numpy.ndarray | None = None):
+        """A chunk's slots before its first step, or with finished latents. It takes its place in the window."""
+        stage, layout, (_, height, width) = self.stage, self.stage.layout, self.stage.recipe.derived["grid"]
+        slot, first, more = self.window.take(number), layout.begin(number), {}
+        if stage.recipe.derived["relative"]:
+            ranks = self.window.ranks()
+            frames = [layout.begin(rank) + place for rank in ranks for place in range(layout.size(rank))]
+            first, more["kept_positions"] = layout.begin(ranks[slot]), [*frames, *[0] * (layout.window - len(frames))]
+        self.chunk = self.put(
+            number, seed=self.view.seeds[0], chunk=number, start=layout.begin(slot) * height * width,
+            filling=len(self.window.chunks) - 1, positions=range(first, first + layout.size(number)), **more,
+        )
+        struct = stage.programs.entries[stage.program(number)].arguments[0]
+        slots = numpy.zeros(struct.shape, numpy.float32)
+        if latents is not None:
+            slots[0] = latents
+        return put(struct, slots)
+
+    def step(self, number: int, index: int, slots):
+        """(slots, report) after a step of the chunk that was begun last."""
+        arguments = slots, self.kept, self.chunk | self.steps[index], self.conditions
+        slots, self.kept, report = self.stage(self.stage.program(number), *arguments)
+        return slots, report
+
+    def read(self, number: int, slots) -> None:
+        """Read the finished latents of the chunk that was begun last, for its keys and values."""
+        self.step(number, self.count, slots)
+
+    def put(self, number: int, **values) -> dict:
+        """Part of a chunk's schedule."""
+        structs = self.stage.programs.entries[self.stage.program(number)].arguments[2]
+        return put({name: structs[name] for name in values}, {name: numpy.array(values[name]) for name in values})
 
 
 def one_chunk(job):
