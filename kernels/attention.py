@@ -8,6 +8,7 @@ It runs inside `jax.jit`. A kernel sees only the tokens and heads of its own dev
 log-sum-exp of every score row, which suffices to merge two partial results, and the number of rows it recomputed.
 """
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -36,6 +37,18 @@ class Beside(NamedTuple):
     count: jax.Array  # (batch,) int32: how many of the keys are valid; the others must be finite
 
 
+class Kept(NamedTuple):
+    """Keys and values of a video that is made chunk by chunk, in slots of tokens that later chunks overwrite: see
+    `Attend.chunk`. Of each layer the first `Attend.fillings[filling]` tokens are valid."""
+
+    key: jax.Array  # (layers, batch, tokens, heads * head_dim): after RoPE, or before it if `rotary` is given
+    value: jax.Array
+    layer: jax.Array  # whose attention it is
+    start: jax.Array  # the first token of the chunk's slot
+    filling: jax.Array
+    rotary: tuple = ()  # cosines and sines (tokens, head_dim) of all slots
+
+
 @dataclass(frozen=True)
 class Attend:
     """softmax(query · keyᵀ / sqrt(head_dim)) · value per head."""
@@ -48,6 +61,7 @@ class Attend:
     keys: int | None = None  # how many of the keys are valid, the rest being padding; None: all
     norm_epsilon: float | None = None  # of the QK norms
     grid: tuple[int, int, int] | None = None  # frames, height and width of a video's tokens
+    fillings: tuple[int, ...] = ()  # how many kept tokens there can be, the chunk's included
 
     def __call__(self, query, key, value, rotary=(), norms=()):
         """`norms`, weights of the RMS norms of queries and keys, are applied first: over all heads if they are
@@ -70,6 +84,36 @@ class Attend:
             out, rescued = self.both(query[0], key[0], value, keys, beside, branch)
             rescued = rescued[None]
         return out, rescued if self.kernel.kernel in GUARDED else None
+
+    def chunk(self, query, key, value, rotary, norms, kept: Kept):
+        """Like counted, for the tokens of one chunk, which attend to each other and to those of earlier chunks: (out,
+        rescued, kept with the chunk's keys and values in its slot)."""
+        if norms and (kept.rotary or not self.joins_norms(norms)):
+            query, key = (self.normalized(array, weight) for array, weight in zip((query, key), norms))
+            norms = ()
+        out, rescued, kept = schemes.spread_chunk(self, (query, key, value), rotary, norms, kept)
+        return out, rescued if self.kernel.kernel in GUARDED else None, kept
+
+    def to_kept(self, query, key, value, kept: Kept):
+        """(out, rescued, kept) on one device. Each number of valid tokens has its own branch: kernels take a fixed one,
+        and nothing is computed for slots that are still empty."""
+        place = kept.layer, 0, kept.start, 0
+        stacks = [
+            lax.dynamic_update_slice(stack, array[None, :, : self.keys].astype(stack.dtype), place)
+            for stack, array in ((kept.key, key), (kept.value, value))
+        ]
+        kept = kept._replace(key=stacks[0], value=stacks[1])
+        choices = [partial(self.to_valid, count) for count in self.fillings]
+        return *lax.switch(kept.filling, choices, query, kept), kept
+
+    def to_valid(self, count, query, kept: Kept):
+        """(out, rescued) of attention to the first `count` kept tokens of a layer."""
+        stacks = kept.key, kept.value
+        key, value = (lax.dynamic_index_in_dim(stack, kept.layer, keepdims=False)[:, :count] for stack in stacks)
+        if kept.rotary:
+            key = self.rotated(key, [table[:count] for table in kept.rotary], 1, None)[0]
+        out, _, rescued = self.local(query, key, value, count)
+        return out, jnp.asarray(rescued, jnp.int32)
 
     def joins_norms(self, norms) -> bool:
         """Whether norms are fused with RoPE: if a kernel does both in one pass, and a device has all heads that a norm

@@ -69,6 +69,45 @@ def spread(attend, tokens, rotary, norms, keys, beside=None, branch=()):
     return ((out[0][:, :queries], out[1]) if pair else out[:, :queries]), rescued
 
 
+def spread_chunk(attend, tokens, rotary, norms, kept):
+    """Run `attend.to_kept` on every device's shard of a chunk's queries, keys and values: (out, rescued, kept). What is
+    kept stays as Ulysses has exchanged it: a device has all tokens of its heads, and only the chunk's own travel."""
+    parallel, mesh = attend.parallel, attend.mesh
+    token_axes = parallel.token_axes
+    shards = prod(mesh.shape[axis] for axis in token_axes)
+    queries, everywhere = tokens[0].shape[1], PartitionSpec()
+    tokens_spread = PartitionSpec(parallel.batch, token_axes or None, parallel.heads)
+    stacks_spread = kept_spec(parallel)
+
+    def on_device(tokens, rotary, norms, kept):
+        query, key, value = tokens
+        parts = lax.axis_size(parallel.ulysses) if parallel.ulysses else 1
+        with jax.named_scope("rope"):
+            rotations = zip((query, key), (rotary, () if kept.rotary else rotary), norms or (None, None))
+            query, key = (attend.rotated(array, tables, parts, norm) for array, tables, norm in rotations)
+        out, rescued, kept = attend.to_kept(*tokens_for_heads(attend, query, key, value), kept)
+        return heads_for_tokens(attend, out), rescued[None], (kept.key, kept.value)
+
+    kept_specs = type(kept)(stacks_spread, stacks_spread, *[everywhere] * 4)
+    sharded = jax.shard_map(
+        on_device, mesh=mesh, in_specs=(tokens_spread, [PartitionSpec(token_axes or None)] * len(rotary), everywhere,
+                                        kept_specs),
+        out_specs=(tokens_spread, PartitionSpec(mesh.axis_names), (stacks_spread, stacks_spread)),
+        check_vma=False,  # Pallas kernels carry no varying-axes types
+    )
+    padded = tuple(pad_tokens(array, shards) for array in tokens)
+    tables = [pad_tokens(table[None], shards)[0] for table in rotary]
+    out, rescued, (key, value) = sharded(padded, tables, list(norms), kept)
+    return out[:, :queries], rescued, kept._replace(key=key, value=value)
+
+
+def kept_spec(parallel) -> PartitionSpec:
+    """How (layers, batch, tokens, heads * head_dim) is kept: Ulysses cuts the heads of each device further."""
+    ulysses = parallel.ulysses if isinstance(parallel.ulysses, tuple) else (parallel.ulysses,)
+    heads = tuple(axis for axis in (parallel.heads, *ulysses) if axis)
+    return PartitionSpec(None, parallel.batch, None, heads or None)
+
+
 def pad_tokens(array, shards):
     return jnp.pad(array, ((0, 0), (0, -array.shape[1] % shards), (0, 0)))
 
@@ -80,27 +119,39 @@ def exchange(attend, query, key, value, keys, beside=None, branch=()):
     sent transposed, the TPU kernel's layout. Extra tokens are not sent: each device computes its part of their heads,
     and the results are gathered.
     """
-    axis, kernel = attend.parallel.ulysses, attend.kernel
+    axis = attend.parallel.ulysses
     if beside and axis:
         own = [cut_heads(array, lax.axis_size(axis))[lax.axis_index(axis)] for array in beside[:3]]
         beside = beside._replace(query=own[0], key=own[1], value=own[2])
-    if axis:
-        query, key = (join(travel(x, axis)) for x in (query, key))
-        value = travel(cut(value.swapaxes(1, 2), lax.axis_size(axis)), axis)
-        value = lanes.join(value, kernel).swapaxes(1, 2)
-    else:
-        query, key = query[0], key[0]
+    query, key, value = tokens_for_heads(attend, query, key, value)
     if attend.parallel.ring:
         out, rescued = ring(attend, query, key, value, keys, beside)
     else:
         out, rescued = attend.both(query, key, value, keys, beside, branch)
     out, other = out if attend.gives_pair(beside) else (out, None)
-    if axis:
-        out = lanes.cut(out.swapaxes(1, 2), lax.axis_size(axis), kernel)
-        out = join(travel(out, axis)).swapaxes(1, 2)
+    out = heads_for_tokens(attend, out)
     if other is None:
         return out, rescued
     return (out, lax.all_gather(other, axis, axis=2, tiled=True) if axis else other), rescued
+
+
+def tokens_for_heads(attend, query, key, value):
+    """Ulysses, if it is on: from some tokens of all heads to all tokens of some heads."""
+    axis = attend.parallel.ulysses
+    if not axis:
+        return query[0], key[0], value
+    query, key = (join(travel(x, axis)) for x in (query, key))
+    value = travel(cut(value.swapaxes(1, 2), lax.axis_size(axis)), axis)
+    return query, key, lanes.join(value, attend.kernel).swapaxes(1, 2)
+
+
+def heads_for_tokens(attend, out):
+    """And back."""
+    axis = attend.parallel.ulysses
+    if not axis:
+        return out
+    out = lanes.cut(out.swapaxes(1, 2), lax.axis_size(axis), attend.kernel)
+    return join(travel(out, axis)).swapaxes(1, 2)
 
 
 # The parts of an all-to-all are the leading dimension: splitting along the last dimension in place would make XLA copy

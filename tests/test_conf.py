@@ -23,7 +23,7 @@ OWN = {  # pipelines that want files, and most of them a model of their own
     "i2v": "wan22_i2v_a14b", "flf2v": "wan22_i2v_a14b", "i2v_clip": "wan21_i2v_14b_480p",
     "flf2v_clip": "wan21_flf2v_14b", "i2v_coarse": "wan22_i2v_a14b", "flf2v_coarse": "wan22_i2v_a14b",
     "i2v_clip_coarse": "wan21_i2v_14b_480p", "flf2v_clip_coarse": "wan21_flf2v_14b", "ti2v": "wan22_ti2v_5b",
-    "v2v": "wan21_t2v_14b", "vace": "wan21_vace_14b",
+    "v2v": "wan21_t2v_14b", "live": "self_forcing_1_3b", "vace": "wan21_vace_14b",
     "t2v_hunyuan15": "hunyuan15_t2v_720p", "i2v_hunyuan15": "hunyuan15_i2v_720p",
     "t2i_flux": "flux1_schnell", "t2i_flux_guided": "flux1_dev", "t2i": "flux2_klein_4b",
 }

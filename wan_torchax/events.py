@@ -85,6 +85,15 @@ class Decoded:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A part of a stage's result, while the stage goes on."""
+
+    stage: str
+    number: int
+    values: dict[str, Any]  # as in Finished
+
+
+@dataclass(frozen=True)
 class Finished:
     """A stage has produced its result."""
 
@@ -93,7 +102,7 @@ class Finished:
     segment: int | None = None  # if the video has several
 
 
-Event = Began | Advanced | Ended | Compiled | Took | Stepped | Previewed | Decoded | Finished
+Event = Began | Advanced | Ended | Compiled | Took | Stepped | Previewed | Decoded | Part | Finished
 Listener = Callable[[Event], None]
 
 

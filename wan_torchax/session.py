@@ -120,14 +120,15 @@ class Session:
     def open(
         self, resolved: Resolved, names: Iterable[str], values: dict[str, Any], emit: Listener = silence,
         segments: Mapping[int, dict[str, Any]] = MappingProxyType({}),
+        finished: Mapping[str, list[dict[str, Any]]] = MappingProxyType({}),
     ) -> Iterator[Work]:
         """Build the named stages and check them against their checkpoints; the block then runs them while their
         programs compile in the background. `values` are the values already available, `segments` those of single
-        segments."""
+        segments, `finished` parts of stages' results."""
         with self.lock:
             try:
                 cache, names = BuildCache.of(resolved), list(names)
-                work = Work(resolved, names, values, segments, functools.partial(self.recall, cache))
+                work = Work(resolved, names, values, segments, finished, functools.partial(self.recall, cache))
                 with phase("build", emit):
                     stages = self.build_checked(resolved.segments()[0], work.fresh, cache)
                 fresh = {name: stage.programs for name, stage in stages.items() if not stage.programs.ready()}

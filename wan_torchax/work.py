@@ -10,17 +10,28 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy
 
 from wan_torchax import interruption
 from wan_torchax.config.resolve import Resolved
-from wan_torchax.events import Advanced, Began, Decoded, Ended, Finished, Listener, Previewed, Stepped, silence
+from wan_torchax.events import (
+    Advanced,
+    Began,
+    Decoded,
+    Ended,
+    Finished,
+    Listener,
+    Part,
+    Previewed,
+    Stepped,
+    silence,
+)
 from wan_torchax.runtime.build_cache import BuildCache
 from wan_torchax.runtime.programs import no_compilation
-from wan_torchax.stages.stage import Stage
+from wan_torchax.stages.stage import Stage, find
 
 if TYPE_CHECKING:
     from wan_torchax.session import Session
@@ -42,8 +53,12 @@ class RunStep:
 class Work:
     """The steps of a run and the values produced so far."""
 
-    def __init__(self, resolved: Resolved, names: list[str], values: Mapping, segments: Mapping, recall: Callable):
+    def __init__(
+        self, resolved: Resolved, names: list[str], values: Mapping, segments: Mapping, finished: Mapping,
+        recall: Callable,
+    ):
         self.resolved, self.values, self.steps = resolved, dict(values), schedule(resolved, names)
+        self.finished = finished  # by stage: parts of its result
         # A step sees the values of its segment first, then those of the whole run.
         self.scopes = {
             step.segment: ChainMap(dict(segments.get(step.segment, {})), self.values) for step in self.steps
@@ -82,20 +97,39 @@ class Work:
     def make(self, step: RunStep, scope: Mapping, emit: Listener) -> dict[str, Any]:
         """Load a stage's weights, wait for its programs and run it."""
         name, resolved, stage = step.name, step.resolved, self.stages[step.name]
-        previewer = self.previewer(name)
-        for loading in filter(None, (stage, previewer)):
-            load(loading, resolved, emit)
-        wait_for_programs(stage, emit)
+        previewer, follower = self.previewer(name), self.follower(step)
+        behind = self.stages[follower.name] if follower else None
+        for loading in (stage, previewer, behind):
+            if loading is not None:
+                load(loading, resolved, emit)
+        for waiting in (stage, behind):
+            if waiting is not None:
+                wait_for_programs(waiting, emit)
         self.read_next(name, resolved)
         taken = {value: scope[value] for value in resolved.graph.stages[name].takes}
         listener = emit if previewer is None else with_previews(previewer, resolved.config.preview_every, emit)
+        if behind is not None:
+            following = behind.following(behind.view_of(behind.name, resolved), emit)
+            listener = with_follower(following, listener)
+        view = replace(stage.view_of(name, resolved), finished=tuple(self.finished.get(name, ())))
         with phase(name, emit, *stage.amount(name, resolved)), no_compilation(name):
-            result = stage.run(stage.view_of(name, resolved), taken, listener)
+            result = stage.run(view, taken, listener)
         self.left.remove(step)
+        if follower is not None:
+            self.left.remove(follower)
+            self.recalled[follower] = following.result()
         if not is_resident(resolved.config):
             self.session.free_unused([self.stages[other.name] for other in self.left])
         self.session.remember(self.cache, step, result)
         return result
+
+    def follower(self, step: RunStep) -> RunStep | None:
+        """The step behind one that finishes its result in parts, if it can take them as they come."""
+        if find(step.name).part_shapes(step.name, step.resolved, 0) is None:
+            return None
+        later = self.left[self.left.index(step) + 1 :][:1]
+        takes = [(other, set(step.resolved.graph.stages[other.name].takes)) for other in later]
+        return next((other for other, taken in takes if find(other.name).follows and taken <= step.gives), None)
 
     def read_next(self, name: str, resolved: Resolved) -> None:
         """Prefetch the next stage's weights from disk while this one runs."""
@@ -195,6 +229,17 @@ def wait_for_programs(stage: Stage, emit: Listener) -> None:
         with phase(name, emit):
             while wait(waiting, timeout=0.2).not_done:
                 emit(Advanced(name, 0))
+
+
+def with_follower(following, emit: Listener) -> Listener:
+    """A listener that also passes the parts of a result to the stage behind it, once they are saved."""
+
+    def listener(event):
+        emit(event)
+        if isinstance(event, Part):
+            following.add(event.values)
+
+    return listener
 
 
 def with_previews(previewer: Stage, every: int, emit: Listener) -> Listener:

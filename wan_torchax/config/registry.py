@@ -21,6 +21,7 @@ STAGES = {
     "coarse_encode": "wan_torchax.stages.coarse.CoarseEncode",
     "coarse": "wan_torchax.stages.coarse.Coarse",
     "denoise": "wan_torchax.stages.denoise.Denoise",
+    "live": "wan_torchax.stages.live.Live",
     "decode": "wan_torchax.stages.decode.Decode",
 }
 TASKS = {

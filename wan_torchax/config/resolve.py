@@ -190,6 +190,7 @@ class View:
     segment: int  # the index of this part, if the video is made in several
     first_frame: int  # of this part, in the whole video
     store: Any  # records.store.Store, or None
+    finished: tuple[dict[str, Any], ...] = ()  # parts of its result from an earlier run
 
     @property
     def latent_shape(self) -> tuple[int, int, int, int, int]:

@@ -23,6 +23,7 @@ EIGHT_BITS = ("float8_e4m3fn", "int8")
 LARGE_LAYERS = "attention_in", "attention_out", "feed_forward_in", "feed_forward_out"  # rules of most families
 GUIDANCE = ("batched", "sequential")
 GUIDERS = ("cfg_zero", "apg")
+POSITIONS = ("absolute", "relative")
 EXPERT_WEIGHTS = ("resident", "swapped")
 PLATFORMS = ("cpu", "gpu", "tpu")
 
@@ -307,6 +308,21 @@ class Cache:
 
 
 @dataclass
+class Live:
+    """How a video is made chunk by chunk; conf/live explains each key."""
+
+    name: str = ""
+    chunk: Optional[int] = offered(None)  # latent frames; null: the video is made in one piece
+    first: Optional[int] = offered(None)
+    window: Optional[int] = offered(None)
+    sink: int = offered(0)
+    context_noise: float = offered(0.0)
+    positions: str = offered("absolute")  # one of POSITIONS
+    prompts: list[str] = offered(list)  # "<second>: <prompt>"
+    recache: bool = offered(True)
+
+
+@dataclass
 class Guider:
     """How the velocities of prompt and negative prompt become one; conf/guider explains each key."""
 
@@ -498,6 +514,7 @@ class Config:
     ops: dict[str, Any] = group(dict)  # rows of Op; Any, so that a command line can add one
     scheduler: Scheduler = group(Scheduler)
     cache: Cache = group(Cache)
+    live: Live = group(Live)
     guider: Guider = group(Guider)
     # Rows of Adapter by name; Any, so that a command line can add one.
     adapter: dict[str, Any] = group(lambda: {"allow_unmatched": False}, rows=Adapter)

@@ -26,6 +26,7 @@ from wan_torchax.config.commandline import options
 from wan_torchax.config.geometry import guided, steps_skipped
 from wan_torchax.config.graph import Graph
 from wan_torchax.config.keys import key_problems
+from wan_torchax.config.live import live_problems
 from wan_torchax.config.registry import FAMILIES, STAGES, TASKS, family_of
 from wan_torchax.config.schema import (
     DTYPES,
@@ -630,6 +631,6 @@ CHECKS = (
     plan_problems, adapter_problems, serve_problems, verify_problems,
 )
 LATER_CHECKS = (
-    cache_problems, coarse_problems,
+    cache_problems, coarse_problems, live_problems,
     missing_problems, family_problems, kernel_problems, product_problems, precision_problems, vmem_problems,
 )

@@ -146,6 +146,17 @@ class Output(NamedTuple):
     rescued: jax.Array | None = None  # attention rows that the guards recomputed, (layers, devices)
 
 
+class Chunk(NamedTuple):
+    """A chunk's place in a video that is made chunk by chunk, and what is kept of the chunks before it."""
+
+    key: jax.Array  # (layers, batch, tokens, width), like the values: kernels.attention.Kept
+    value: jax.Array
+    start: jax.Array  # the first token of its slot
+    filling: jax.Array  # index of Forward.fillings
+    positions: jax.Array  # in RoPE, of its latent frames
+    kept_positions: jax.Array | None = None  # of all slots' latent frames, if keys are kept before RoPE
+
+
 @dataclass(frozen=True)
 class Forward:
     """How a transformer's forward pass is computed and sharded."""
@@ -165,6 +176,7 @@ class Forward:
     scan: bool = True  # blocks in a loop, or unrolled
     same_video: bool = False  # the batch is one video at one timestep; only the prompts differ
     multiple: int = 1  # tokens are padded to a multiple of this inside the blocks
+    fillings: tuple[int, ...] = ()  # tokens to attend to, by the number of chunks; empty: all are made at once
     pinned: bool = False  # constrain the tokens' sharding in every block, where the compiler would choose another
 
     @property
@@ -202,6 +214,9 @@ class Family:
     # Linear layers that a kernel can compute: (architecture) -> {array name: (layers, FLOPs per token)}
     products: Callable[[Architecture], dict[str, tuple[int, int]]]
     adapters: AdapterNames
+    # The same for a chunk of a video, with what is kept of those before: (arrays, latents, time, conditions, chunk) ->
+    # (Output, Chunk). None: its videos cannot be made chunk by chunk.
+    chunk_denoiser: Callable[[torch.nn.Module, Forward], Callable[..., tuple[Output, Chunk]]] | None = None
     pictures: Mapping[str, PictureEncoding] = field(default_factory=dict)  # by output value
     encodings: Mapping[str, LatentEncoding] = field(default_factory=dict)  # by output value
     extra_frames: Callable[[DictConfig], int] = lambda config: 0  # latent frames before the video's

@@ -60,14 +60,8 @@ class Encoder:
         self.writer.submit(self.write, numpy.ascontiguousarray(frames))
 
     def start(self, height: int, width: int) -> subprocess.Popen:
-        source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(self.encoding.fps)]
-        # Convert to BT.709 and tag it: players guess the colours of untagged video.
-        colours = ["-vf", "scale=out_color_matrix=bt709:out_range=tv", "-color_range", "tv"]
-        colours += ["-colorspace", "bt709", "-color_primaries", "bt709", "-color_trc", "bt709"]
-        # With `medium`, a four-step model would wait for the encoder.
-        encoder = ["-c:v", "libx264", "-preset", "veryfast", "-crf", str(self.encoding.quality), "-pix_fmt", "yuv420p"]
-        encoder += [*colours, "-f", "mp4"]
-        command = [ffmpeg(), "-y", "-v", "error", *source, "-i", "-", *encoder, str(self.stream)]
+        command = [ffmpeg(), "-y", "-v", "error", *raw_source(self.encoding, height, width), "-i", "-"]
+        command += [*encoder(self.encoding), "-f", "mp4", str(self.stream)]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def write(self, frames: numpy.ndarray) -> None:
@@ -75,25 +69,11 @@ class Encoder:
             self.process.stdin.write(frames.data)
 
     def finish(self, title: str, comment: dict) -> None:
-        """Wait for the encoder, then remux with metadata and the index first (faststart), so that players start at
-        once."""
+        """Wait for the encoder, then write the video with its metadata."""
         encoded = self.writer.submit(self.process.communicate)  # runs after the queued frames are written
         interruption.wait([encoded])
         check(self.path, self.process.returncode, encoded.result()[1])
-        # Through a file: a prompt may exceed the command line's limit.
-        with (
-            atomic(self.path) as partial,
-            tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt") as metadata,
-        ):
-            # ffmpeg treats a backslash at the end of a line as an escape, even if it is itself escaped.
-            entries = {"title": title.rstrip("\\"), "comment": json.dumps(comment, ensure_ascii=False)}
-            metadata.write(";FFMETADATA1\n" + "".join(f"{key}={escape(text)}\n" for key, text in entries.items()))
-            metadata.flush()
-            inputs = ["-i", str(self.stream), "-f", "ffmetadata", "-i", metadata.name, "-map_metadata", "1"]
-            copy = [*inputs, "-c", "copy", "-movflags", "+faststart", str(partial)]
-            command = [ffmpeg(), "-y", "-v", "error", *copy]
-            ran = subprocess.run(command, capture_output=True, check=False)
-            check(self.path, ran.returncode, ran.stderr)
+        write_with_metadata(self.stream, self.path, title, comment)
 
     def close(self) -> None:
         if self.process is not None:
@@ -101,6 +81,33 @@ class Encoder:
             self.process.wait()
         self.writer.shutdown(cancel_futures=True)
         self.stream.unlink(missing_ok=True)
+
+
+def raw_source(encoding: Encoding, height: int, width: int) -> list[str]:
+    """ffmpeg's options for frames as they are."""
+    return ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(encoding.fps)]
+
+
+def encoder(encoding: Encoding) -> list[str]:
+    """ffmpeg's options for H.264. With the preset `medium`, a four-step model would wait for it."""
+    # Convert to BT.709 and tag it: players guess the colours of untagged video.
+    colours = ["-vf", "scale=out_color_matrix=bt709:out_range=tv", "-color_range", "tv"]
+    colours += ["-colorspace", "bt709", "-color_primaries", "bt709", "-color_trc", "bt709"]
+    return ["-c:v", "libx264", "-preset", "veryfast", "-crf", str(encoding.quality), "-pix_fmt", "yuv420p", *colours]
+
+
+def write_with_metadata(stream: Path, path: Path, title: str, comment: dict) -> None:
+    """Remux an encoded video with metadata and the index first (faststart), so that players start at once."""
+    # Through a file: a prompt may exceed the command line's limit.
+    with atomic(path) as partial, tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt") as metadata:
+        # ffmpeg treats a backslash at the end of a line as an escape, even if it is itself escaped.
+        entries = {"title": title.rstrip("\\"), "comment": json.dumps(comment, ensure_ascii=False)}
+        metadata.write(";FFMETADATA1\n" + "".join(f"{key}={escape(text)}\n" for key, text in entries.items()))
+        metadata.flush()
+        inputs = ["-i", str(stream), "-f", "ffmetadata", "-i", metadata.name, "-map_metadata", "1"]
+        copy = [*inputs, "-c", "copy", "-movflags", "+faststart", str(partial)]
+        ran = subprocess.run([ffmpeg(), "-y", "-v", "error", *copy], capture_output=True, check=False)
+        check(path, ran.returncode, ran.stderr)
 
 
 class Picture:

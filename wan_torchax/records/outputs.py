@@ -10,15 +10,17 @@ import numpy
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from wan_torchax.config import inputs, schema, trust
+from wan_torchax.config import inputs, live, schema, trust
 from wan_torchax.config.commandline import key_of
 from wan_torchax.config.wording import flatten
 from wan_torchax.records import media, provenance
 from wan_torchax.records.files import atomic, write_text
+from wan_torchax.records.growing import Growing
 
 log = logging.getLogger("wan")
 GIB = 2**30
 VIDEO, PICTURE = "video.mp4", "picture.png"
+Video = media.Encoder | media.Picture | Growing
 # Keys of one invocation, not of the video.
 CALL = (
     "task", "stages", "resume", "replay", "prompts", "seeds", "images", "shard", "sweep", "traceback", "keep_resident",
@@ -102,11 +104,13 @@ def finished_before(settled: dict, fingerprints: dict[str, str], folder: Path) -
 # ---------------------------------------------------------------- the video
 
 
-def open_video(folder: Path, settled: dict) -> media.Encoder | media.Picture:
+def open_video(folder: Path, config: DictConfig) -> Video:
     """An encoder for the run's video, which is a picture if it has one frame."""
-    if settled["resolution"]["frames"] == 1:
+    if config.resolution.frames == 1:
         return media.Picture(folder / PICTURE)
-    encoding = media.Encoding(settled["resolution"]["fps"], settled["output"]["quality"])
+    encoding = media.Encoding(config.resolution.fps, config.output.quality)
+    if live.is_on(config):
+        return Growing(folder / VIDEO, encoding, live.chunk_frames(config))
     return media.Encoder(folder / VIDEO, encoding)
 
 
@@ -115,9 +119,7 @@ def made_file(folder: Path) -> Path | None:
     return next((folder / name for name in (VIDEO, PICTURE) if (folder / name).is_file()), None)
 
 
-def write_outputs(
-    folder: Path, settled: dict, values: dict, metrics: dict, video: media.Encoder | media.Picture
-) -> Path:
+def write_outputs(folder: Path, settled: dict, values: dict, metrics: dict, video: Video) -> Path:
     """Write video or picture, poster and contact sheet, if there are frames. Returns the path to print."""
     if "frames" not in values:
         return folder

@@ -3,6 +3,7 @@ import asyncio
 import base64
 import itertools
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -13,10 +14,12 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 
+from wan_torchax.config import live
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import SEEDS
 from wan_torchax.config.wording import one_of
 from wan_torchax.records.files import own_file
+from wan_torchax.records.growing import NAME as GROWING
 from wan_torchax.records.outputs import PICTURE, VIDEO, made_file
 from wan_torchax.records.report import without_places
 from wan_torchax.serve import estimate, requests
@@ -34,7 +37,8 @@ IMAGE_FIELDS = {
     "response_format": ("b64_json", "url"), "output_format": ("png",), "quality": ("auto", "standard"),
     "background": ("auto", "opaque"), "style": ("natural", "vivid"),
 }
-TAIL_SECONDS = 0.1  # polling interval for new events
+TAIL_SECONDS = 0.1  # polling interval for new events and chunks
+READ_BYTES = 2**18
 SIGN_SECONDS = 15  # heartbeat interval of a stream without events
 
 
@@ -51,6 +55,7 @@ def video(front, job: Job) -> dict:
         "frames": request["frames"], "seed": request["seed"],
         "media_type": "image/png" if request["frames"] == 1 else "video/mp4",
         "url": f"/v1/videos/{job.id}/content" if state.status == "completed" else None,
+        "stream": f"/v1/videos/{job.id}/stream" if grows(job) and not state.is_over else None,
     }
 
 
@@ -209,7 +214,7 @@ def describe(base, fields: dict, values: dict, config) -> dict:
     return {
         "fields": fields, "values": values, "model": values.get("preset", base.model), "seconds": str(seconds),
         "size": f"{resolution.width}x{resolution.height}", "frames": resolution.frames, "steps": config.steps,
-        "seed": config.seed, "step_flops": estimate.step_flops(config),
+        "seed": config.seed, "step_flops": estimate.step_flops(config), "live": live.is_on(config),
     }
 
 
@@ -271,6 +276,42 @@ def send_file(folder: Path, name: str, **headers: str) -> FileResponse:
     if path is None:
         raise Refused(404, f"there is no {name}", "not_found")
     return FileResponse(path, headers={"Cache-Control": "private, max-age=86400"} | headers)
+
+
+def grows(job: Job) -> bool:
+    """Whether the video can be watched while it is made."""
+    return bool(job.request.get("live"))
+
+
+async def watch(request: Request) -> Response:
+    """The video as it grows, from its beginning, until it is finished: fragmented MP4 in chunks. A finished one is sent
+    as it is."""
+    front, job = request.app.state.front, find(request)
+    if not grows(job):
+        raise Refused(409, "this video is made in one piece; GET its content once it is completed", "not_live")
+    if front.queue.state(job).is_over:
+        return await content(request)
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(growing(front, job), media_type="video/mp4", headers=headers)
+
+
+async def growing(front, job: Job):
+    """The bytes of the file that grows. It ends with the video, or where a worker has begun the file anew."""
+    file = None
+    try:
+        while not front.stopping:
+            # Checked before reading: nothing follows once it is true.
+            over = front.queue.get(job.id) is None or front.queue.state(job).is_over
+            if file is None and (path := own_file(job.folder, GROWING)):
+                file = path.open("rb")
+            while file is not None and (content := file.read(READ_BYTES)):
+                yield content
+            if over or (file is not None and os.fstat(file.fileno()).st_size < file.tell()):
+                return
+            await asyncio.sleep(TAIL_SECONDS)
+    finally:
+        if file is not None:
+            file.close()
 
 
 async def preview(request: Request) -> Response:

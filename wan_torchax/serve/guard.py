@@ -15,7 +15,8 @@ OPEN = ("/", "/login", "/healthz", "/readyz")  # no key required; like /static/,
 COOKIE = "wan_key"
 CLOSE = {"Connection": "close"}  # do not read the rest of a rejected request
 HEADERS = {
-    b"content-security-policy": b"default-src 'self'; img-src 'self' blob: data:; frame-ancestors 'none'",
+    b"content-security-policy": b"default-src 'self'; img-src 'self' blob: data:; media-src 'self' blob:; "
+    b"frame-ancestors 'none'",
     b"x-content-type-options": b"nosniff",
     b"referrer-policy": b"no-referrer",
 }

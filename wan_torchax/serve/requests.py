@@ -15,7 +15,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from wan_torchax.config import inputs, trust
+from wan_torchax.config import inputs, live, trust
 from wan_torchax.config.commandline import compose, key_of, quote
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ConfigError
@@ -42,6 +42,7 @@ FIELDS = {
     "strength": "strength",
     "conditioning_scale": "conditioning_scale",
     "quality": "output.quality",
+    "later_prompts": "live.prompts",
 }
 ALIASES = {  # of OpenAI, SGLang and vLLM-Omni
     "num_inference_steps": "steps", "num_frames": "frames", "input_reference": "image", "image_reference": "image",
@@ -91,7 +92,8 @@ class Base:
         if any(is_recipe(group, values[group]) for group in ("adapter", "sampling") if group in values):
             replaced += RECIPE_KEYS
         kept = [text for text in self.overrides if not is_under(key_of(text), replaced)]
-        own = ["sweep.active=true", f"preview_every={self.config.serve.preview_every}"]
+        every = 0 if live.is_on(self.config) else self.config.serve.preview_every  # a live video shows itself
+        own = ["sweep.active=true", f"preview_every={every}"]
         named = {key: ",".join(quote(str(path)) for path in paths) for key, paths in files.items()}
         given = [f"{key}=[{names}]" if key == "references" else f"{key}={names}" for key, names in named.items()]
         return [*kept, *own, *said, *given]
@@ -189,7 +191,10 @@ def make(base: Base, fields: dict, folder: Path) -> tuple[dict, DictConfig]:
 
 
 def frames_for(seconds: float, config: DictConfig) -> int:
-    """The nearest number of frames that the model's VAE can make."""
+    """The nearest number of frames that the model's VAE can make; of a live video, whole chunks."""
+    if live.is_on(config):
+        first, later = live.chunk_frames(config)
+        return first + max(round((seconds * config.resolution.fps - first) / later), 0) * later
     scale = family_of(config).geometry(config.model.architecture).frame_scale
     return max(round((seconds * config.resolution.fps - 1) / scale), 0) * scale + 1
 

@@ -17,7 +17,7 @@ class Decode(Stage):
     with the caches for the next.
     """
 
-    label, share, previews = "decoding", 8.0, True
+    label, share, previews, follows = "decoding", 8.0, True, True
     settings = ("sharding.picture",)
 
     @classmethod
@@ -52,28 +52,16 @@ class Decode(Stage):
         add_chunks(self, decode, latent, latent if self.recipe.derived["several"] else None, caches_spec)
 
     def run(self, view, values, emit):
-        chunks, caches, latents = [], None, values["latents"]
-        for index in range(latents.shape[2]):
-            latent = self.programs.put("first", (latents[:, :, index : index + 1],))
-            frames, finite, caches = self("first", *latent) if index == 0 else self("later", *latent, caches)
-            chunks.append((frames, finite))
-            if index:  # the previous chunk is copied to the host while the device computes this one
-                chunks[-2] = self.fetch(chunks[-2], index - 1, view, emit)
-        chunks[-1] = self.fetch(chunks[-1], len(chunks) - 1, view, emit)
-        return {"frames": numpy.concatenate(chunks)}
+        decoding = self.following(view, emit)
+        decoding.add(values)
+        return decoding.result()
+
+    def following(self, view, emit):
+        return Decoding(self, view, emit)
 
     @classmethod
     def amount(cls, name, job):
         return job.config.resolution.frames, "frame"
-
-    def fetch(self, chunk, index, view, emit):
-        frames, finite = chunk
-        if not bool(finite):
-            raise NotFinite(f"the decoded frames are not finite at latent frame {index}", view.config, "vae")
-        frames = numpy.asarray(frames)
-        emit(Advanced(self.name, len(frames)))
-        emit(Decoded(frames))
-        return frames
 
     def preview(self, latent) -> numpy.ndarray:
         """A frame (height, width, 3) from a latent frame on the devices."""
@@ -87,3 +75,39 @@ class Decode(Stage):
         pixels = size.height * size.width * resolved.geometry.frame_scale
         item = jnp.dtype(resolved.config.model.dtype[codec.component]).itemsize
         return pixels * width * item / device_count(resolved.config.mesh)
+
+
+class Decoding:
+    """A video that is being decoded, with the VAE's caches behind its last latent frame."""
+
+    def __init__(self, stage: Decode, view, emit):
+        self.stage, self.view, self.emit = stage, view, emit
+        self.chunks: list[numpy.ndarray] = []
+        self.caches = None
+
+    def add(self, values: dict) -> None:
+        """Decode the next latents (1, channels, frames, height, width)."""
+        computed = None
+        for latent in numpy.split(values["latents"], values["latents"].shape[2], axis=2):
+            before, computed = computed, self.decode(latent)
+            if before:  # copied to the host while the device computes this one
+                self.fetch(*before)
+        self.fetch(*computed)
+
+    def decode(self, latent: numpy.ndarray):
+        """(frames, finite) of a latent frame, on the devices."""
+        (latent,) = self.stage.programs.put("first", (latent,))
+        program = ("first", latent) if self.caches is None else ("later", latent, self.caches)
+        frames, finite, self.caches = self.stage(*program)
+        return frames, finite
+
+    def fetch(self, frames, finite) -> None:
+        if not bool(finite):
+            place = f"at latent frame {len(self.chunks)}"
+            raise NotFinite(f"the decoded frames are not finite {place}", self.view.config, "vae")
+        self.chunks.append(numpy.asarray(frames))
+        self.emit(Advanced(self.stage.name, len(self.chunks[-1])))
+        self.emit(Decoded(self.chunks[-1]))
+
+    def result(self) -> dict[str, numpy.ndarray]:
+        return {"frames": numpy.concatenate(self.chunks)}

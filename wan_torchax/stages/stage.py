@@ -11,6 +11,8 @@
         def result_shapes(…)    # shapes of its outputs
         def problems(…)         # what is wrong with a job, before anything loads
         def check(…)            # raises what would fail later, before any stage runs
+        def part_shapes(…)      # shapes of a part of its outputs, if it finishes them in parts
+        follows, def following(…)   # whether and how it takes another stage's outputs in parts
         def amount(…)           # the total and unit of its progress
         def run(…)              # values in, values out
         def temporaries(…)      # bytes it needs besides its weights, for plans
@@ -57,6 +59,7 @@ class Stage:
     reads: ClassVar[tuple[str, ...]] = ()
     reads_beside: ClassVar[tuple[str, ...]] = ()
     previews: ClassVar[bool] = False  # whether it can decode previews of another stage's output
+    follows: ClassVar[bool] = False  # whether it can take another stage's outputs in parts, while they are made
     results_remembered: ClassVar[int] = 0  # how many results a session caches
 
     def __init__(
@@ -157,6 +160,11 @@ class Stage:
         raise NotImplementedError
 
     @classmethod
+    def part_shapes(cls, name: str, job: Job, number: int) -> dict[str, tuple[int, ...]] | None:
+        """Shapes of a part of its outputs; None if there is no such part."""
+        return None
+
+    @classmethod
     def problems(cls, name: str, job: Job) -> Iterator[str]:
         """What is wrong with a job, as messages for validation: called before devices start."""
         return iter(())
@@ -189,6 +197,10 @@ class Stage:
 
     def run(self, view: View, values: dict[str, Any], emit: Listener) -> dict[str, numpy.ndarray]:
         """Compute the outputs from the inputs."""
+        raise NotImplementedError
+
+    def following(self, view: View, emit: Listener) -> Any:
+        """An object with `add(values)` for each part of the stage before, and `result()`."""
         raise NotImplementedError
 
     def preview(self, estimate) -> numpy.ndarray:

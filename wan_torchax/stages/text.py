@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy
 
 from wan_torchax.config.geometry import prompt_count
+from wan_torchax.config.live import later_prompts
 from wan_torchax.config.resolve import View
 from wan_torchax.devices.sharding import replicated, struct
 from wan_torchax.models.family import TextEncoding
@@ -11,14 +12,15 @@ from wan_torchax.stages.stage import Stage
 
 
 class Text(Stage):
-    """Prompt and negative prompt through the family's text encoders; outputs have shape (prompts, …)."""
+    """Prompt and negative prompt through the family's text encoders, and later prompts of a live video; outputs have
+    shape (prompts, …)."""
 
     settings = ("model.text_tokens", "model.dtype.transformer")
     results_remembered = 64
 
     @classmethod
     def derived(cls, name, job):
-        return {"prompts": prompt_count(job.config)}
+        return {"prompts": prompt_count(job.config) + later_count(name, job)}
 
     def build(self):
         for encoding in self.encodings():
@@ -41,7 +43,7 @@ class Text(Stage):
 
     @classmethod
     def result_shapes(cls, name, job):
-        gives, prompts = job.graph.stages[name].gives, prompt_count(job.config)
+        gives, prompts = job.graph.stages[name].gives, cls.derived(name, job)["prompts"]
         shapes = {key: shape for one in job.family.texts for key, shape in one.shapes(job.config).items()}
         return {key: (prompts, *shapes[key]) for key in gives}
 
@@ -54,7 +56,9 @@ class Text(Stage):
         return encoding.tokenize(checkpoint.folders, prompts, encoding.tokens(view.config), view.store)
 
     def run(self, view, values, emit):
-        prompts = [values["prompt"], values["negative_prompt"] or ""][: self.recipe.derived["prompts"]]
+        later = [text for _, text in later_prompts(values.get("later_prompts", ()))]
+        count = self.recipe.derived["prompts"] - len(later)
+        prompts = [*[values["prompt"], values["negative_prompt"] or ""][:count], *later]
         made = {}
         for encoding in self.encodings():
             program = encoding.component
@@ -72,6 +76,11 @@ class Text(Stage):
     @classmethod
     def temporaries(cls, resolved):
         return max(one.temporaries(resolved.config) for one in resolved.family.texts)
+
+
+def later_count(name: str, job) -> int:
+    """How many prompts follow the first."""
+    return len(job.config.live.prompts) if "later_prompts" in job.graph.stages[name].takes else 0
 
 
 def is_float(array) -> bool:

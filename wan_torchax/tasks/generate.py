@@ -1,5 +1,7 @@
 """What run.py needs beside the Session to make a video: results of an earlier run, and a run's outputs."""
 import contextlib
+import functools
+import itertools
 import logging
 import os
 import sys
@@ -12,7 +14,7 @@ from wan_torchax.config.resolve import Job, Resolved
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.devices import distributed
 from wan_torchax.devices.mesh import describe
-from wan_torchax.events import Decoded, Event, Finished, Listener, Previewed, silence, to_all
+from wan_torchax.events import Decoded, Event, Finished, Listener, Part, Previewed, silence, to_all
 from wan_torchax.records import outputs, results
 from wan_torchax.records.clock import Clock
 from wan_torchax.records.files import claimed
@@ -32,6 +34,7 @@ class AtHand:
 
     values: dict[str, Any] = field(default_factory=dict)
     segments: dict[int, dict[str, Any]] = field(default_factory=dict)  # by segment, if the video is made in several
+    finished: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by stage: parts of a result
     missing: list[str] = field(default_factory=list)
 
 
@@ -45,7 +48,7 @@ class Making:
         self.config, self.folder, self.overrides = inputs.with_texts(config), folder, list(overrides)
         self.clock, self.claims, self.first = clock or Clock(), clock is None, distributed.is_first()
         self.settled = outputs.settle(self.config)
-        self.video = outputs.open_video(folder, self.settled)
+        self.video = outputs.open_video(folder, self.config)
         self.emit = self.clock
         if self.first:
             self.emit = to_all(self.clock, Bars(), Progress(folder), self.encode, listener)
@@ -109,12 +112,17 @@ def fingerprints(job: Job) -> dict[str, str]:
 def saver(resolved: Resolved, folder: Path) -> Listener:
     """A listener that saves previews, and stages' results with the settings they depend on."""
     parts = {part.segment: part for part in resolved.segments()}
+    settings = functools.cache(functools.partial(result_settings, resolved))
 
     def save(event: Event) -> None:
         if isinstance(event, Finished) and resolved.config.output.save_stages:
             part = resolved if event.segment is None else parts[event.segment]
             path = results.path_of(folder, event.stage, event.segment)
             results.save(path, event.values, result_settings(part, event.stage))
+            for path in part_files(folder, resolved, event.stage):  # the whole result has them
+                path.unlink()
+        elif isinstance(event, Part) and resolved.config.output.save_stages:
+            results.save(results.path_of(folder, event.stage, event.number), event.values, settings(event.stage))
         elif isinstance(event, Previewed):
             outputs.write_preview(folder, event.frame)
 
@@ -127,6 +135,24 @@ def stage_files(folder: Path, job: Job, name: str) -> list[Path]:
     if name not in job.graph.repeated or len(parts) == 1:
         return [results.path_of(folder, name)]
     return [results.path_of(folder, name, part.segment) for part in parts]
+
+
+def part_files(folder: Path, job: Job, name: str) -> list[Path]:
+    """The files of an unfinished stage's finished parts, in order."""
+    numbers = itertools.takewhile(lambda number: find(name).part_shapes(name, job, number), itertools.count())
+    return list(itertools.takewhile(Path.is_file, (results.path_of(folder, name, number) for number in numbers)))
+
+
+def read_parts(folder: Path, job: Job, name: str) -> list[dict[str, Any]]:
+    """The parts of a stage's result that were finished. Raises if they were made with other settings."""
+    read = []
+    for number, path in enumerate(part_files(folder, job, name)):
+        values, made_with = results.read(path, find(name).part_shapes(name, job, number))
+        results.compare(path, made_with, result_settings(job, name))
+        read.append(values)
+    if read:
+        log.info("%s: its first %d parts are taken from %s", name, len(read), folder)
+    return read
 
 
 def read_results(job: Job) -> AtHand:
@@ -142,6 +168,7 @@ def read_results(job: Job) -> AtHand:
                 results.compare(path, made_with, result_settings(part, name))
                 log.info("%s: taken from %s", name, path)
                 (at_hand.segments.setdefault(part.segment, {}) if several else at_hand.values).update(read)
+        at_hand.finished[name] = read_parts(folder, job, name)
     at_hand.missing = [name for name in job.config.stages if not is_there(name, job, at_hand)]
     absent = job.graph.missing(at_hand.missing, at_hand.values)
     if folder and absent:

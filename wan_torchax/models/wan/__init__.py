@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import numpy
 from omegaconf import OmegaConf
 
+from wan_torchax.config import live
 from wan_torchax.config.geometry import Geometry
 from wan_torchax.kernels.settings import Kernel
 from wan_torchax.models import t5
@@ -194,6 +195,14 @@ def problems(config) -> Iterator[str]:
         yield f"sparse={kind}: control blocks (VACE) have no weights for it; set sparse=none"
     if kind == "vsa" and "first_latent" in given:
         yield f"sparse=vsa: its tokens lie in tiles, and {pipeline} gives a first frame; use pipeline=t2v"
+    if live.is_on(config) and config.live.chunk is not None:
+        most, own = transformer["rope_max_seq_len"], config.live.positions == "absolute"
+        latents = size.latent_shape(config.resolution)[2]
+        needed = latents if own or config.live.window is None else min(latents, config.live.window)
+        if needed > most:
+            key = f"resolution.frames={config.resolution.frames}" if own else f"live.window={config.live.window}"
+            remedy = "live.positions=relative with a window has no such limit" if own else f"at most {most}"
+            yield f"{key}: {needed} latent frames, and RoPE's table of {model} has {most} positions; {remedy}"
     if controlled and config.precision.weights is not None:
         yield f"precision={config.precision.name}: control blocks (VACE) are not in it yet; use precision=none"
 
@@ -268,6 +277,7 @@ FAMILY = Family(
     geometry=geometry,
     heads=heads,
     denoiser=lazily(f"{HERE}.blocks", "denoiser"),
+    chunk_denoiser=lazily(f"{HERE}.blocks", "chunk_denoiser"),
     conditions=CONDITIONS,
     codec=VideoCodec(
         "vae", lazily(f"{HERE}.vae", "decoder"), r"(decoder|post_quant_conv)\..*", decoder_width,

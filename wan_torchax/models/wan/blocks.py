@@ -22,9 +22,9 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.kernels import sparse
-from wan_torchax.kernels.attention import GUARDED, Attend
+from wan_torchax.kernels.attention import GUARDED, Attend, Kept
 from wan_torchax.kernels.settings import TILE
-from wan_torchax.models.family import Forward, Output
+from wan_torchax.models.family import Chunk, Forward, Output
 from wan_torchax.models.loop import Blocks, Layer, no_rows, pad_tokens, plain_norm, token_sharding
 from wan_torchax.models.modules import construct
 from wan_torchax.patches import call_module
@@ -132,7 +132,7 @@ def attention_of(forward: Forward) -> Attention:
     place = forward.parallel, forward.mesh
     to_video = Attend(
         head_dim, forward.self_attention, *place, keys=forward.tokens, grid=forward.grid,
-        norm_epsilon=forward.architecture["eps"],
+        norm_epsilon=forward.architecture["eps"], fillings=forward.fillings,
     )
     given = forward.tokens // frames if "first_latent" in forward.conditions else 0
     return Attention(to_video, Attend(head_dim, forward.cross_attention, *place, cross=True), given)
@@ -169,23 +169,29 @@ def embed(module, arrays: dict, forward: Forward, attention: Attention, time, co
         module.condition_embedder, part_of(arrays, "condition_embedder"), times, text, pictures, **named
     )
     modulation = modulation.reshape(*modulation.shape[:-1], 6, -1)
-    cosine, sine = (expanded(arrays[f"rope.{name}"], forward) for name in ("freqs_cos", "freqs_sin"))
-    tables = (attention.tiled(table, axis=0) for table in (cosine, sine))
+    tables = (attention.tiled(table, axis=0) for table in rotary_tables(arrays, forward, conditions.get("positions")))
     rotary = tuple(pad_tokens(table[None], forward.multiple)[0] for table in tables)
     return time, Context(text, pictures, modulation, rotary)
 
 
-def expanded(table, forward: Forward):
+def rotary_tables(arrays: dict, forward: Forward, positions=None) -> list:
+    """Cosines and sines (tokens, head_dim)."""
+    return [expanded(arrays[f"rope.{name}"], forward, positions) for name in ("freqs_cos", "freqs_sin")]
+
+
+def expanded(table, forward: Forward, positions=None):
     """RoPE tables per token (tokens, head_dim) from tables per position along an axis (positions, head_dim): a head's
-    channels are split among time, height and width."""
-    head_dim = forward.architecture["attention_head_dim"]
+    channels are split among time, height and width. `positions` are those of the frames; None: from 0 on."""
+    head_dim, (frames, *sides) = forward.architecture["attention_head_dim"], forward.grid
+    grid = frames if positions is None else len(positions), *sides
     side = 2 * (head_dim // 6)
     starts = (0, head_dim - 2 * side, head_dim - side, head_dim)
     parts = []
-    for axis, (size, start, end) in enumerate(zip(forward.grid, starts, starts[1:])):
+    for axis, (size, start, end) in enumerate(zip(grid, starts, starts[1:])):
         shape = [1, 1, 1, end - start]
         shape[axis] = size
-        parts.append(jnp.broadcast_to(table[:size, start:end].reshape(shape), (*forward.grid, end - start)))
+        rows = table[:size] if axis or positions is None else table[positions]
+        parts.append(jnp.broadcast_to(rows[:, start:end].reshape(shape), (*grid, end - start)))
     return jnp.concatenate(parts, axis=-1).reshape(-1, head_dim)
 
 
@@ -235,6 +241,30 @@ def run_blocks(arrays: dict, forward: Forward, attention: Attention, context: Co
     if first:
         hidden, counted = blocks.step(step, 0 in blocks.eight_bits, 0, (hidden[:1], counted))
     return blocks.run(step, hidden, counted, begin=first)
+
+
+def chunk_denoiser(module, forward: Forward) -> Callable[..., tuple[Output, Chunk]]:
+    """Like denoiser, for a chunk of a video that is made chunk by chunk (models.family.Chunk)."""
+    forward = replace(forward, architecture=dict(module.config))  # with the class's defaults
+    attention = attention_of(forward)
+
+    def velocity(arrays, latents, time, conditions, chunk: Chunk) -> tuple[Output, Chunk]:
+        hidden = patches(module.patch_embedding, part_of(arrays, "patch_embedding"), latents)
+        conditions = conditions | {"positions": chunk.positions}
+        time, context = embed(module, arrays, forward, attention, time, conditions)
+        tokens, hidden = hidden.shape[1], pad_tokens(hidden, forward.multiple)
+        sharding = token_sharding(forward.mesh, forward.parallel, hidden.shape[0])
+        hidden = jax.lax.with_sharding_constraint(hidden, sharding)
+        rotary = () if chunk.kept_positions is None else rotary_tables(arrays, forward, chunk.kept_positions)
+        kept = Kept(chunk.key, chunk.value, jnp.int32(0), chunk.start, chunk.filling, tuple(rotary))
+        blocks, counted = blocks_of(arrays, forward, "blocks"), count_of(forward, attention)
+        step = functools.partial(block_of_chunk, attention, context)
+        (hidden, kept), counted = blocks.run(step, (hidden, kept), counted)
+        out = head(arrays, forward, 0, hidden[:, :tokens], time)
+        output = Output(unpatched(out, latents.shape, forward.architecture["patch_size"]), rescued=counted)
+        return output, chunk._replace(key=kept.key, value=kept.value)
+
+    return velocity
 
 
 def run_controlled(arrays: dict, forward: Forward, attention: Attention, context: Context, hidden, control):
@@ -295,11 +325,18 @@ def pinned_block(forward: Forward, attention: Attention, context: Context, layer
 
 def block(attention: Attention, context: Context, layer: Layer, hidden):
     """(hidden, rescued) of one block on hidden (batch, tokens, channels)."""
+    (hidden, _), rescued = block_of_chunk(attention, context, layer, (hidden, None))
+    return hidden, rescued
+
+
+def block_of_chunk(attention: Attention, context: Context, layer: Layer, carry):
+    """The same with what is kept of earlier chunks (kernels.attention.Kept), or None: ((hidden, kept), rescued)."""
+    hidden, _ = carry
     rows = layer["scale_shift_table"] + context.modulation[: hidden.shape[0]].astype(jnp.float32)
     rows = for_tokens(rows, attention.given_tokens, hidden.shape[1])
     shift, scale, gate, forward_shift, forward_scale, forward_gate = jnp.moveaxis(rows, -2, 0)
     normed = layer.norm("norm1", hidden, 1 + scale, shift)
-    hidden, counts = attend_to_video(attention, context, layer, normed, hidden, gate)
+    (hidden, kept), counts = attend_to_video(attention, context, layer, normed, carry, gate)
     normed = hidden
     if "norm2.weight" in layer:
         normed = layer.norm("norm2", hidden, layer["norm2.weight"][None], layer["norm2.bias"][None])
@@ -308,22 +345,27 @@ def block(attention: Attention, context: Context, layer: Layer, hidden):
     wide = layer.linear("ffn.net.0.proj", normed, gelu=True, kernel=True)
     hidden = layer.linear("ffn.net.2", wide, residual=hidden, gate=forward_gate, kernel=True)
     rescued = [count for count in (*counts, *more) if count is not None]
-    return hidden, sum(rescued) if rescued else None
+    return (hidden, kept), sum(rescued) if rescued else None
 
 
-def attend_to_video(attention: Attention, context: Context, layer: Layer, normed, hidden, gate):
+def attend_to_video(attention: Attention, context: Context, layer: Layer, normed, carry, gate):
+    hidden, kept = carry
     query, key = (layer.linear(f"attn1.to_{name}", normed, kernel=True) for name in "qk")
     value = layer.linear("attn1.to_v", normed, kernel=True, transpose_out=True)
     norms = [layer[f"attn1.norm_{name}.weight"] for name in "qk"]
     branch = [layer[f"attn1.proj_l.{part}"] for part in ("weight", "bias") if f"attn1.proj_l.{part}" in layer]
     with jax.named_scope("attn1/attend"):
-        out, rescued = attention.to_video.counted(query, key, value, context.rotary, norms, branch=branch)
+        if kept is None:
+            out, rescued = attention.to_video.counted(query, key, value, context.rotary, norms, branch=branch)
+        else:
+            kept = kept._replace(layer=jnp.int32(layer.index))
+            out, rescued, kept = attention.to_video.chunk(query, key, value, context.rotary, norms, kept)
     if attention.is_tiled:
         lists, coarse = out
         tiles = sparse.Blocks.tiles(attention.to_video.grid, TILE).numbers(lists.shape[1])
         out = lists + coarse[:, tiles] * layer.linear("to_gate_compress", normed, kernel=True)
     hidden = layer.linear("attn1.to_out.0", out, residual=hidden, gate=gate, kernel=True, transpose_in=True)
-    return hidden, [rescued]
+    return (hidden, kept), [rescued]
 
 
 def attend_to_text(attention: Attention, context: Context, layer: Layer, normed, hidden):

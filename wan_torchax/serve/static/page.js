@@ -258,7 +258,7 @@ for (const drop of all(".drop")) {
 
 const WORDS = {
   queued: "waiting", loading: "loading weights", compiling: "compiling", encoding: "reading the prompt",
-  denoising: "denoising", decoding: "decoding", writing: "writing the video",
+  denoising: "denoising", generating: "generating", decoding: "decoding", writing: "writing the video",
 };
 let waiting = new Map();
 
@@ -294,7 +294,36 @@ function showJob(video, place) {
     image.src = `/v1/videos/${video.id}/preview?step=${video.preview}`;
     image.hidden = false;
   }
+  if (video.stream && video.status === "in_progress" && !item.dataset.watched) watch(video, item);
   return item;
+}
+
+// H.264 in fragments, as the server appends them; players go by the profile, not by the level.
+const FRAGMENTS = 'video/mp4; codecs="avc1.640028"';
+
+async function watch(video, item) {
+  if (!window.MediaSource?.isTypeSupported(FRAGMENTS)) return;
+  item.dataset.watched = "true";
+  const player = find("video", item), source = new MediaSource();
+  const next = (target, name) => new Promise((resolve) => target.addEventListener(name, resolve, { once: true }));
+  player.src = URL.createObjectURL(source);
+  player.setAttribute("aria-label", `${video.prompt}, while it is made`);
+  try {
+    await next(source, "sourceopen");
+    const buffer = source.addSourceBuffer(FRAGMENTS), reader = (await fetch(video.stream)).body.getReader();
+    for (let part = await reader.read(); !part.done; part = await reader.read()) {
+      const added = next(buffer, "updateend");
+      buffer.appendBuffer(part.value);
+      await added;
+      player.hidden = false;
+      player.play().catch(() => {});
+    }
+    if (source.readyState === "open") source.endOfStream();
+  } catch (error) {
+    player.hidden = true;
+  } finally {
+    URL.revokeObjectURL(player.src);
+  }
 }
 
 async function cancel(id) {
