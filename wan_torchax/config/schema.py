@@ -172,6 +172,14 @@ class Model:
 
 
 @dataclass
+class Decoder:
+    """The component that decodes latents: conf/vae."""
+
+    name: str = ""
+    component: str = "vae"
+
+
+@dataclass
 class Chip:
     kind: Optional[str] = None  # JAX's name for it
     devices: int = 1  # JAX devices per chip; the figures below are per device
@@ -488,6 +496,7 @@ class Config:
     traceback: bool = False
     pipeline: Pipeline = group(Pipeline)
     model: Model = group(Model)
+    vae: Decoder = group(Decoder)
     mesh: Mesh = group(Mesh)
     distributed: Distributed = field(default_factory=Distributed)
     sharding: Sharding = group(Sharding)

@@ -17,6 +17,7 @@ from pathlib import Path
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from wan_torchax import own_path
 from wan_torchax.config import inputs, trust
 from wan_torchax.config.adapters import adapter_problems
 from wan_torchax.config.attention import attention_problems, parallel_of, takes_dtype
@@ -161,6 +162,26 @@ def segment_problems(config: DictConfig) -> Iterator[str]:
     given = [value for name in stages for value in config.pipeline.stages[name].gives]
     for value, source in segments.carry.items():
         yield from one_of(f"{key}.carry.{value}", source, given)
+
+
+def decoder_problems(config: DictConfig) -> Iterator[str]:
+    """The decoder (conf/vae) against the pipeline, and where its weights are."""
+    component, used = config.vae.component, Graph.of(config.pipeline).components(config.pipeline.stages)
+    chosen, tiny = f"vae={config.vae.name}", family_of(config).tiny
+    if component not in used:
+        yield f"{chosen}: model={config.model.name} has its own VAE alone; use vae=exact"
+    elif tiny and component == tiny.component and config.task != "plan":
+        yield from missing_decoder(config, chosen, component)
+    if tiny and tiny.component in config.model.paths and tiny.component not in used:
+        path = config.model.paths[tiny.component]
+        yield f"model.{tiny.component}={path}: nothing decodes with it; set vae=tiny"
+
+
+def missing_decoder(config: DictConfig, chosen: str, component: str) -> Iterator[str]:
+    """Checkpoints bring no tiny decoder, except the demo's."""
+    if component not in config.model.paths and not (own_path(config.model.path) / component).is_dir():
+        remedy = f"give model.{component}=taew2_1.safetensors (docs/models.md says which goes with which model)"
+        yield f"{chosen}: model={config.model.name} brings no tiny decoder; {remedy}"
 
 
 def stage_problems(config: DictConfig) -> Iterator[str]:
@@ -625,8 +646,8 @@ def op_problems(config: DictConfig) -> Iterator[str]:
 
 
 CHECKS = (
-    unknown_problems, choice_problems, pipeline_problems, stage_problems, resolution_problems, sampling_problems,
-    prompt_problems, mesh_problems, host_problems, table_problems, op_problems, tune_problems,
+    unknown_problems, choice_problems, pipeline_problems, decoder_problems, stage_problems, resolution_problems,
+    sampling_problems, prompt_problems, mesh_problems, host_problems, table_problems, op_problems, tune_problems,
     plan_problems, adapter_problems, serve_problems, verify_problems,
 )
 LATER_CHECKS = (

@@ -202,6 +202,7 @@ class Family:
     # Linear layers that a kernel can compute: (architecture) -> {array name: (layers, FLOPs per token)}
     products: Callable[[Architecture], dict[str, tuple[int, int]]]
     adapters: AdapterNames
+    tiny: VideoCodec | None = None  # a much smaller decoder of the same latents, approximate (conf/vae)
     pictures: Mapping[str, PictureEncoding] = field(default_factory=dict)  # by output value
     encodings: Mapping[str, LatentEncoding] = field(default_factory=dict)  # by output value
     extra_frames: Callable[[DictConfig], int] = lambda config: 0  # latent frames before the video's
@@ -221,6 +222,10 @@ class Family:
 
     def spec(self, component: str) -> ComponentSpec:
         return self.components[self.described_by(component)]
+
+    def decoders(self) -> dict[str, VideoCodec]:
+        """What can decode its latents, by component."""
+        return {codec.component: codec for codec in (self.codec, self.tiny) if codec is not None}
 
     def questions(self, config: DictConfig) -> dict[str, Question]:
         """The attention its blocks need: self-attention, and cross-attention to text."""

@@ -26,4 +26,5 @@ def with_weights(job: Job, components: Iterable[str]) -> Job:
 
 def plan_job(config) -> Job:
     """A job for planning: needs no weights, only the config.json of a local checkpoint, if there is one."""
-    return Job.of(config, find_all(config, list(config.model.architecture), required=False))
+    graph = Graph.of(config.pipeline)
+    return Job.of(config, find_all(config, graph.components(graph.stages), required=False))
