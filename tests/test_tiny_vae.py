@@ -6,12 +6,15 @@ import jax
 import numpy
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from torch.nn import functional
 
 from tests import tiny
 from tests.conftest import build, make_config, resolve_here, results
 from tests.test_convert import convert
+from tests.test_session import run
+from wan_torchax import events
 from wan_torchax.config.commandline import rewrite
 from wan_torchax.config.resolve import Job
 from wan_torchax.config.schema import ConfigError
@@ -20,7 +23,9 @@ from wan_torchax.patches import torchax_on
 from wan_torchax.runtime import recognition
 from wan_torchax.runtime.checkpoint import find_all
 from wan_torchax.runtime.components import Component
+from wan_torchax.runtime.jobs import find_job
 from wan_torchax.session import Session
+from wan_torchax.tasks.generate import read_results
 
 WIDTHS = 12, 8, 6, 10
 DECODER = ["vae=tiny", f"model.architecture.tiny_vae.widths={list(WIDTHS)}"]
@@ -118,9 +123,28 @@ def test_a_run_decodes_with_it(generate, file):
     assert difference.max() <= 0.51  # rounded
 
 
-def test_previews_are_its_own(generate, file):
-    folder = generate(*DECODER, f"model.tiny_vae={file}", "preview_every=1")
-    assert (folder / "preview.png").is_file()
+PREVIEWS = ["preview=tiny", "preview_every=1", DECODER[1]]
+
+
+def test_previews_show_every_frame_of_a_video(two_layers, file):
+    """Decoded from what a step expects the latents to be, beside a video of the large VAE."""
+    heard, session = [], Session()
+    values = run(session, make_config(*two_layers, *PREVIEWS, f"model.tiny_vae={file}"), emit=heard.append)
+    steps, previews = ([one for one in heard if isinstance(one, kind)] for kind in (events.Stepped, events.Previewed))
+    assert [one.step for one in previews] == [1, 2] and len(steps) == 3
+    for step, preview in zip(steps, previews):
+        expected = decoded(published(), torch.from_numpy(numpy.array(step.estimate))).transpose(0, 2, 3, 1) * 255
+        assert preview.frames.shape == (5, 64, 64, 3) and numpy.abs(preview.frames - expected).max() < 0.55
+    plain = run(session, make_config(*two_layers))
+    assert numpy.array_equal(plain["frames"], values["frames"]), "the video is not changed by how it is previewed"
+
+
+def test_a_preview_of_several_frames_moves(generate, file, two_layers):
+    folder = generate(*PREVIEWS, f"model.tiny_vae={file}")
+    with Image.open(folder / "preview.png") as preview:
+        assert (preview.n_frames, preview.size) == (5, (64, 64))
+    config = make_config(*two_layers, f"resume={folder}", "stages=[decode]")  # previews are no part of what was made
+    assert not read_results(find_job(config)).missing
 
 
 def test_it_is_recognized(tmp_path):
@@ -167,7 +191,9 @@ def test_a_plan_counts_its_memory():
 REFUSED = [
     (["model=wan21_t2v_14b", "vae=tiny"], "vae=tiny: model=wan21_t2v_14b brings no tiny decoder; give model.tiny_vae="),
     (["model=hunyuan15_t2v_480p", "vae=tiny"], "vae=tiny: model=hunyuan15_t2v_480p has its own VAE alone"),
-    (["model=wan21_t2v_14b", "model.tiny_vae=a.safetensors"], "nothing decodes with it; set vae=tiny"),
+    (["model=wan21_t2v_14b", "preview=tiny", "preview_every=5"], "preview=tiny: model=wan21_t2v_14b brings no tiny"),
+    (["model=hunyuan15_t2v_480p", "preview=tiny"], "preview=tiny: model=hunyuan15_t2v_480p has its own VAE alone"),
+    (["model=wan21_t2v_14b", "model.tiny_vae=a.safetensors"], "nothing decodes with it; set vae=tiny or preview=tiny"),
 ]
 
 

@@ -4,8 +4,8 @@
     python tools/teach_tiny_vae.py minutes=20           # any key of tools/conf/teach_tiny_vae.yaml
     python tools/teach_tiny_vae.py --smoke              # a few steps
 
-Weights, config.json and metrics.json go into `output`. metrics.json compares it with the VAE's own decoder on clips that
-neither has seen.
+Weights, config.json and metrics.json go into `output`. metrics.json compares it with the VAE's own decoder, on clips
+that neither has seen.
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from training import Clock, about, command_line, learning_rate, say, write_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from wan_torchax.models.tiny_vae import MemoryBlock, TinyVAE  # noqa: E402
+from wan_torchax.models.tiny_vae import MemoryBlock, TinyVAE
 
 HELD_OUT = 99  # added to the seed for clips that are only measured
 
@@ -115,7 +115,7 @@ def main() -> None:
     folder = Path(cfg.output)
     folder.mkdir(parents=True, exist_ok=True)
     halves = {name: tensor.half().cpu().contiguous() for name, tensor in tiny.state_dict().items()}
-    tiny.load_state_dict({name: tensor.float() for name, tensor in halves.items()})  # what is measured is what is stored
+    tiny.load_state_dict(halves)  # what is stored is what is measured
     save_file(halves, folder / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(architecture, indent=2) + "\n")
     write_metrics(folder, about(cfg, {"tiny_vae": clock.state()}) | measured(cfg, vae, tiny, device))

@@ -22,6 +22,7 @@ STAGES = {
     "coarse": "wan_torchax.stages.coarse.Coarse",
     "denoise": "wan_torchax.stages.denoise.Denoise",
     "decode": "wan_torchax.stages.decode.Decode",
+    "preview": "wan_torchax.stages.preview.Preview",
 }
 TASKS = {
     "generate": "wan_torchax.run.generate",

@@ -173,7 +173,7 @@ class Model:
 
 @dataclass
 class Decoder:
-    """The component that decodes latents: conf/vae."""
+    """The component that decodes latents: conf/vae, conf/preview."""
 
     name: str = ""
     component: str = "vae"
@@ -476,6 +476,7 @@ class Config:
     guidance: str = offered("batched")
     keep_resident: Optional[bool] = None
     preview_every: int = offered(0)
+    preview: Decoder = field(default_factory=Decoder)
     profile: bool = False
     resume: Optional[str] = None
     replay: Optional[str] = None

@@ -165,21 +165,25 @@ def segment_problems(config: DictConfig) -> Iterator[str]:
 
 
 def decoder_problems(config: DictConfig) -> Iterator[str]:
-    """The decoder (conf/vae) against the pipeline, and where its weights are."""
-    component, used = config.vae.component, Graph.of(config.pipeline).components(config.pipeline.stages)
-    chosen, tiny = f"vae={config.vae.name}", family_of(config).tiny
-    if component not in used:
-        yield f"{chosen}: model={config.model.name} has its own VAE alone; use vae=exact"
-    elif tiny and component == tiny.component and config.task != "plan":
-        yield from missing_decoder(config, chosen, component)
-    if tiny and tiny.component in config.model.paths and tiny.component not in used:
-        path = config.model.paths[tiny.component]
-        yield f"model.{tiny.component}={path}: nothing decodes with it; set vae=tiny"
+    """The decoders of the video and of previews against the model, and where their weights are."""
+    used, tiny = Graph.of(config.pipeline).components(config.pipeline.stages), family_of(config).tiny
+    name = tiny.component if tiny else ""
+    if config.vae.component not in used:
+        yield f"vae={config.vae.name}: model={config.model.name} has its own VAE alone; use vae=exact"
+    elif config.preview.component not in (config.vae.component, name):
+        yield f"preview={config.preview.name}: model={config.model.name} has its own VAE alone; use preview=exact"
+    elif config.vae.component == name:
+        yield from missing_decoder(config, f"vae={config.vae.name}", name)
+    elif config.preview.component == name and config.preview_every:
+        yield from missing_decoder(config, f"preview={config.preview.name}", name)
+    if name in config.model.paths and name not in (config.vae.component, config.preview.component):
+        yield f"model.{name}={config.model.paths[name]}: nothing decodes with it; set vae=tiny or preview=tiny"
 
 
 def missing_decoder(config: DictConfig, chosen: str, component: str) -> Iterator[str]:
-    """Checkpoints bring no tiny decoder, except the demo's."""
-    if component not in config.model.paths and not (own_path(config.model.path) / component).is_dir():
+    """Checkpoints bring no tiny decoder, except the demo's; a plan needs none."""
+    is_there = component in config.model.paths or (own_path(config.model.path) / component).is_dir()
+    if config.task != "plan" and not is_there:
         remedy = f"give model.{component}=taew2_1.safetensors (docs/models.md says which goes with which model)"
         yield f"{chosen}: model={config.model.name} brings no tiny decoder; {remedy}"
 

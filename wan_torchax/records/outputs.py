@@ -22,7 +22,7 @@ VIDEO, PICTURE = "video.mp4", "picture.png"
 # Keys of one invocation, not of the video.
 CALL = (
     "task", "stages", "resume", "replay", "prompts", "seeds", "images", "shard", "sweep", "traceback", "keep_resident",
-    "preview_every", "profile", "distributed",
+    "preview_every", "preview", "profile", "distributed",
 )
 # Keys that affect neither a video nor its speed, and tables of which only the selected entry matters. Adapters are
 # hashed by content with the weights.
@@ -130,9 +130,9 @@ def write_outputs(
     return video.path
 
 
-def write_preview(folder: Path, frame: numpy.ndarray) -> None:
-    """Write a preview frame, replacing the last one."""
-    media.write_picture(folder / "preview.png", frame)
+def write_preview(folder: Path, frames: numpy.ndarray, fps: int) -> None:
+    """Write a preview, replacing the last one."""
+    media.write_preview(folder / "preview.png", frames, fps)
 
 
 def write_failure(folder: Path, overrides: list[str], message: str) -> None:

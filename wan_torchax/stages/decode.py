@@ -29,6 +29,11 @@ class Decode(Stage):
         return {component: codec.decoder_part for component, codec in family.decoders().items()}
 
     @classmethod
+    def component(cls, config) -> str:
+        """What it decodes with."""
+        return config.vae.component
+
+    @classmethod
     def result_shapes(cls, name, job):
         size = job.config.resolution
         return {"frames": (size.frames, size.height, size.width, 3)}
@@ -76,14 +81,15 @@ class Decode(Stage):
         emit(Decoded(frames))
         return frames
 
-    def preview(self, latent) -> numpy.ndarray:
-        """A frame (height, width, 3) from a latent frame on the devices."""
-        return numpy.asarray(self("first", latent)[0])[0]
+    def preview(self, estimate, video):
+        """The first frame alone: a large VAE would take longer for all of them than a step does."""
+        latents = numpy.asarray(estimate)[video : video + 1, :, :1]
+        return numpy.asarray(self("first", *self.programs.put("first", (latents,)))[0])
 
     @classmethod
     def temporaries(cls, resolved):
         """The widest activations of a latent frame."""
-        size, component = resolved.config.resolution, resolved.config.vae.component
+        size, component = resolved.config.resolution, cls.component(resolved.config)
         width = resolved.family.decoders()[component].decoder_width(resolved.config.model.architecture[component])
         pixels = size.height * size.width * resolved.geometry.frame_scale
         item = jnp.dtype(resolved.config.model.dtype[component]).itemsize

@@ -103,7 +103,8 @@ class Making:
 
 def fingerprints(job: Job) -> dict[str, str]:
     """Content hashes of a job's inputs: weights by component, pictures and videos by their key."""
-    return {name: checkpoint.fingerprint for name, checkpoint in job.checkpoints.items()} | dict(job.contents)
+    used = job.graph.components(job.graph.stages)
+    return {name: job.checkpoints[name].fingerprint for name in used if name in job.checkpoints} | dict(job.contents)
 
 
 def saver(resolved: Resolved, folder: Path) -> Listener:
@@ -116,7 +117,7 @@ def saver(resolved: Resolved, folder: Path) -> Listener:
             path = results.path_of(folder, event.stage, event.segment)
             results.save(path, event.values, result_settings(part, event.stage))
         elif isinstance(event, Previewed):
-            outputs.write_preview(folder, event.frame)
+            outputs.write_preview(folder, event.frames, resolved.config.resolution.fps)
 
     return save
 
