@@ -33,7 +33,7 @@ class Listener:
         elif isinstance(event, Advanced) and self.bar is not None and event.count:
             self.bar.update(event.count)
         elif isinstance(event, Previewed):
-            show_preview(self.steps, event.step, event.frame)
+            show_preview(self.steps, event.step, event.frames[len(event.frames) // 2])
 
 
 def adapter_files() -> dict[str, str]:

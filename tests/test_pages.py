@@ -25,7 +25,7 @@ FILES = "resume|replay|prompts|image|last_image|video|mask|references|prompt\\.f
 NOT_HERE = re.compile(rf"({FILES})=|model\.\w+=.*\.(safetensors|gguf)$|.*(=choice\(|…)")
 GROUPS = (
     "pipeline", "model", "mesh", "distributed", "sharding", "attention", "resolution", "scheduler", "ops", "cache",
-    "adapter", "sampling", "sparse", "guider", "live",
+    "adapter", "sampling", "sparse", "guider", "live", "vae", "preview",
 )
 
 spec = importlib.util.spec_from_file_location("figures", ROOT / "benchmarks/figures.py")

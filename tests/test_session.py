@@ -13,9 +13,11 @@ from tests.conftest import make_config
 from wan_torchax import events
 from wan_torchax.config import registry
 from wan_torchax.config.inputs import with_texts
+from wan_torchax.config.resolve import Job
 from wan_torchax.config.schema import ConfigError, PipelineStage
 from wan_torchax.config.validation import validate
 from wan_torchax.models.modules import construct
+from wan_torchax.runtime.checkpoint import find_all
 from wan_torchax.runtime.programs import Program
 from wan_torchax.session import Session
 from wan_torchax.stages.denoise import Denoise
@@ -281,3 +283,9 @@ def test_weights_come_from_where_they_are_now(configure, tmp_path):
     again = run(session, configure(f"model.path={folders[1]}", "keep_resident=false"))["latents"]
     assert numpy.array_equal(again, exact)
     assert not numpy.array_equal(run(session, configure(f"model.path={folders[0]}"))["latents"], exact)
+
+
+def test_components_may_be_found_one_after_another(two_layers):
+    """As those are that have to be downloaded first."""
+    job = Job.of(make_config(*two_layers), {})
+    assert job.with_checkpoints(find_all(job.config, ["vae"])).checkpoints.keys() == {"vae"}

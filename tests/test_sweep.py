@@ -290,13 +290,13 @@ def test_a_full_disk_is_told_and_finished_stages_are_kept(tmp_path, two_layers, 
 @pytest.mark.system
 def test_previews_are_updated_while_denoising(generate, monkeypatch):
     seen = []
-    monkeypatch.setattr(outputs, "write_preview", lambda folder, frame: seen.append(frame))
+    monkeypatch.setattr(outputs, "write_preview", lambda folder, frames, fps: seen.append(frames))
     folder = generate("preview_every=1", "resolution.frames=9", "steps=8", "keep_resident=true")
-    assert len(seen) == 7 and seen[0].shape == (64, 64, 3) and seen[0].dtype == numpy.uint8
-    distances = [numpy.abs(frame.astype(int) - frames(folder)[0]).mean() for frame in seen]
+    assert len(seen) == 7 and seen[0].shape == (1, 64, 64, 3) and seen[0].dtype == numpy.uint8
+    distances = [numpy.abs(preview.astype(int) - frames(folder)[0]).mean() for preview in seen]
     assert distances[-1] < 0.7 * distances[0], "they come closer to the video's first frame"
     decode, latents = session.stages["decode"], load_file(folder / "denoise.safetensors")["latents"]
-    last = decode.preview(*decode.programs.put("first", (latents[:, :, :1],)))
+    (last,) = decode.preview(latents, 0)
     session.clear()
     assert numpy.array_equal(last, frames(folder)[0]), "a preview of finished latents is that frame"
 

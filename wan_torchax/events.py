@@ -60,7 +60,7 @@ class Stepped:
     step: int  # from 1
     steps: int
     seconds: float
-    estimate: Any  # part of the predicted clean latents (x0), on the devices
+    estimate: Any  # the predicted clean latents (x0) of all videos in the batch, on the devices
     work: str = "full"  # how much of it was computed: full, prompt or reuse; coarse: at half height and width
     measures: Any = None  # measurements of the step, for cache calibration
     rescued: tuple[int, int] | None = None  # attention rows that the guard recomputed, and in how many layers
@@ -70,10 +70,10 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Previewed:
-    """A preview frame of the video."""
+    """What the video looks like so far: its first frame, or all of them if the decoder is quick (conf/preview)."""
 
     step: int
-    frame: Any  # uint8 (height, width, 3)
+    frames: Any  # uint8 (frames, height, width, 3)
     video: int = 0  # as in Stepped
 
 

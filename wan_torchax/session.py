@@ -52,7 +52,7 @@ class Session:
         """Download missing checkpoints of the named stages, start the devices, and resolve all settings."""
         job, names = find_job(job) if OmegaConf.is_config(job) else job, list(names)
         check_stages(job, names)
-        job, store = with_weights(job, job.graph.components(names)), Store.of(job.config)
+        job, store = with_weights(job, job.graph.components([*names, *job.graph.helpers])), Store.of(job.config)
         return self.place(job, emit, warm=store is not None and store.has("start", start_of(job.config, names)))
 
     def place(self, job: Job, emit: Listener = silence, warm: bool = False) -> Resolved:
@@ -83,7 +83,7 @@ class Session:
 
     def build_one(self, name: str, resolved: Resolved, cache: BuildCache | None) -> Stage:
         components = {}
-        for component in resolved.graph.stages[name].uses:
+        for component in resolved.graph.stage(name).uses:
             if component not in self.components:
                 self.components[component] = Component(component, resolved, cache)
             components[component] = self.components[component]
@@ -95,7 +95,7 @@ class Session:
         if stage is None or stage.recipe.key != recipe.key or not stage.programs.ready():
             self.stages.pop(place, None)
             stage = self.stages[place] = find(name)(name, recipe, components, resolved, cache)
-        stage.components, stage.gives = components, tuple(resolved.graph.stages[name].gives)
+        stage.components, stage.gives = components, tuple(resolved.graph.stage(name).gives)
         return stage
 
     def prepare(self, resolved: Resolved, names: Iterable[str], emit: Listener = silence) -> None:
@@ -157,7 +157,7 @@ class Session:
         """Build the stages and those that decode previews, and check them against their checkpoints."""
         self.free_others(resolved)
         helpers = dict.fromkeys(self.helpers(resolved, list(named)), resolved)
-        order = [name for name in resolved.graph.stages if name in named or name in helpers]
+        order = [name for name in (*resolved.graph.stages, *resolved.graph.helpers) if name in named or name in helpers]
         stages = {name: self.build_one(name, (named | helpers)[name], cache) for name in order}
         for name in {component for stage in stages.values() for component in stage.components}:
             self.components[name].check()
@@ -168,11 +168,14 @@ class Session:
     # ------------------------------------------------------------ previews
 
     def helpers(self, resolved: Resolved, names: list[str]) -> list[str]:
-        """Stages that are not run but decode previews: if their weights are local and may stay resident."""
-        if not (resolved.config.preview_every and is_resident(resolved.config)):
-            return []
+        """Stages that are not run but decode previews: the pipeline's own if their weights are local and may stay
+        resident."""
         graph = resolved.graph
         given = {value for name in names for value in graph.stages[name].gives}
+        if graph.helpers:
+            return [name for name, stage in graph.helpers.items() if given & set(stage.takes)]
+        if not (resolved.config.preview_every and is_resident(resolved.config)):
+            return []
         takers = [name for name in graph.stages if name not in names and given & set(graph.stages[name].takes)]
         able = [name for name in takers if find(name).previews]
         return [name for name in able if set(graph.stages[name].uses) <= resolved.checkpoints.keys()]
@@ -223,7 +226,7 @@ class Session:
 def check_stages(job: Job, names: list[str]) -> None:
     """Raise one error with all problems that the stages find in a job."""
     problems = [problem for name in names for problem in find(name).problems(name, job)]
-    if job.config.preview_every and not any(find(name).previews for name in names):
+    if job.config.preview_every and not job.graph.helpers and not any(find(name).previews for name in names):
         remedy = "add the stage that decodes to stages, or set 0"
         problems.append(f"preview_every={job.config.preview_every}: previews need the decoder; {remedy}")
     raise_problems(problems)
@@ -240,7 +243,7 @@ def seen_settings(step: RunStep) -> dict[str, Any]:
 
 # The keys that determine a run's programs, as far as they are known before devices start and `resolve` runs.
 START_KEYS = (
-    "pipeline.name", "model.name", "model.path", "model.paths", "model.dtype", "model.scan_blocks", "mesh.name",
+    "pipeline.name", "model.name", "model.path", "model.paths", "model.dtype", "model.scan_blocks", "vae", "mesh.name",
     "sharding.name", "resolution", "ops", "guidance", "guider", "scheduler", "steps", "compile.xla_flags",
     "compile.matmul_precision",
 )

@@ -142,12 +142,10 @@ class Work:
                     component.read_ahead()
 
     def previewer(self, name: str) -> Stage | None:
-        """The stage that can decode previews of another stage's output."""
-        graph = self.resolved.graph
-        for key, stage in self.stages.items() if self.resolved.config.preview_every else ():
-            if set(graph.stages[name].gives) & set(graph.stages[key].takes) and stage.previews:
-                return stage
-        return None
+        """The stage that can decode previews of another stage's output: a helper before the pipeline's own."""
+        given = set(self.resolved.graph.stages[name].gives)
+        able = [stage for stage in self.stages.values() if stage.previews and given & set(stage.takes)]
+        return able[-1] if able and self.resolved.config.preview_every else None
 
     @property
     def result(self) -> dict[str, Any]:
@@ -248,6 +246,6 @@ def with_previews(previewer: Stage, every: int, emit: Listener) -> Listener:
     def listener(event):
         emit(event)
         if isinstance(event, Stepped) and event.step % every == 0 and event.step < event.steps:
-            emit(Previewed(event.step, previewer.preview(event.estimate), event.video))
+            emit(Previewed(event.step, previewer.preview(event.estimate, event.video), event.video))
 
     return listener

@@ -32,7 +32,7 @@ TEXT_KEYS = {
     "prompt.negative": "prompt.negative",
 }
 # Components that may be given apart, as a checkpoint's folder or a single file: model.vae=… is model.paths.vae.
-COMPONENTS = ("transformer", "transformer_2", "text_encoder", "text_encoder_2", "image_encoder", "vae")
+COMPONENTS = ("transformer", "transformer_2", "text_encoder", "text_encoder_2", "image_encoder", "vae", "tiny_vae")
 # Names that diffusers, ComfyUI and others use -> our keys.
 FOREIGN = {
     "num_inference_steps": "steps", "num_steps": "steps", "sample_steps": "steps", "sampling_steps": "steps",

@@ -69,6 +69,12 @@ def steps_skipped(config) -> int:
     return config.steps - min(int(config.steps * strength), config.steps)
 
 
+def previewer_of(config) -> str | None:
+    """The component that decodes previews besides the decoder of the video; None if there is none."""
+    component = config.preview.component
+    return component if config.preview_every and component != config.vae.component else None
+
+
 def prompt_count(config) -> int:
     """Prompts in a batch: the prompt and, with guidance, the negative prompt."""
     return 2 if guided(config) else 1

@@ -14,11 +14,18 @@ class Graph:
     stages: dict[str, PipelineStage]
     repeated: tuple[str, ...] = ()  # stages that run once per segment of a video
     carry: dict[str, str] = field(default_factory=dict)  # a value that a segment takes -> the previous segment's output
+    helpers: dict[str, PipelineStage] = field(default_factory=dict)  # these do not run: they decode previews
 
     @classmethod
-    def of(cls, pipeline: Pipeline) -> "Graph":
+    def of(cls, pipeline: Pipeline, previewed_by: str | None = None) -> "Graph":
+        """`previewed_by` is a component that decodes previews, if no stage of the pipeline does."""
         segments = pipeline.segments
-        return cls(dict(pipeline.inputs), dict(pipeline.stages), tuple(segments.stages), dict(segments.carry))
+        helpers = {"preview": PipelineStage([previewed_by], ["latents"])} if previewed_by else {}
+        return cls(dict(pipeline.inputs), dict(pipeline.stages), tuple(segments.stages), dict(segments.carry), helpers)
+
+    def stage(self, name: str) -> PipelineStage:
+        """A stage that runs, or one that helps."""
+        return self.stages[name] if name in self.stages else self.helpers[name]
 
     def giver(self, value: str) -> str | None:
         """The stage that gives a value; None for an input."""
@@ -39,7 +46,7 @@ class Graph:
 
     def components(self, names: Iterable[str]) -> list[str]:
         """The components of the named stages, each once."""
-        return list(dict.fromkeys(component for name in names for component in self.stages[name].uses))
+        return list(dict.fromkeys(component for name in names for component in self.stage(name).uses))
 
     def missing(self, names: Iterable[str], at_hand: Iterable[str] = ()) -> list[tuple[str, str]]:
         """(stage, value) for every value that a stage takes but neither an input nor an earlier stage gives."""

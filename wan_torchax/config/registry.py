@@ -23,6 +23,7 @@ STAGES = {
     "denoise": "wan_torchax.stages.denoise.Denoise",
     "live": "wan_torchax.stages.live.Live",
     "decode": "wan_torchax.stages.decode.Decode",
+    "preview": "wan_torchax.stages.preview.Preview",
 }
 TASKS = {
     "generate": "wan_torchax.run.generate",

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from wan_torchax.config import attention, validation
 from wan_torchax.config.commandline import literal
-from wan_torchax.config.geometry import Geometry, segment_count
+from wan_torchax.config.geometry import Geometry, previewer_of, segment_count
 from wan_torchax.config.graph import Graph
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ConfigError
@@ -99,13 +99,15 @@ class Job:
         cls, config: DictConfig, checkpoints: Mapping[str, Checkpoint], contents: Mapping[str, str] | None = None
     ) -> Job:
         family, complete = family_of(config), config.copy()
+        OmegaConf.set_readonly(complete, False)  # a job's own config is read-only
         for component, checkpoint in checkpoints.items():
             name = family.described_by(component)
             if checkpoint.architecture != checkpoints.get(name, checkpoint).architecture:
                 raise ConfigError(f"{checkpoint.path} and {checkpoints[name].path} are of different architectures")
             complete.model.architecture[name] = literals(checkpoint.architecture)
         OmegaConf.set_readonly(complete, True)
-        graph, geometry = Graph.of(config.pipeline), family.geometry(complete.model.architecture)
+        graph = Graph.of(config.pipeline, previewer_of(config))
+        geometry = family.geometry(complete.model.architecture)
         return cls(complete, graph, family, geometry, dict(checkpoints), dict(contents or {}), (config.seed,))
 
     def with_checkpoints(self, more: Mapping[str, Checkpoint]) -> Job:

@@ -173,6 +173,14 @@ class Model:
 
 
 @dataclass
+class Decoder:
+    """The component that decodes latents: conf/vae, conf/preview."""
+
+    name: str = ""
+    component: str = "vae"
+
+
+@dataclass
 class Chip:
     kind: Optional[str] = None  # JAX's name for it
     devices: int = 1  # JAX devices per chip; the figures below are per device
@@ -484,6 +492,7 @@ class Config:
     guidance: str = offered("batched")
     keep_resident: Optional[bool] = None
     preview_every: int = offered(0)
+    preview: Decoder = field(default_factory=Decoder)
     profile: bool = False
     resume: Optional[str] = None
     replay: Optional[str] = None
@@ -504,6 +513,7 @@ class Config:
     traceback: bool = False
     pipeline: Pipeline = group(Pipeline)
     model: Model = group(Model)
+    vae: Decoder = group(Decoder)
     mesh: Mesh = group(Mesh)
     distributed: Distributed = field(default_factory=Distributed)
     sharding: Sharding = group(Sharding)

@@ -17,6 +17,7 @@ from pathlib import Path
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from wan_torchax import own_path
 from wan_torchax.config import inputs, trust
 from wan_torchax.config.adapters import adapter_problems
 from wan_torchax.config.attention import attention_problems, parallel_of, takes_dtype
@@ -162,6 +163,30 @@ def segment_problems(config: DictConfig) -> Iterator[str]:
     given = [value for name in stages for value in config.pipeline.stages[name].gives]
     for value, source in segments.carry.items():
         yield from one_of(f"{key}.carry.{value}", source, given)
+
+
+def decoder_problems(config: DictConfig) -> Iterator[str]:
+    """The decoders of the video and of previews against the model, and where their weights are."""
+    used, tiny = Graph.of(config.pipeline).components(config.pipeline.stages), family_of(config).tiny
+    name = tiny.component if tiny else ""
+    if config.vae.component not in used:
+        yield f"vae={config.vae.name}: model={config.model.name} has its own VAE alone; use vae=exact"
+    elif config.preview.component not in (config.vae.component, name):
+        yield f"preview={config.preview.name}: model={config.model.name} has its own VAE alone; use preview=exact"
+    elif config.vae.component == name:
+        yield from missing_decoder(config, f"vae={config.vae.name}", name)
+    elif config.preview.component == name and config.preview_every:
+        yield from missing_decoder(config, f"preview={config.preview.name}", name)
+    if name in config.model.paths and name not in (config.vae.component, config.preview.component):
+        yield f"model.{name}={config.model.paths[name]}: nothing decodes with it; set vae=tiny or preview=tiny"
+
+
+def missing_decoder(config: DictConfig, chosen: str, component: str) -> Iterator[str]:
+    """Checkpoints bring no tiny decoder, except the demo's; a plan needs none."""
+    is_there = component in config.model.paths or (own_path(config.model.path) / component).is_dir()
+    if config.task != "plan" and not is_there:
+        remedy = f"give model.{component}=taew2_1.safetensors (docs/models.md says which goes with which model)"
+        yield f"{chosen}: model={config.model.name} brings no tiny decoder; {remedy}"
 
 
 def stage_problems(config: DictConfig) -> Iterator[str]:
@@ -626,8 +651,8 @@ def op_problems(config: DictConfig) -> Iterator[str]:
 
 
 CHECKS = (
-    unknown_problems, choice_problems, pipeline_problems, stage_problems, resolution_problems, sampling_problems,
-    prompt_problems, mesh_problems, host_problems, table_problems, op_problems, tune_problems,
+    unknown_problems, choice_problems, pipeline_problems, decoder_problems, stage_problems, resolution_problems,
+    sampling_problems, prompt_problems, mesh_problems, host_problems, table_problems, op_problems, tune_problems,
     plan_problems, adapter_problems, serve_problems, verify_problems,
 )
 LATER_CHECKS = (

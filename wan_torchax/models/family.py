@@ -217,6 +217,7 @@ class Family:
     # The same for a chunk of a video, with what is kept of those before: (arrays, latents, time, conditions, chunk) ->
     # (Output, Chunk). None: its videos cannot be made chunk by chunk.
     chunk_denoiser: Callable[[torch.nn.Module, Forward], Callable[..., tuple[Output, Chunk]]] | None = None
+    tiny: VideoCodec | None = None  # a much smaller decoder of the same latents, approximate (conf/vae)
     pictures: Mapping[str, PictureEncoding] = field(default_factory=dict)  # by output value
     encodings: Mapping[str, LatentEncoding] = field(default_factory=dict)  # by output value
     extra_frames: Callable[[DictConfig], int] = lambda config: 0  # latent frames before the video's
@@ -236,6 +237,10 @@ class Family:
 
     def spec(self, component: str) -> ComponentSpec:
         return self.components[self.described_by(component)]
+
+    def decoders(self) -> dict[str, VideoCodec]:
+        """What can decode its latents, by component."""
+        return {codec.component: codec for codec in (self.codec, self.tiny) if codec is not None}
 
     def questions(self, config: DictConfig) -> dict[str, Question]:
         """The attention its blocks need: self-attention, and cross-attention to text."""

@@ -19,6 +19,7 @@ from wan_torchax.records.files import atomic
 
 SHEET_FRAMES = 9
 SHEET_WIDTH = 1920  # pixels, at most
+PREVIEW_FRAMES, PREVIEW_SIDE = 16, 320  # of an animated preview, at most
 READ_SECONDS = 60  # timeout for ffmpeg to read a file's metadata
 
 
@@ -185,6 +186,19 @@ def write_pictures(folder: Path, frames: numpy.ndarray) -> None:
         sheet[row * height : (row + 1) * height, column * width : (column + 1) * width] = frame
     smaller = Image.fromarray(sheet).reduce(math.ceil(sheet.shape[1] / SHEET_WIDTH))
     write_picture(folder / "contact_sheet.png", numpy.asarray(smaller))
+
+
+def write_preview(path: Path, frames: numpy.ndarray, fps: int) -> None:
+    """Write a PNG: one frame as it is, or small and animated some of several."""
+    if len(frames) == 1:
+        write_picture(path, frames[0])
+        return
+    chosen = frames[numpy.linspace(0, len(frames) - 1, min(len(frames), PREVIEW_FRAMES)).round().astype(int)]
+    factor = math.ceil(max(frames.shape[1:3]) / PREVIEW_SIDE)
+    first, *others = (Image.fromarray(frame).reduce(factor) for frame in chosen)
+    milliseconds = 1000 * len(frames) / fps / len(chosen)
+    with atomic(path) as partial:
+        first.save(partial, compress_level=2, save_all=True, append_images=others, duration=milliseconds, loop=0)
 
 
 def write_picture(path: Path, pixels: numpy.ndarray, **named) -> None:

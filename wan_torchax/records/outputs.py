@@ -24,7 +24,7 @@ Video = media.Encoder | media.Picture | Growing
 # Keys of one invocation, not of the video.
 CALL = (
     "task", "stages", "resume", "replay", "prompts", "seeds", "images", "shard", "sweep", "traceback", "keep_resident",
-    "preview_every", "profile", "distributed",
+    "preview_every", "preview", "profile", "distributed",
 )
 # Keys that affect neither a video nor its speed, and tables of which only the selected entry matters. Adapters are
 # hashed by content with the weights.
@@ -132,9 +132,9 @@ def write_outputs(folder: Path, settled: dict, values: dict, metrics: dict, vide
     return video.path
 
 
-def write_preview(folder: Path, frame: numpy.ndarray) -> None:
-    """Write a preview frame, replacing the last one."""
-    media.write_picture(folder / "preview.png", frame)
+def write_preview(folder: Path, frames: numpy.ndarray, fps: int) -> None:
+    """Write a preview, replacing the last one."""
+    media.write_preview(folder / "preview.png", frames, fps)
 
 
 def write_failure(folder: Path, overrides: list[str], message: str) -> None:

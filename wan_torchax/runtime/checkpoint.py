@@ -24,9 +24,11 @@ PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
 def find_all(config, components: Iterable[str], required: bool = True) -> dict[str, Checkpoint]:
     """The checkpoint of each component. If not `required`, as for a plan, only local ones are used."""
-    if not required and local_folder(config.model.path) is None:
+    folder, paths = local_folder(config.model.path), config.model.paths
+    if not required and folder is None:
         return {}
-    return {component: find(config, component) for component in components}
+    there = [name for name in components if required or name in paths or (folder / name).is_dir()]
+    return {component: find(config, component) for component in there}
 
 
 def find_present(config, components: Iterable[str]) -> dict[str, Checkpoint]:

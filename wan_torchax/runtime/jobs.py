@@ -2,6 +2,7 @@
 from collections.abc import Iterable
 
 from wan_torchax.config import inputs
+from wan_torchax.config.geometry import previewer_of
 from wan_torchax.config.graph import Graph
 from wan_torchax.config.resolve import Job
 from wan_torchax.records.fingerprints import digest
@@ -11,8 +12,8 @@ from wan_torchax.runtime.checkpoint import find_all, find_present
 
 def find_job(config) -> Job:
     """The config with those of its files that are local. Downloads nothing."""
-    graph = Graph.of(config.pipeline)
-    present = find_present(config, graph.components(graph.stages))
+    graph = Graph.of(config.pipeline, previewer_of(config))
+    present = find_present(config, graph.components([*graph.stages, *graph.helpers]))
     files = {key: inputs.paths(config, key) for key in inputs.taken(config)}
     contents = {key: digest(paths) for key, paths in files.items() if paths}
     return Job.of(config, adapters.on(present, config, local_only=True), contents)
@@ -26,4 +27,5 @@ def with_weights(job: Job, components: Iterable[str]) -> Job:
 
 def plan_job(config) -> Job:
     """A job for planning: needs no weights, only the config.json of a local checkpoint, if there is one."""
-    return Job.of(config, find_all(config, list(config.model.architecture), required=False))
+    graph = Graph.of(config.pipeline)
+    return Job.of(config, find_all(config, graph.components(graph.stages), required=False))

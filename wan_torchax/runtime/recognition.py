@@ -22,6 +22,7 @@ from wan_torchax.runtime.checkpoint import FILES, index, local_folder, read_arch
 from wan_torchax.runtime.formats import Stored, by_module, without_ones
 
 PATH, COMPONENT = "model.path", "model.paths."
+VAE, TINY = f"{COMPONENT}vae", "tiny_vae"
 CHOOSE = ("model", "preset")
 
 
@@ -83,12 +84,15 @@ def merged(first: Mapping, second: Mapping) -> dict:
 
 
 def with_models(arguments: list[str]) -> list[str]:
-    """Arguments with `model.path=<file>` as the path of the components in it, and with the model that a transformer's
-    file is of, unless they choose one."""
+    """Arguments with `model.path=<file>` as the path of the components in it, with `vae=tiny` for a tiny decoder's file
+    as the VAE, and with the model that a transformer's file is of, unless they choose one."""
     given = {key_of(argument): argument.partition("=")[2].strip("'\"") for argument in arguments}
     path, chosen = given.get(PATH, ""), any(key in given for key in CHOOSE)
     if given.get("task") == "inspect":
         return arguments
+    if is_tiny(given.get(VAE, "")) and "vae" not in given:
+        arguments = [argument for argument in arguments if key_of(argument) != VAE]
+        arguments += ["vae=tiny", f"++{COMPONENT}{TINY}={quote(given[VAE])}"]
     file = single_file(path, "path")
     if file is not None:
         components = recognize(file)
@@ -104,6 +108,12 @@ def with_models(arguments: list[str]) -> list[str]:
     if chosen or not transformer.endswith(FILES):
         return arguments
     return [f"model={model_of(transformer, two=f'{COMPONENT}transformer_2' in given)}", *arguments]
+
+
+def is_tiny(path: str) -> bool:
+    """Whether a path is a tiny decoder's file."""
+    file = single_file(path, "vae")
+    return file is not None and TINY in recognize(file)
 
 
 def model_of(path: str, two: bool) -> str:

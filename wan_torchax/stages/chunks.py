@@ -30,7 +30,7 @@ def add_chunks(
     def later_arguments(lowered):
         return [later, jax.tree.map(carried, lowered["first"].out_info[2])]
 
-    outputs, component = (everywhere, everywhere, carry), stage.family.codec.component
+    outputs, (component,) = (everywhere, everywhere, carry), stage.components
     stage.add("first", Program(chunk, component, [first], outputs))
     if later is not None:
         stage.add("later", Program(chunk, component, later_arguments, outputs, donated=(2,)))

@@ -26,7 +26,12 @@ class Decode(Stage):
 
     @classmethod
     def parts(cls, family):
-        return {family.codec.component: family.codec.decoder_part}
+        return {component: codec.decoder_part for component, codec in family.decoders().items()}
+
+    @classmethod
+    def component(cls, config) -> str:
+        """What it decodes with."""
+        return config.vae.component
 
     @classmethod
     def result_shapes(cls, name, job):
@@ -39,8 +44,9 @@ class Decode(Stage):
         return {"latent_shape": (batch, channels, 1, height, width), "several": frames > 1}
 
     def build(self):
-        codec = self.family.codec
-        decode_piece, caches_spec = codec.decoder(self.module(codec.component), self.config, self.mesh)
+        (component,) = self.components
+        codec = self.family.decoders()[component]
+        decode_piece, caches_spec = codec.decoder(self.module(component), self.config, self.mesh)
 
         def decode(arrays, latent, caches=None):
             pixels, caches = decode_piece(arrays, latent, caches)
@@ -63,17 +69,18 @@ class Decode(Stage):
     def amount(cls, name, job):
         return job.config.resolution.frames, "frame"
 
-    def preview(self, latent) -> numpy.ndarray:
-        """A frame (height, width, 3) from a latent frame on the devices."""
-        return numpy.asarray(self("first", latent)[0])[0]
+    def preview(self, estimate, video):
+        """The first frame alone: a large VAE would take longer for all of them than a step does."""
+        latents = numpy.asarray(estimate)[video : video + 1, :, :1]
+        return numpy.asarray(self("first", *self.programs.put("first", (latents,)))[0])
 
     @classmethod
     def temporaries(cls, resolved):
         """The widest activations of a latent frame."""
-        size, codec = resolved.config.resolution, resolved.family.codec
-        width = codec.decoder_width(resolved.config.model.architecture[codec.component])
+        size, component = resolved.config.resolution, cls.component(resolved.config)
+        width = resolved.family.decoders()[component].decoder_width(resolved.config.model.architecture[component])
         pixels = size.height * size.width * resolved.geometry.frame_scale
-        item = jnp.dtype(resolved.config.model.dtype[codec.component]).itemsize
+        item = jnp.dtype(resolved.config.model.dtype[component]).itemsize
         return pixels * width * item / device_count(resolved.config.mesh)
 
 

@@ -288,8 +288,8 @@ class Denoise(Stage):
             seconds, videos = time.perf_counter() - began, len(view.seeds)
             again = tuple(numpy.asarray(report["rescued"]).tolist()) if "rescued" in report else None
             rescued.append(again or (0, 0))
-            for video, one in enumerate(numpy.split(numpy.asarray(estimate), videos) if videos > 1 else [estimate]):
-                emit(Stepped(index + 1, len(experts), seconds, one, kind, measures, again, video, videos))
+            for video in range(videos):
+                emit(Stepped(index + 1, len(experts), seconds, estimate, kind, measures, again, video, videos))
             emit(Advanced(self.name, 1))
         log_rescued(rescued)
         latents = numpy.array(state["slots"])[0][:, :, self.recipe.derived["extra_frames"] :]

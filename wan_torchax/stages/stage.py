@@ -67,7 +67,7 @@ class Stage:
     ):
         """With `cache`, programs are read from the store, or written to it once compiled."""
         self.name, self.recipe, self.components, self.family = name, recipe, components, job.family
-        self.gives = tuple(job.graph.stages[name].gives)
+        self.takes, self.gives = tuple(job.graph.stage(name).takes), tuple(job.graph.stage(name).gives)
         self.config, self.mesh = recipe.config, recipe.mesh
         parts = self.parts(job.family)
         self.specs = {key: component.part(parts.get(key, ".*")) for key, component in components.items()}
@@ -89,7 +89,7 @@ class Stage:
     @classmethod
     def recipe_for(cls, name: str, job: Job) -> Recipe:
         """Everything that the programs of this stage depend on."""
-        uses = list(job.graph.stages[name].uses)
+        uses = list(job.graph.stage(name).uses)
         own = (key for component in uses for key in settings_of(component, job.family))
         keys = [*COMMON_SETTINGS, *own, *cls.settings_for(job.family)]
         return job.recipe(keys, uses=uses, **cls.derived(name, job))
@@ -103,7 +103,7 @@ class Stage:
     def view_of(cls, name: str, job: Job) -> View:
         """What the stage may read at run time, including its settings."""
         recipe = job.recipe([*cls.recipe_for(name, job).settings, *cls.reads_for(name, job), *cls.reads_beside])
-        uses = job.graph.stages[name].uses
+        uses = job.graph.stage(name).uses
         segment = job.config.pipeline.segments
         return View(
             recipe.config, job.geometry, {key: job.checkpoints[key] for key in uses if key in job.checkpoints},
@@ -203,8 +203,8 @@ class Stage:
         """An object with `add(values)` for each part of the stage before, and `result()`."""
         raise NotImplementedError
 
-    def preview(self, estimate) -> numpy.ndarray:
-        """A preview frame (height, width, 3) from part of another stage's output on the devices."""
+    def preview(self, estimate, video: int) -> numpy.ndarray:
+        """Frames (frames, height, width, 3) that show what another stage's output will be, of one video in a batch."""
         raise NotImplementedError
 
     @classmethod

@@ -110,9 +110,8 @@ class Step:
         velocity, slots = velocities, state["slots"]
         if len(velocities) == 2 * slots.shape[1]:
             velocity, state = guide(self.guider, *jnp.split(velocities, 2), schedule, state)
-        # For previews: the first frame only, since the causal VAE can decode no other one alone.
-        estimate = with_first(slots[0] - schedule["timestep"] / 1000 * velocity, conditions)
-        estimate = estimate[:, :, self.references : self.references + 1]
+        estimate = with_first(slots[0] - schedule["timestep"] / 1000 * velocity, conditions)  # for previews
+        estimate = estimate[:, :, self.references :]
         after = advance(slots, velocity, schedule["coefficients"], schedule.get("noise"))
         state = state | {"slots": after}
         if self.mode == "easycache":

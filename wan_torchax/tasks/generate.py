@@ -106,7 +106,8 @@ class Making:
 
 def fingerprints(job: Job) -> dict[str, str]:
     """Content hashes of a job's inputs: weights by component, pictures and videos by their key."""
-    return {name: checkpoint.fingerprint for name, checkpoint in job.checkpoints.items()} | dict(job.contents)
+    used = job.graph.components(job.graph.stages)
+    return {name: job.checkpoints[name].fingerprint for name in used if name in job.checkpoints} | dict(job.contents)
 
 
 def saver(resolved: Resolved, folder: Path) -> Listener:
@@ -124,7 +125,7 @@ def saver(resolved: Resolved, folder: Path) -> Listener:
         elif isinstance(event, Part) and resolved.config.output.save_stages:
             results.save(results.path_of(folder, event.stage, event.number), event.values, settings(event.stage))
         elif isinstance(event, Previewed):
-            outputs.write_preview(folder, event.frame)
+            outputs.write_preview(folder, event.frames, resolved.config.resolution.fps)
 
     return save
 

@@ -21,7 +21,7 @@ from wan_torchax.records.files import write_text
 from wan_torchax.runtime.adapters import match, parse
 from wan_torchax.runtime.checkpoint import FILES, files_of, index
 from wan_torchax.runtime.formats import Stored
-from wan_torchax.runtime.recognition import architecture_of, described, recognize
+from wan_torchax.runtime.recognition import TINY, architecture_of, described, recognize
 
 EXAMPLES = 3
 ELSEWHERE = ("auto", "cpu_8")  # meshes that are no certain machine
@@ -94,9 +94,10 @@ def holds(place: Path, tensors: Mapping[str, Stored]) -> str:
 def how_to_run(place: Path, models: Mapping[str, list[str]]) -> str:
     source = place.parent if place.is_dir() else place
     if "transformer" not in models:
-        return " ".join(f"model.{component}={source}" for component in models)
+        tiny = ["vae=tiny"] if TINY in models else []
+        return " ".join([*tiny, *(f"model.{component}={source}" for component in models)])
     name, command = models["transformer"][0], f"python run.py model={models['transformer'][0]} model.path={source}"
-    rest = [component for component in described(name)["architecture"] if component not in models]
+    rest = [component for component in described(name)["architecture"] if component not in (*models, TINY)]
     if place.is_dir() or not rest:
         return command
     return f"{command}; {', '.join(rest)}: from {described(name)['path']}, or from files, model.{rest[0]}=…"

@@ -25,6 +25,7 @@ from wan_torchax.models.wan import files
 from wan_torchax.models.wan.adapters import NAMES
 
 HERE = "wan_torchax.models.wan"
+TINY = "wan_torchax.models.tiny_vae"
 # What describes the architecture in the config.json of transformers' models.
 UMT5_FIELDS = frozenset({
     "vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads", "relative_attention_num_buckets",
@@ -250,6 +251,11 @@ def decoder_width(vae) -> float:
     return (8 if vae.get("is_residual") else 6) * width / (vae.get("patch_size") or 1) ** 2
 
 
+def tiny_width(vae) -> float:
+    """A memory block's two inputs and output at half the height and width, or their enlarged frames."""
+    return 4 * max(vae["widths"][2:]) / vae["patch_size"] ** 2
+
+
 FAMILY = Family(
     name="wan",
     modules=tuple(f"{HERE}.{name}" for name in ("blocks", "vae", "text", "clip")),
@@ -273,6 +279,9 @@ FAMILY = Family(
             lazily(f"{HERE}.vae", "build"), wrappers=("vae.",), rename=files.rename_vae, foreign=files.VAE_FOREIGN,
             landmarks=files.vae_landmarks,
         ),
+        "tiny_vae": ComponentSpec(
+            lazily(TINY, "build"), unused=lambda architecture: (r"encoder\.",), landmarks=files.tiny_landmarks,
+        ),
     },
     geometry=geometry,
     heads=heads,
@@ -284,6 +293,7 @@ FAMILY = Family(
         lazily(f"{HERE}.vae", "encoder"), r"(encoder|quant_conv)\..*", lambda vae: 6 * vae.get("base_dim", 96),
         settings=("mesh.chip.vae_lines",),
     ),
+    tiny=VideoCodec("tiny_vae", lazily(TINY, "decoder"), r"decoder\..*", tiny_width),
     texts=(
         TextEncoding(
             "text_encoder", lambda config: config.model.text_tokens, encoded_shape, 2, tokenize,

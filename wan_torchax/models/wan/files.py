@@ -105,3 +105,12 @@ def vae_landmarks(vae: Mapping) -> Landmarks:
         "post_quant_conv.weight": (channels, channels, 1, 1, 1),
         "decoder.conv_in.weight": (widest, channels, 3, 3, 3),
     }
+
+
+def tiny_landmarks(vae: Mapping) -> Landmarks:
+    """Of TAEHV's files, which number the decoder's layers."""
+    channels, (first, *_, last) = vae["latent_channels"], vae["widths"]
+    return {
+        "decoder.1.weight": (first, channels, 3, 3),
+        "decoder.22.weight": (3 * vae["patch_size"] ** 2, last, 3, 3),
+    }
