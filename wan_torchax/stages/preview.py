@@ -1,6 +1,7 @@
 """Previews of latents that are still being denoised, by a decoder that is quick enough for all frames: conf/preview."""
 import numpy
 
+from wan_torchax.events import silence
 from wan_torchax.stages.decode import Decode
 
 
@@ -13,9 +14,6 @@ class Preview(Decode):
 
     def preview(self, estimate, video):
         """All frames of a video."""
-        chunks, caches, latents = [], None, numpy.asarray(estimate)[video : video + 1]
-        for index in range(latents.shape[2]):
-            latent = self.programs.put("first", (latents[:, :, index : index + 1],))
-            frames, _, caches = self("later", *latent, caches) if index else self("first", *latent)
-            chunks.append(frames)
+        latents, decoding = numpy.asarray(estimate)[video : video + 1], self.following(None, silence)
+        chunks = [decoding.decode(latent)[0] for latent in numpy.split(latents, latents.shape[2], axis=2)]
         return numpy.concatenate(chunks)
