@@ -12,7 +12,7 @@ from wan_torchax.config.attention import unserved
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
 from wan_torchax.kernels import rotary
-from wan_torchax.kernels.attention import Attend, Beside
+from wan_torchax.kernels.attention import Attend, Beside, Kept
 from wan_torchax.kernels.settings import Kernel, Parallel, Question
 
 
@@ -123,3 +123,37 @@ def test_what_a_kernel_cannot_do_is_refused_before_anything_loads():
     assert not list(unserved(hopper, alone)) and "eight_bits" in next(unserved(hopper, together))
     with pytest.raises(ConfigError, match="attention.self.kernel=splash: serves head dims 64 and 128"):
         validate(make_config("attention=splash_v6e"))
+
+
+# ---------------------------------------------------------------- chunk by chunk
+
+
+@pytest.mark.parametrize("kernel, scheme", [
+    (XLA, "ulysses"), pytest.param(SPLASH, "ulysses", marks=pytest.mark.system), (SPLASH, None),
+], ids=["xla on eight", "splash on eight", "splash"])
+def test_chunks_see_what_is_kept_whatever_the_kernel(kernel, scheme):
+    """Four chunks of 40 tokens in three slots: the last overwrites the second, in the second of two layers."""
+    axes, named, _ = SCHEMES[scheme] if scheme else ({"x": 1}, {}, None)
+    placed = dict(parallel=Parallel(**named), mesh=make_mesh(axes))
+    attend = Attend(64, kernel, keys=40, fillings=(40, 80, 120), **placed)
+    generator, dtype = np.random.default_rng(0), jnp.bfloat16 if kernel is SPLASH else jnp.float32
+    chunks = [[jnp.asarray(generator.normal(0, 1, (1, 40, 8 * 64)), dtype) for _ in range(3)] for _ in range(4)]
+    empty = jnp.zeros((2, 1, 120, 8 * 64), dtype)
+    run = jax.jit(lambda tokens, kept: attend.chunk(*tokens, (), (), kept), compiler_options=QUICK)
+    kept = Kept(empty, empty, jnp.int32(1), jnp.int32(0), jnp.int32(0))
+    for number, seen in enumerate(([0], [0, 1], [0, 1, 2], [0, 3, 2])):
+        place = kept._replace(start=jnp.int32(40 * [0, 1, 2, 1][number]), filling=jnp.int32(min(number, 2)))
+        out, _, kept = run(chunks[number], place)
+        key, value = (jnp.concatenate([chunks[one][part] for one in seen], axis=1) for part in (1, 2))
+        exact = softmax(*(np.asarray(array, np.float64) for array in (chunks[number][0], key, value)), 64)
+        assert np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact) < 5e-3
+    assert not kept.key[0].any() and kept.key[1].any(), "only its own layer's"
+
+
+def softmax(query, key, value, head_dim):
+    """Attention in float64."""
+    query, key, value = (array[0].reshape(len(array[0]), -1, head_dim) for array in (query, key, value))
+    scores = np.einsum("qhd,khd->hqk", query, key) / np.sqrt(head_dim)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    out = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), value)
+    return out.reshape(1, len(query), -1)
