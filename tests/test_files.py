@@ -284,12 +284,13 @@ def test_a_file_is_recognized(name, tmp_path):
     assert recognition.with_models(["model=wan21_t2v_1_3b", f"model.path={path}"])[0] == "model=wan21_t2v_1_3b"
 
 
-def test_both_transformers_of_a_model_with_two(tmp_path):
-    high, low = (write_landmarks(tmp_path / f"wan2.2_t2v_{noise}_noise_14B.safetensors", "wan22_t2v_a14b")
+@pytest.mark.parametrize("kind, model", [("t2v", "wan22_t2v_a14b"), ("fun_vace", "wan22_vace_fun_a14b")])
+def test_both_transformers_of_a_model_with_two(kind, model, tmp_path):
+    high, low = (write_landmarks(tmp_path / f"wan2.2_{kind}_{noise}_noise_14B.safetensors", model)
                  for noise in ("high", "low"))
     both = rewrite([f"model.transformer={high}", f"model.transformer_2={low}"])
-    assert recognition.with_models(both) == ["model=wan22_t2v_a14b", *both]
-    with pytest.raises(ConfigError, match="one of the two transformers of wan22_t2v_a14b; give both"):
+    assert recognition.with_models(both) == [f"model={model}", *both]
+    with pytest.raises(ConfigError, match=f"one of the two transformers of {model}; give both"):
         recognition.with_models([f"model.path={high}"])
 
 

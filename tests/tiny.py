@@ -43,7 +43,7 @@ KINDS = {  # what is special about the transformer
     "wide": dict(num_attention_heads=4, attention_head_dim=64),  # heads that the TPU's kernel takes
     "deep": dict(num_layers=5),
 }
-EXPERTS = ("text", "pictured")  # kinds of which there are two transformers
+EXPERTS = ("text", "pictured", "controlled")  # kinds of which there are two transformers
 PIPELINES = {  # of conf/pipeline: the kind of model each goes with
     "t2v": "text", "v2v": "text", "i2v": "pictured", "flf2v": "pictured", "i2v_clip": "seen", "flf2v_clip": "seen_both",
     "ti2v": "five", "vace": "controlled",
