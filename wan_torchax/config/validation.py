@@ -228,7 +228,7 @@ def resolution_problems(config: DictConfig) -> Iterator[str]:
             closest = min(max(size, model.min_size), model.max_size)
             yield f"resolution.{key}={size}: {model.name} takes {model.min_size} to {model.max_size}; nearest {closest}"
     frames, scale = resolution.frames, geometry.frame_scale
-    if frames < 1 or (frames - 1) % scale:
+    if frames < 1 or ((frames - 1) % scale and not config.pipeline.segments.whole):
         yield f"resolution.frames={frames}: must be {scale}n+1; {nearest_multiple(frames, scale, 1)}"
     elif resolution.frames > model.max_frames:
         yield f"resolution.frames={resolution.frames}: {model.name} takes at most {model.max_frames}"

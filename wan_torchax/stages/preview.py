@@ -16,6 +16,6 @@ class Preview(Decode):
         chunks, caches, latents = [], None, numpy.asarray(estimate)[video : video + 1]
         for index in range(latents.shape[2]):
             latent = self.programs.put("first", (latents[:, :, index : index + 1],))
-            frames, _, caches = self("later", *latent, caches) if index else self("first", *latent)
+            (frames,), _, caches = self("later", *latent, caches) if index else self("first", *latent)
             chunks.append(frames)
         return numpy.concatenate(chunks)
