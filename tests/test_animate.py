@@ -1,5 +1,8 @@
 """Wan Animate as diffusers' WanAnimatePipeline makes it from the same weights and seed: segments that go on from each
 other, a character that moves and one that is put into a video."""
+import subprocess
+from types import SimpleNamespace
+
 import diffusers
 import numpy
 import pytest
@@ -12,10 +15,13 @@ from tests import given, reference, tiny
 from tests.conftest import SMALL, make_config, run_into
 from tests.reference import NEGATIVE, PROMPT, TEXTS, psnr, relative_error
 from tests.test_family import on
-from wan_torchax.config.clips import read_frames
+from wan_torchax.config import clips, inputs
+from wan_torchax.config.clips import ffmpeg, read_frames
+from wan_torchax.models.pictures import read_mirrored, read_video
+from wan_torchax.records import media
 
 FULL = pytest.mark.full
-OVERLAP = ["pipeline.segments.frames=9", "pipeline.segments.overlap=5"]
+OVERLAP = ["pipeline.segments.frames=13", "pipeline.segments.overlap=5"]
 SEGMENTS = ["pipeline.segments.frames=5", "resolution.fps=16", "model.text_tokens=512", "fit=stretch"]
 
 
@@ -93,3 +99,54 @@ def test_it_is_diffusers(pipeline, frames, overrides, tmp_path, monkeypatch):
         made.append(values["frames"][config.pipeline.segments.overlap if number else 0 :])
     made = numpy.concatenate(made)[:frames]
     assert made.shape == expected.shape and made.std() > 1 and psnr(made, expected) > 55
+
+
+def test_the_video_has_the_sound_of_the_driving_one(tmp_path):
+    """As much of it as the video is long."""
+    silent, loud = given.clip("pose", 9), tmp_path / "face.mkv"
+    tone = ["-f", "lavfi", "-i", "sine=frequency=440:sample_rate=8000:duration=3"]
+    subprocess.run([ffmpeg(), "-v", "error", "-i", silent, *tone, "-c:v", "copy", loud], check=True)
+    files = [f"image={given.picture('first')}", f"pose={silent}", f"face={loud}"]
+    config = make_config("model=wan22_animate_14b", *files)
+    assert inputs.sound_of(config) == loud
+    assert inputs.sound_of(make_config("model=wan22_animate_14b", *files[:2], f"face={silent}")) is None
+    frames = numpy.zeros((16, 32, 32, 3), numpy.uint8)
+    media.write_video(tmp_path / "video.mp4", frames, media.Encoding(16, 18, loud), "a title", {"seed": 3})
+    assert clips.probe(tmp_path / "video.mp4").has_sound and clips.frame_count(tmp_path / "video.mp4", 16) == 16
+    assert media.read_metadata(tmp_path / "video.mp4") == {"seed": 3}
+    heard = subprocess.run(
+        [ffmpeg(), "-v", "error", "-i", tmp_path / "video.mp4", "-f", "s16le", "-ac", "1", "-ar", "8000", "-"],
+        capture_output=True, check=True,
+    ).stdout
+    samples = numpy.frombuffer(heard, numpy.int16).astype(float)
+    assert 7500 < len(samples) < 9500 and samples.std() > 1000
+
+
+def test_size_and_length_follow_the_driving_video():
+    files = driven("animate", 13)
+    config = make_config("model=wan22_animate_14b", "model.fps=16", *(text for text in files if "frames" not in text))
+    size = config.resolution
+    assert (size.frames, size.fps, size.flow_shift) == (13, 16, 5)
+    assert size.width / size.height == pytest.approx(96 / 80, 0.02)
+    assert size.height * size.width <= 1280 * 720 < (size.height + 16) * (size.width + 16)
+    assert make_config("model=wan22_animate_14b", *files, "resolution.frames=7").resolution.frames == 7
+    assert make_config("model=wan22_animate_14b").resolution.frames == 77, "before a driving video is known"
+    assert (config.steps, config.guidance_scale, config.pipeline.segments.frames) == (20, 1.0, 77)
+
+
+@pytest.mark.parametrize("fps, count", [(16, 9), (8, 5), (30, 16), (24, 13), (120, 64)])
+def test_frames_are_counted_as_they_are_read(fps, count):
+    path = given.clip("pose", 9)
+    assert clips.frame_count(path, fps) == len(list(read_frames(path, 100, fps))) == count
+
+
+def test_what_lies_past_the_end_is_mirrored():
+    size = SimpleNamespace(frames=9, fps=16, height=32, width=32)
+    whole = read_video(given.clip("pose", 9), size, "stretch")
+    size.frames = 5
+    assert numpy.array_equal(read_mirrored(given.clip("pose", 9), size, "stretch", 2), whole[2:7])
+    assert numpy.array_equal(read_mirrored(given.clip("pose", 9), size, "stretch", 7), whole[[7, 8, 7, 6, 5]])
+    few = read_mirrored(given.clip("pose", 3), size, "stretch", 0)
+    assert numpy.array_equal(few, few[[0, 1, 2, 1, 0]]) and numpy.abs(few[0].astype(int) - few[1]).max() > 9
+    one = read_mirrored(given.clip("pose", 1), size, "stretch", 0)
+    assert len(one) == 5 and numpy.array_equal(one, one[[0] * 5])

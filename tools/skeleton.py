@@ -1,7 +1,7 @@
 """Draws skeletons from keypoints, for pose=… of Wan Animate and VACE.
 
     python tools/skeleton.py openpose/ pose.mp4 --size 1280x720 --fps 30        # a folder of OpenPose's JSON files
-    python tools/skeleton.py wholebody.json pose.mp4 --size 1280x720            # MMPose's, 133 keypoints of COCO-WholeBody
+    python tools/skeleton.py wholebody.json pose.mp4 --size 1280x720            # MMPose, COCO-WholeBody
 
 Of each frame the first person is drawn, in OpenPose's colours on black: body and hands. Keypoints are in pixels; if
 they are of a video of another size, `--of 1920x1080` says so. Fewer points than a format has are an error, points that

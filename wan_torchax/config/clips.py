@@ -47,6 +47,7 @@ class Clip:
     width: int
     height: int
     fps: float
+    has_sound: bool
 
 
 def probe(path: Path) -> Clip:
@@ -54,7 +55,7 @@ def probe(path: Path) -> Clip:
     with opened(path) as frames:
         meta = next(frames)
         width, height = meta["size"]
-        return Clip(width, height, meta["fps"])
+        return Clip(width, height, meta["fps"], "audio_codec" in meta)
 
 
 def read_frames(path: Path, count: int, fps: float) -> "Iterator[numpy.ndarray]":
@@ -80,7 +81,8 @@ def frame_count(path: Path, fps: float) -> int:
     status = path.stat()
     frames, own = count_frames(path, status.st_mtime_ns, status.st_size)
     rate = own / fps if own else 1.0
-    return next(index for index in itertools.count(int(frames / rate)) if int(index * rate + 0.5) >= frames)
+    near = max(int((frames - 0.5) / rate) - 1, 0)
+    return next(index for index in itertools.count(near) if int(index * rate + 0.5) >= frames)
 
 
 @functools.lru_cache(maxsize=16)

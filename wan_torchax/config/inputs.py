@@ -42,6 +42,12 @@ def paths(config: DictConfig, key: str) -> list[Path]:
     return [Path(path) for path in ([] if value is None else [value] if isinstance(value, str) else value)]
 
 
+def sound_of(config: DictConfig) -> Path | None:
+    """The file whose sound goes into the video: of the driving videos the first that has some."""
+    files = [path for key in DRIVING if key in taken(config) for path in paths(config, key)]
+    return next((path for path in files if path.is_file() and clips.probe(path).has_sound), None)
+
+
 def copies(folder: Path, key: str) -> list[Path]:
     """The copies of a key's files in a run folder, in order: inputs/image.png, inputs/references.0.png. Links out of
     the folder are ignored."""
@@ -215,6 +221,7 @@ FILES = {
     "image": picture_problems, "last_image": picture_problems, "video": video_problems, "pose": video_problems,
     "face": video_problems, "background": video_problems, "mask": mask_problems, "references": picture_problems,
 }
+DRIVING = ("background", "pose", "face")  # videos of whom a character moves like
 VIDEOS = tuple(key for key, problems in FILES.items() if problems is not picture_problems)
 EXAMPLES = {
     "image": "photo.jpg", "last_image": "photo.jpg", "video": "clip.mp4",
