@@ -1,5 +1,6 @@
 """Wan Animate as diffusers' WanAnimatePipeline makes it from the same weights and seed: segments that go on from each
 other, a character that moves and one that is put into a video."""
+import shutil
 import subprocess
 from types import SimpleNamespace
 
@@ -12,13 +13,15 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from tests import given, reference, tiny
-from tests.conftest import SMALL, make_config, run_into
+from tests.conftest import SMALL, generate_into, make_config, run_into
 from tests.reference import NEGATIVE, PROMPT, TEXTS, psnr, relative_error
 from tests.test_family import on
 from wan_torchax.config import clips, inputs
 from wan_torchax.config.clips import ffmpeg, read_frames
+from wan_torchax.events import Began
 from wan_torchax.models.pictures import read_mirrored, read_video
 from wan_torchax.records import media
+from wan_torchax.records.stored import take_over
 
 FULL = pytest.mark.full
 OVERLAP = ["pipeline.segments.frames=13", "pipeline.segments.overlap=5"]
@@ -99,6 +102,27 @@ def test_it_is_diffusers(pipeline, frames, overrides, tmp_path, monkeypatch):
         made.append(values["frames"][config.pipeline.segments.overlap if number else 0 :])
     made = numpy.concatenate(made)[:frames]
     assert made.shape == expected.shape and made.std() > 1 and psnr(made, expected) > 55
+
+
+@pytest.mark.system
+def test_a_run_goes_on_within_its_segments(tmp_path):
+    """Two of three segments are there; what the third begins with is read, not made again."""
+    arguments = [*SMALL, *TEXTS, *tiny.model("animated"), *SEGMENTS, *driven("animate", 12), "steps=2"]
+    arguments += ["guidance_scale=1", "output.keep_frames=true"]
+    run_into(tmp_path / "whole", *arguments)
+    part = shutil.copytree(tmp_path / "whole", tmp_path / "part")
+    for path in [*part.glob("*.2.safetensors"), part / "video.mp4"]:
+        path.unlink()
+    started = []
+    generate_into(
+        take_over(make_config(f"resume={part}"), [f"resume={part}"]), tmp_path / "again", [f"resume={part}"],
+        listener=lambda event: started.append(event.phase) if isinstance(event, Began) else None,
+    )
+    assert [started.count(name) for name in ("text", "encode", "face", "denoise", "decode")] == [0, 1, 1, 1, 1]
+    for path in (tmp_path / "whole").glob("*.2.safetensors"):
+        again = load_file(tmp_path / "again" / path.name)
+        assert all(numpy.array_equal(again[name], value) for name, value in load_file(path).items()), path.name
+    assert clips.frame_count(tmp_path / "again" / "video.mp4", 16) == 12
 
 
 def test_the_video_has_the_sound_of_the_driving_one(tmp_path):

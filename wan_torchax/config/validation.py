@@ -220,7 +220,8 @@ def resolution_problems(config: DictConfig) -> Iterator[str]:
     for key, multiple in geometry.multiples.items():
         size = resolution[key]
         if size == 0 and resolution.area is not None:
-            remedy = "give image=photo.jpg or video=clip.mp4 for a pipeline that takes it, or another resolution"
+            files = "image=photo.jpg, video=clip.mp4 or pose=pose.mp4"
+            remedy = f"give {files} for a pipeline that takes it, or another resolution"
             yield f"resolution=auto: there is no picture to derive {key} from; {remedy}"
         elif size % multiple:
             yield f"resolution.{key}={size}: must be a multiple of {multiple}; {nearest_multiple(size, multiple)}"
