@@ -19,9 +19,10 @@ from tests.test_family import on
 from wan_torchax.config import clips, inputs
 from wan_torchax.config.clips import ffmpeg, read_frames
 from wan_torchax.events import Began
+from wan_torchax.models.family import Rows
 from wan_torchax.models.pictures import read_mirrored, read_video
+from wan_torchax.models.wan.adapters import translate
 from wan_torchax.records import media
-from wan_torchax.records.stored import take_over
 
 FULL = pytest.mark.full
 OVERLAP = ["pipeline.segments.frames=13", "pipeline.segments.overlap=5"]
@@ -114,8 +115,9 @@ def test_a_run_goes_on_within_its_segments(tmp_path):
     for path in [*part.glob("*.2.safetensors"), part / "video.mp4"]:
         path.unlink()
     started = []
+    (tmp_path / "again").mkdir()
     generate_into(
-        take_over(make_config(f"resume={part}"), [f"resume={part}"]), tmp_path / "again", [f"resume={part}"],
+        make_config(*arguments, f"resume={part}"), tmp_path / "again",
         listener=lambda event: started.append(event.phase) if isinstance(event, Began) else None,
     )
     assert [started.count(name) for name in ("text", "encode", "face", "denoise", "decode")] == [0, 1, 1, 1, 1]
@@ -174,3 +176,12 @@ def test_what_lies_past_the_end_is_mirrored():
     assert numpy.array_equal(few, few[[0, 1, 2, 1, 0]]) and numpy.abs(few[0].astype(int) - few[1]).max() > 9
     one = read_mirrored(given.clip("pose", 1), size, "stretch", 0)
     assert len(one) == 5 and numpy.array_equal(one, one[[0] * 5])
+
+
+def test_adapters_of_either_spelling_reach_the_face():
+    """In Wan's own files its keys and values are one layer."""
+    assert translate("face_adapter.fuser_blocks.3.linear1_q", native=False) == "face_adapter.3.to_q"
+    both = translate("face_adapter_fuser_blocks_3_linear1_kv", native=False)
+    assert both == Rows(("face_adapter.3.to_k", "face_adapter.3.to_v"))
+    assert translate("face_adapter.3.to_out", native=True) == "face_adapter.3.to_out"
+    assert translate("face_adapter.3.to_somewhere", native=True) is None
