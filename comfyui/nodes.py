@@ -154,8 +154,12 @@ def file_inputs() -> dict:
         "image": ("IMAGE", "The picture that the video starts with, for image-to-video models"),
         "last_image": ("IMAGE", "The picture that it ends with, for first-and-last-frame models"),
         "video": ("IMAGE", "Frames of a video to change, or to be guided by, for video-to-video and VACE"),
-        "mask": ("MASK", "The parts of the video to regenerate, for VACE: a mask per frame, or one for all"),
+        "mask": ("MASK", "The parts to regenerate, for VACE and pipeline=replace: a mask per frame, or one for all"),
         "references": ("IMAGE", "Pictures of what should appear, for VACE: a batch"),
+        # At the end: saved workflows know inputs by their order.
+        "pose": ("IMAGE", "Frames of skeletons that the character moves like, for Animate"),
+        "face": ("IMAGE", "Frames of the face, square, whose expressions it has, for Animate"),
+        "background": ("IMAGE", "Frames of the video that it is put into, for Animate's pipeline=replace"),
     }
     return {name: (kind, {"tooltip": tooltip}) for name, (kind, tooltip) in tooltips.items()}
 
@@ -362,12 +366,16 @@ class Wan21TPUPipeline:
     @in_words_of_nodes()
     def generate(self, prompt, negative_prompt, height, width, num_frames, num_inference_steps, guidance_scale, seed,
                  model_id=MODEL_ID, fps=START.resolution.fps, flow_shift=START.resolution.flow_shift, config=None,
-                 image=None, last_image=None, video=None, mask=None, references=None):
+                 image=None, last_image=None, video=None, mask=None, references=None, pose=None, face=None,
+                 background=None):
         sampling = from_widgets(
             config, height=height, width=width, num_frames=num_frames, num_inference_steps=num_inference_steps,
             guidance_scale=guidance_scale, seed=seed, flow_shift=flow_shift, fps=fps,
         )
-        given = {"image": image, "last_image": last_image, "video": video, "mask": mask, "references": references}
+        given = {
+            "image": image, "last_image": last_image, "video": video, "pose": pose, "face": face,
+            "background": background, "mask": mask, "references": references,
+        }
         overrides = [*choose(config, model_id), *from_prompts(prompt, negative_prompt), *sampling]
         check_files(compose(overrides), given)
         with files.private_folder() as folder:

@@ -16,13 +16,15 @@ SIZES = {"first": (90, 70), "last": (64, 100)}
 TAKEN = {  # by pipelines
     "t2v": (), "v2v": ("video",), "i2v": ("image",), "i2v_clip": ("image",), "ti2v": ("image",),
     "flf2v": ("image", "last_image"), "flf2v_clip": ("image", "last_image"), "vace": ("video", "mask", "references"),
+    "animate": ("image", "pose", "face"), "replace": ("image", "pose", "face", "background", "mask"),
 }
 
 
 def overrides(pipeline: str) -> list[str]:
     files = {
         "image": picture("first"), "last_image": picture("last"), "video": clip("video"), "mask": clip("mask"),
-        "references": f"[{picture('first')},{picture('last')}]",
+        "references": f"[{picture('first')},{picture('last')}]", "pose": clip("pose"), "face": clip("face"),
+        "background": clip("background"),
     }
     return [f"pipeline={pipeline}", *(f"{key}={files[key]}" for key in TAKEN[pipeline])]
 
@@ -37,11 +39,11 @@ def picture(name: str) -> Path:
     return made(f"{name}.png", write)
 
 
-def clip(name: str) -> Path:
-    """A video or a mask of nine frames, without loss."""
+def clip(name: str, count: int = 9) -> Path:
+    """A video or a mask, without loss; as many frames as `count` says."""
 
     def write(path):
-        frames = numpy.random.default_rng(0).integers(0, 256, (9, 80, 96, 3), dtype=numpy.uint8)
+        frames = numpy.random.default_rng(len(name) % 5).integers(0, 256, (count, 80, 96, 3), dtype=numpy.uint8)
         frames[:, :40] //= 3
         if name == "mask":
             frames[:] = 0
@@ -54,7 +56,7 @@ def clip(name: str) -> Path:
             writer.send(numpy.ascontiguousarray(frame))
         writer.close()
 
-    return made(f"{name}.mkv", write)
+    return made(f"{name}-{count}.mkv", write)
 
 
 def made(name: str, write) -> Path:

@@ -321,6 +321,27 @@ model.dtype.vae=  =>  model.dtype.vae=: unknown; one of:
 resolution.frames=  =>  resolution.frames=: must be a whole number
 replay={tmp}/latin_run  =>  {tmp}/latin_run/config.yaml: cannot be read ('utf-8' codec can't decode byte 0xe9 in
 output.keep_frames=maybe  =>  output.keep_frames=maybe: must be true or false
+model=wan22_animate_14b resolution=720p  =>  image: missing; pipeline=animate starts from it: image=photo.jpg
+model=wan22_animate_14b resolution=720p image=docs/demo.png  =>  pose: missing; pipeline=animate starts from it: pose=pose.mp4, skeletons on black, frame by frame
+model=wan22_animate_14b resolution=720p image=docs/demo.png  =>  face: missing; pipeline=animate starts from it: face=face.mp4, that person's face, square, in the
+model=wan22_animate_14b resolution=720p pipeline=replace  =>  background: missing; pipeline=replace starts from it: background=background.mp4, the video in which
+model=wan22_animate_14b resolution=720p pipeline=replace  =>  mask: missing; pipeline=replace starts from it: mask=mask.mp4
+model=wan22_animate_14b resolution=720p background=docs/demo.gif  =>  background=docs/demo.gif: pipeline=animate takes no such file; choose a model or pipeline
+model=wan22_animate_14b resolution=720p mask=docs/demo.gif  =>  mask=docs/demo.gif: pipeline=animate takes no such file; choose a model or pipeline that does
+model=wan22_animate_14b resolution=720p pose=docs/demo.png  =>  pose=docs/demo.png: not a video that ffmpeg reads
+model=wan22_animate_14b resolution=720p pose=/no/such.mp4  =>  pose=/no/such.mp4: no such file
+model=wan22_animate_14b resolution=720p face=README.md  =>  face=README.md: not a video that ffmpeg reads
+model=wan22_animate_14b resolution=720p pose=docs/demo.gif resolution.frames=5000  =>  frames at 16 per second, fewer than resolution.frames=5000; use resolution.frames=
+model=wan22_animate_14b resolution=720p resolution.frames=0  =>  resolution.frames=0: must be 4n+1; nearest 1
+model=wan22_animate_14b resolution=720p pipeline.segments.frames=76  =>  pipeline.segments.frames=76: must be 4n+1; nearest 73 or 77
+model=wan22_animate_14b resolution=720p pipeline.segments.overlap=77  =>  pipeline.segments.overlap=77: must be from 0 to 76
+model=wan22_animate_14b resolution=720p pipeline.segments.carry.previous=nothing  =>  pipeline.segments.carry.previous=nothing: unknown; one of:
+task=plan mesh=gpu_1 model=wan22_animate_14b resolution=720p pipeline=i2v_clip  =>  model=wan22_animate_14b wants a pose and a face, and pipeline=i2v_clip gives none; use pipeline=animate
+task=plan mesh=gpu_1 model=wan21_i2v_14b_720p resolution=720p pipeline=animate  =>  model=wan21_i2v_14b_720p has no use for a pose and a face, which
+model=wan22_animate_14b  =>  resolution=auto: there is no picture to derive height from; give image=photo.jpg, video=clip.mp4 or
+task=plan mesh=gpu_1 model=wan22_animate_14b resolution=720p model.architecture.transformer.inject_face_latents_blocks=7  =>  inject_face_latents_blocks=7: must divide the 40 blocks
+pose=docs/demo.gif  =>  pose=docs/demo.gif: pipeline=t2v takes no such file; choose a model or pipeline that does
+pipeline=animate  =>  model.dtype.image_encoder: missing; one of: float32, bfloat16, float16
 """
 # These are told by what a device or the model itself says, so later, but before any stage runs.
 LATER_TABLE = r"""

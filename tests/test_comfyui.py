@@ -122,7 +122,7 @@ def test_saved_workflows_of_the_earlier_nodes_still_fit():
     embeddings, texts = ["prompt_embeds", "negative_prompt_embeds"], ["prompt", "negative_prompt"]
     assert list(inputs_of("Wan21TPUSampler")) == [*embeddings, *sampling, "model_id", "flow_shift", "config"]
     assert list(inputs_of("Wan21TPUVAEDecoder")) == ["latents", "model_id", "fps", "config"]
-    files = ["image", "last_image", "video", "mask", "references"]  # came later
+    files = ["image", "last_image", "video", "mask", "references", "pose", "face", "background"]  # came later
     assert list(inputs_of("Wan21TPUPipeline")) == [*texts, *sampling, "model_id", "fps", "flow_shift", "config", *files]
     assert NODES["Wan21TextEncoder"].RETURN_NAMES == ("prompt_embeds", "negative_prompt_embeds")
     assert NODES["Wan21TPUSampler"].RETURN_NAMES == ("latents", "num_frames")

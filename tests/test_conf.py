@@ -15,7 +15,7 @@ from wan_torchax.runtime.weights import gib
 REAL = {  # parameters of a transformer
     "wan21_t2v_1_3b": 1.42e9, "wan21_t2v_14b": 14.29e9, "wan22_t2v_a14b": 14.29e9, "wan22_i2v_a14b": 14.29e9,
     "wan21_i2v_14b_480p": 16.395e9, "wan21_flf2v_14b": 16.396e9, "wan22_ti2v_5b": 5.0e9,
-    "wan21_vace_1_3b": 2.154e9, "wan21_vace_14b": 17.338e9,
+    "wan21_vace_1_3b": 2.154e9, "wan21_vace_14b": 17.338e9, "wan22_animate_14b": 17.275e9,
     "hunyuan15_t2v_720p": 8.327e9, "hunyuan15_i2v_480p_step_distilled": 8.331e9,
 }
 STAGES_OF = {model: list(make_config(f"model={model}").pipeline.stages) for model in REAL}
@@ -24,6 +24,7 @@ OWN = {  # pipelines that want files, and most of them a model of their own
     "flf2v_clip": "wan21_flf2v_14b", "i2v_coarse": "wan22_i2v_a14b", "flf2v_coarse": "wan22_i2v_a14b",
     "i2v_clip_coarse": "wan21_i2v_14b_480p", "flf2v_clip_coarse": "wan21_flf2v_14b", "ti2v": "wan22_ti2v_5b",
     "v2v": "wan21_t2v_14b", "live": "self_forcing_1_3b", "vace": "wan21_vace_14b",
+    "animate": "wan22_animate_14b", "replace": "wan22_animate_14b",
     "t2v_hunyuan15": "hunyuan15_t2v_720p", "i2v_hunyuan15": "hunyuan15_i2v_720p",
     "t2i_flux": "flux1_schnell", "t2i_flux_guided": "flux1_dev", "t2i": "flux2_klein_4b",
 }

@@ -81,6 +81,11 @@ def test_the_switch_is_where_wans_settings_put_it():
     validate(config)
     experts = [expert_at(config, time) for time in scheduler_table(config)[0]]
     assert config.resolution.flow_shift == 12 and experts.index("transformer_2") == 26
+    control = make_config("model=wan22_vace_fun_a14b", "resolution=720p")
+    validate(control)
+    experts = [expert_at(control, time) for time in scheduler_table(control)[0]]
+    assert (control.steps, control.guidance_scale, control.guidance_scale_2) == (50, 5.0, None)
+    assert control.resolution.flow_shift == 12 and experts.index("transformer_2") == 32
 
 
 # ---------------------------------------------------------------- pictures
@@ -198,6 +203,11 @@ ODD = ["resolution.height=80", "resolution.width=96", "resolution.frames=9", "co
     pytest.param("video mask first last", on("{dp:2,sp:1,tp:4}", "tp"), id="all, heads over tp", marks=FULL),
     pytest.param("video mask first last", on("{dp:1,sp:8,tp:1}", "sequence"), id="all, tokens over sp", marks=FULL),
     pytest.param("video first", ["model.scan_blocks=false"], id="written out", marks=FULL),
+    pytest.param("video mask first", [*TWO, "steps=6", "guidance_scale_2=2.5"], id="two experts"),
+    pytest.param(
+        "video mask first", [*TWO, "steps=6", *on("{dp:2,sp:2,tp:2}", "tp_ring")], id="two experts, eight devices",
+        marks=FULL,
+    ),
 ])
 def test_vace_is_diffusers(run, names, overrides):
     clips = [name for name in ("video", "mask") if name in names]
@@ -206,8 +216,12 @@ def test_vace_is_diffusers(run, names, overrides):
     files += [f"references=[{','.join(str(given.picture(name)) for name in references)}]", "resolution.fps=16"]
     config, values = run(*tiny.model("controlled"), "pipeline=vace", *files, *overrides)
     folder, size = tiny.checkpoint("controlled"), config.resolution
-    transformer = diffusers.WanVACETransformer3DModel.from_pretrained(folder / "transformer")
-    pipe = reference.load(folder, config, diffusers.WanVACEPipeline, transformer=transformer)
+    experts = {
+        name: diffusers.WanVACETransformer3DModel.from_pretrained(folder / name) for name in config.model.experts
+    }
+    pipe = reference.load(folder, config, diffusers.WanVACEPipeline, boundary_ratio=config.model.boundary, **experts)
+    assert {expert_at(config, time) for time in scheduler_table(config)[0]} == {*experts}
+    transformer = experts["transformer"]
     kept, forward = {}, transformer.forward
 
     def forward_and_keep(*arguments, **named):
@@ -222,7 +236,7 @@ def test_vace_is_diffusers(run, names, overrides):
     scale = 1.0 if config.conditioning_scale is None else config.conditioning_scale
     made = reference.make(
         pipe, config, in_front=len(references), reference_images=pictures(*references) or None,
-        conditioning_scale=scale, **resized,
+        conditioning_scale=scale, guidance_scale_2=config.guidance_scale_2, **resized,
     )
     assert relative_error(values["control"], kept["control"].numpy()) < 1e-4
     assert_same(values, *made)

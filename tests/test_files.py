@@ -53,8 +53,10 @@ def in_names_of_wan(state):
     """A transformer's parameters as Wan's own repository names them."""
     back = {theirs: name for name, theirs in wan_names.BLOCK.items()}
     rest = {theirs: name for name, theirs in wan_names.REST.items()}
-    named = {}
+    named = face_in_names_of_wan(state)
     for name, tensor in state.items():
+        if name.startswith(("face_", "motion_")):
+            continue
         match = re.fullmatch(r"((?:vace_)?blocks\.\d+\.)(.+?)(\.weight|\.bias|)", name)
         table, start, module, end = (back, *match.groups()) if match else (rest, "", *re.fullmatch(
             r"(.+?)(\.weight|\.bias|)", name).groups())
@@ -62,8 +64,39 @@ def in_names_of_wan(state):
     return named
 
 
+def face_in_names_of_wan(state):
+    """Animate's encoders and adapters: keys and values in one layer, convolutions' biases with four dimensions."""
+    patterns = {
+        r"face_adapter\.(\d+)\.to_q\.(\w+)": r"face_adapter.fuser_blocks.\1.linear1_q.\2",
+        r"face_adapter\.(\d+)\.to_out\.(\w+)": r"face_adapter.fuser_blocks.\1.linear2.\2",
+        r"face_adapter\.(\d+)\.norm_([qk])\.(\w+)": r"face_adapter.fuser_blocks.\1.\2_norm.\3",
+        r"(face_encoder\.conv\w+)\.(\w+)": r"\1.conv.\2",
+        r"(face_encoder\.(?:out_proj\.\w+|padding_tokens))": r"\1",
+        r"(motion_encoder)\.conv_in\.weight": r"\1.enc.net_app.convs.0.0.weight",
+        r"(motion_encoder)\.conv_in\.act_fn\.bias": r"\1.enc.net_app.convs.0.1.bias",
+        r"(motion_encoder)\.conv_out\.weight": r"\1.enc.net_app.convs.8.weight",
+        r"(motion_encoder)\.motion_network\.(.+)": r"\1.enc.fc.\2",
+        r"(motion_encoder)\.motion_synthesis_weight": r"\1.dec.direction.weight",
+    }
+    named = {}
+    for name, tensor in state.items():
+        if found := next((pattern for pattern in patterns if re.fullmatch(pattern, name)), None):
+            name, old = re.sub(found, patterns[found], name), name
+            named[name] = tensor.reshape(1, -1, 1, 1) if old.endswith("act_fn.bias") else tensor
+        elif match := re.fullmatch(r"face_adapter\.(\d+)\.to_k\.(\w+)", name):
+            both = numpy.concatenate([tensor, state[name.replace("to_k", "to_v")]])
+            named[f"face_adapter.fuser_blocks.{match[1]}.linear1_kv.{match[2]}"] = both
+        elif match := re.fullmatch(r"motion_encoder\.res_blocks\.(\d+)\.conv(1|2|_skip)\.(act_fn\.bias|weight)", name):
+            part = {"1": "conv1", "2": "conv2", "_skip": "skip"}[match[2]]
+            place = (part != "conv1") + (match[3] != "weight")
+            shaped = tensor if match[3] == "weight" else tensor.reshape(1, -1, 1, 1)
+            start = f"motion_encoder.enc.net_app.convs.{int(match[1]) + 1}.{part}"
+            named[f"{start}.{place}.{match[3].rpartition('.')[2]}"] = shaped
+    return named
+
+
 @pytest.mark.parametrize("kind, wrapper", [
-    ("text", ""), ("seen", "diffusion_model."), ("controlled", "model."),
+    ("text", ""), ("seen", "diffusion_model."), ("controlled", "model."), ("animated", "diffusion_model."),
     pytest.param("seen_both", "model.diffusion_model.", marks=pytest.mark.system),
 ])
 def test_a_transformer_in_wans_names(kind, wrapper, tmp_path):
@@ -72,6 +105,8 @@ def test_a_transformer_in_wans_names(kind, wrapper, tmp_path):
     theirs = in_names_of_wan(state)
     if kind != "seen_both":  # diffusers forgets the positions of two pictures' tokens
         assert same(state, single_file_utils.convert_wan_transformer_to_diffusers(dict(theirs)))
+    if kind == "animated":  # a constant
+        theirs["motion_encoder.enc.net_app.convs.1.conv2.0.kernel"] = numpy.ones((4, 4), "float32")
     save_file({f"{wrapper}{name}": tensor for name, tensor in theirs.items()}, tmp_path / "one.safetensors")
     architecture = json.loads((folder / "config.json").read_text())
     specs, spec = wan_specs(load(FAMILIES, "wan").components["transformer"].build(
@@ -269,6 +304,7 @@ FITS = {  # a file's name -> the model whose shapes it has, and the one it is ta
     "wan2.1_flf2v_720p_14B_fp16": ("wan21_flf2v_14b", "wan21_flf2v_14b"),
     "wan2.1_vace_14B_fp16": ("wan21_vace_14b", "wan21_vace_14b"),
     "wan2.2_ti2v_5B_fp16": ("wan22_ti2v_5b", "wan22_ti2v_5b"),
+    "wan2.2_animate_14B_bf16": ("wan22_animate_14b", "wan22_animate_14b"),
     "hunyuanvideo1.5_720p_t2v_fp16": ("hunyuan15_t2v_720p", "hunyuan15_t2v_720p"),
     "anything": ("flux1_schnell", "flux1_schnell"),
     "flux1-dev": ("flux1_dev", "flux1_dev"),
@@ -284,12 +320,13 @@ def test_a_file_is_recognized(name, tmp_path):
     assert recognition.with_models(["model=wan21_t2v_1_3b", f"model.path={path}"])[0] == "model=wan21_t2v_1_3b"
 
 
-def test_both_transformers_of_a_model_with_two(tmp_path):
-    high, low = (write_landmarks(tmp_path / f"wan2.2_t2v_{noise}_noise_14B.safetensors", "wan22_t2v_a14b")
+@pytest.mark.parametrize("kind, model", [("t2v", "wan22_t2v_a14b"), ("fun_vace", "wan22_vace_fun_a14b")])
+def test_both_transformers_of_a_model_with_two(kind, model, tmp_path):
+    high, low = (write_landmarks(tmp_path / f"wan2.2_{kind}_{noise}_noise_14B.safetensors", model)
                  for noise in ("high", "low"))
     both = rewrite([f"model.transformer={high}", f"model.transformer_2={low}"])
-    assert recognition.with_models(both) == ["model=wan22_t2v_a14b", *both]
-    with pytest.raises(ConfigError, match="one of the two transformers of wan22_t2v_a14b; give both"):
+    assert recognition.with_models(both) == [f"model={model}", *both]
+    with pytest.raises(ConfigError, match=f"one of the two transformers of {model}; give both"):
         recognition.with_models([f"model.path={high}"])
 
 

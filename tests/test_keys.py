@@ -249,7 +249,7 @@ def test_what_changes_a_result_changes_its_key(pipeline):
 
     base = settings()
     changes = ["seed=7", "prompt=x", "steps=9", "guidance_scale=7", "resolution.frames=9", "attention.self.window=5"]
-    changes += ["resolution.fps=3"] if pipeline in ("v2v", "vace") else []
+    changes += ["resolution.fps=3"] if pipeline in ("v2v", "vace", "animate", "replace") else []
     changes += ["fit=stretch"] if given.TAKEN[pipeline] else []
     changes += [f"{key}={given.picture('last')}" for key in given.TAKEN[pipeline] if key == "image"]
     for change in changes:

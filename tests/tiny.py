@@ -40,13 +40,18 @@ KINDS = {  # what is special about the transformer
     "seen_both": SEEN | dict(pos_embed_seq_len=10),  # five tokens of a picture
     "five": dict(in_channels=24, out_channels=24),  # as Wan 2.2's 5B
     "controlled": dict(num_layers=4, vace_layers=[0, 2], vace_in_channels=96),
+    "animated": SEEN | dict(
+        num_layers=4, motion_encoder_channel_sizes={"4": 6, "8": 8, "16": 4}, motion_encoder_size=16,
+        motion_style_dim=12, motion_dim=3, motion_encoder_dim=10, face_encoder_hidden_dim=6, face_encoder_num_heads=3,
+        inject_face_latents_blocks=2,
+    ),
     "wide": dict(num_attention_heads=4, attention_head_dim=64),  # heads that the TPU's kernel takes
     "deep": dict(num_layers=5),
 }
-EXPERTS = ("text", "pictured")  # kinds of which there are two transformers
+EXPERTS = ("text", "pictured", "controlled")  # kinds of which there are two transformers
 PIPELINES = {  # of conf/pipeline: the kind of model each goes with
     "t2v": "text", "v2v": "text", "i2v": "pictured", "flf2v": "pictured", "i2v_clip": "seen", "flf2v_clip": "seen_both",
-    "ti2v": "five", "vace": "controlled",
+    "ti2v": "five", "vace": "controlled", "animate": "animated", "replace": "animated",
 }
 
 
@@ -86,6 +91,7 @@ def make_checkpoint(folder: Path, experts: int = 1, vae: dict = VAE, **transform
     demo = ROOT / "models" / "demo"
     shutil.copytree(demo, folder, ignore=shutil.ignore_patterns("*.safetensors", "metrics.json"))
     wan = diffusers.WanVACETransformer3DModel if "vace_layers" in transformer else diffusers.WanTransformer3DModel
+    wan = diffusers.WanAnimateTransformer3DModel if "motion_dim" in transformer else wan
     vocabulary = transformers.AutoConfig.from_pretrained(demo / "text_encoder").vocab_size
     torch.manual_seed(0)
     modules = {
@@ -118,7 +124,8 @@ def overrides(folder: Path, **transformer) -> list[str]:
     """The demo's config for this checkpoint."""
     values = {"transformer": TRANSFORMER | transformer, "text_encoder": TEXT_ENCODER}
     keys = [(component, name) for component, names in SHOWN.items() for name in names]
-    added = [f"++model.architecture.transformer.{name}={value}" for name, value in transformer.items()]
+    shown = {name: value for name, value in transformer.items() if not isinstance(value, dict)}
+    added = [f"++model.architecture.transformer.{name}={value}" for name, value in shown.items()]
     if transformer.get("out_channels", 16) != 16:
         shown = ("z_dim", "scale_factor_spatial", "patch_size", "is_residual", "decoder_base_dim")
         added += [f"++model.architecture.vae.{name}={VAE_22[name]}" for name in shown]

@@ -161,7 +161,7 @@ class Work:
 def schedule(resolved: Resolved, names: list[str]) -> list[RunStep]:
     """The named stages in order; those that the pipeline repeats run once per segment."""
     parts, repeated = resolved.segments(), [name for name in names if name in resolved.graph.repeated]
-    if len(parts) == 1:
+    if not resolved.is_segmented:
         return [RunStep(name, resolved) for name in names]
     steps = []
     for name in names:

@@ -1,6 +1,7 @@
 """Input videos, decoded by ffmpeg. No JAX, no torch."""
 import contextlib
 import functools
+import itertools
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class Clip:
     width: int
     height: int
     fps: float
+    has_sound: bool
 
 
 def probe(path: Path) -> Clip:
@@ -53,7 +55,7 @@ def probe(path: Path) -> Clip:
     with opened(path) as frames:
         meta = next(frames)
         width, height = meta["size"]
-        return Clip(width, height, meta["fps"])
+        return Clip(width, height, meta["fps"], "audio_codec" in meta)
 
 
 def read_frames(path: Path, count: int, fps: float) -> "Iterator[numpy.ndarray]":
@@ -72,6 +74,23 @@ def read_frames(path: Path, count: int, fps: float) -> "Iterator[numpy.ndarray]"
                 source = next(sources, None)
             if source is None:
                 return
+
+
+def frame_count(path: Path, fps: float) -> int:
+    """How many frames `read_frames` gives at most."""
+    status = path.stat()
+    frames, own = count_frames(path, status.st_mtime_ns, status.st_size)
+    rate = own / fps if own else 1.0
+    near = max(int((frames - 0.5) / rate) - 1, 0)
+    return next(index for index in itertools.count(near) if int(index * rate + 0.5) >= frames)
+
+
+@functools.lru_cache(maxsize=16)
+def count_frames(path: Path, *changed: int) -> tuple[int, float]:
+    """A video's frames, each decoded to be counted, and their rate."""
+    with opened(path) as frames:
+        meta = next(frames)
+        return sum(1 for _ in frames), meta["fps"]
 
 
 @contextlib.contextmanager

@@ -45,6 +45,7 @@ FOREIGN = {
     "noise_seed": "seed", "base_seed": "seed", "denoise": "strength", "sampler": "scheduler",
     "sampler_name": "scheduler", "sample_solver": "scheduler", "lora": "adapter", "input_image": "image",
     "start_image": "image", "end_image": "last_image", "input_video": "video", "reference_images": "references",
+    "pose_video": "pose", "face_video": "face", "background_video": "background", "mask_video": "mask",
     "model_path": "model.path", "ckpt_dir": "model.path", "output_dir": "hydra.run.dir",
     "output_path": "hydra.run.dir", "save_file": "hydra.run.dir", "crf": "output.quality",
     "host": "serve.host",

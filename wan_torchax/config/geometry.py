@@ -85,9 +85,16 @@ def device_count(mesh) -> int:
     return math.prod(mesh.axes.values())
 
 
+def is_segmented(config) -> bool:
+    """Whether a video is made in segments. One that fits into a segment is made in one piece, unless segments are
+    always whole."""
+    segments = config.pipeline.segments
+    return bool(segments.stages) and (segments.whole or config.resolution.frames > segments.frames)
+
+
 def segment_count(config) -> int:
     """How many segments a video is made in, one after the other."""
     segments, frames = config.pipeline.segments, config.resolution.frames
-    if not segments.stages or frames <= segments.frames:
+    if not is_segmented(config) or frames <= segments.frames:
         return 1
     return math.ceil((frames - segments.overlap) / (segments.frames - segments.overlap))

@@ -42,6 +42,12 @@ def paths(config: DictConfig, key: str) -> list[Path]:
     return [Path(path) for path in ([] if value is None else [value] if isinstance(value, str) else value)]
 
 
+def sound_of(config: DictConfig) -> Path | None:
+    """The file whose sound goes into the video: of the driving videos the first that has some."""
+    files = [path for key in DRIVING if key in taken(config) for path in paths(config, key)]
+    return next((path for path in files if path.is_file() and clips.probe(path).has_sound), None)
+
+
 def copies(folder: Path, key: str) -> list[Path]:
     """The copies of a key's files in a run folder, in order: inputs/image.png, inputs/references.0.png. Links out of
     the folder are ignored."""
@@ -67,7 +73,7 @@ def input_problems(config: DictConfig, whole: bool = True) -> Iterator[str]:
             yield f"{key}: missing; pipeline={name} starts from it: {key}={EXAMPLES[key]}"
         for path in files:
             yield from problems(f"{key}={path}", path, config, whole)
-    if "mask" in taken(config) and config.mask is not None and config.video is None:
+    if {"mask", "video"} <= {*taken(config)} and config.mask is not None and config.video is None:
         yield f"mask={config.mask}: says which parts of a video to keep; give video=clip.mp4 too"
     if len(config.references) > MOST_REFERENCES:
         yield f"references: {len(config.references)} pictures; at most {MOST_REFERENCES}"
@@ -116,15 +122,24 @@ def video_problems(key: str, path: Path, config: DictConfig, whole: bool) -> Ite
             if is_picture(path):
                 yield f"{key}: is one picture; give a video of at least {size.frames} frames"
                 return
-            count = len(read_frames(path, size, config.fit)) if whole else size.frames
+            count = frames_of(path, config) if whole else size.frames
         except Exception as error:  # imageio-ffmpeg raises all kinds
             yield f"{key}: not a video that ffmpeg reads ({str(error).strip().splitlines()[-1][:200]}); save it as MP4"
             return
         if count < size.frames:
             scale = family_of(config).geometry(config.model.architecture).frame_scale
-            remedy = f"use resolution.frames={(count - 1) // scale * scale + 1}" if count else "it is empty"
+            most = count if config.pipeline.segments.whole else (count - 1) // scale * scale + 1
+            remedy = f"use resolution.frames={most}" if count else "it is empty"
             fewer = f"fewer than resolution.frames={size.frames}"
             yield f"{key}: has {count} frames at {size.fps} per second, {fewer}; {remedy}"
+
+
+def frames_of(path: Path, config: DictConfig) -> int:
+    """A video's frames, as far as they are needed. A short one is decoded, for the stages too; a long one is not kept
+    in memory."""
+    if config.pipeline.segments.stages:
+        return clips.frame_count(path, config.resolution.fps)
+    return len(read_frames(path, config.resolution, config.fit))
 
 
 def mask_problems(key: str, path: Path, config: DictConfig, whole: bool) -> Iterator[str]:
@@ -152,6 +167,14 @@ def side(name: str, area: int, multiple: int, buckets: bool, *files: str | None)
         return nearest_bucket(height / width, area, multiple)[name == "width"]
     ratio = height / width if name == "height" else width / height
     return max(round((area * ratio) ** 0.5) // multiple * multiple, multiple)
+
+
+def length_of(file: str | None, fps: int, otherwise: int) -> int:
+    """A video's frames at this rate; `otherwise` if there is none. ${length_of:…} in conf/resolution/driven.yaml."""
+    with contextlib.suppress(Exception):  # input_problems reports errors
+        if file is not None and not is_picture(Path(file)):
+            return clips.frame_count(Path(file), fps) or otherwise
+    return otherwise
 
 
 def nearest_bucket(ratio: float, area: int, multiple: int) -> tuple[int, int]:
@@ -191,13 +214,19 @@ def read_aspect(path: Path, *changed: int) -> tuple[int, int]:
 
 
 OmegaConf.register_new_resolver("side", side, replace=True)
+OmegaConf.register_new_resolver("length_of", length_of, replace=True)
 
 # Config keys that name files, and the checks of a file.
 FILES = {
-    "image": picture_problems, "last_image": picture_problems, "video": video_problems, "mask": mask_problems,
-    "references": picture_problems,
+    "image": picture_problems, "last_image": picture_problems, "video": video_problems, "pose": video_problems,
+    "face": video_problems, "background": video_problems, "mask": mask_problems, "references": picture_problems,
 }
+DRIVING = ("background", "pose", "face")  # videos of whom a character moves like
+VIDEOS = tuple(key for key, problems in FILES.items() if problems is not picture_problems)
 EXAMPLES = {
-    "image": "photo.jpg", "last_image": "photo.jpg", "video": "clip.mp4", "mask": "mask.mp4",
+    "image": "photo.jpg", "last_image": "photo.jpg", "video": "clip.mp4",
+    "pose": "pose.mp4, skeletons on black, frame by frame those of the person who moves (tools/skeleton.py)",
+    "face": "face.mp4, that person's face, square, in the same frames", "mask": "mask.mp4",
+    "background": "background.mp4, the video in which that person is replaced, painted black",
     "references": "[photo.jpg]",
 }

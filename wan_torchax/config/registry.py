@@ -18,6 +18,7 @@ STAGES = {
     "text": "wan_torchax.stages.text.Text",
     "image": "wan_torchax.stages.image.Image",
     "encode": "wan_torchax.stages.encode.Encode",
+    "face": "wan_torchax.stages.face.Face",
     "coarse_encode": "wan_torchax.stages.coarse.CoarseEncode",
     "coarse": "wan_torchax.stages.coarse.Coarse",
     "denoise": "wan_torchax.stages.denoise.Denoise",

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from wan_torchax.config import attention, validation
 from wan_torchax.config.commandline import literal
-from wan_torchax.config.geometry import Geometry, previewer_of, segment_count
+from wan_torchax.config.geometry import Geometry, is_segmented, previewer_of, segment_count
 from wan_torchax.config.graph import Graph
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ConfigError
@@ -136,9 +136,13 @@ class Job:
     def tokens(self) -> int:
         return math.prod(self.grid)
 
+    @property
+    def is_segmented(self) -> bool:
+        return is_segmented(self.config)
+
     def segments(self) -> list[Self]:
-        """The segments of a video, each a job like this with fewer frames; for most videos only this job."""
-        if segment_count(self.config) == 1:
+        """The segments of a video, each a job like this with a segment's frames; for most videos only this job."""
+        if not self.is_segmented:
             return [self]
         config = self.config.copy()
         OmegaConf.set_readonly(config, False)

@@ -124,6 +124,7 @@ class Segments:
 
     stages: list[str] = field(default_factory=list)  # empty: the video is made in one piece
     frames: int = 0  # of a segment
+    whole: bool = False  # every segment has all its frames: what is beyond the video's end is cut off
     overlap: int = 0  # frames that a segment shares with the previous one, which makes them
     carry: dict[str, str] = field(default_factory=dict)  # a value that a segment takes -> the previous segment's output
 
@@ -499,6 +500,9 @@ class Config:
     image: Optional[str] = None
     last_image: Optional[str] = None
     video: Optional[str] = None
+    pose: Optional[str] = None
+    face: Optional[str] = None
+    background: Optional[str] = None
     mask: Optional[str] = None
     references: list[str] = field(default_factory=list)
     fit: str = offered("cover")

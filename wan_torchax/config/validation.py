@@ -220,7 +220,8 @@ def resolution_problems(config: DictConfig) -> Iterator[str]:
     for key, multiple in geometry.multiples.items():
         size = resolution[key]
         if size == 0 and resolution.area is not None:
-            remedy = "give image=photo.jpg or video=clip.mp4 for a pipeline that takes it, or another resolution"
+            files = "image=photo.jpg, video=clip.mp4 or pose=pose.mp4"
+            remedy = f"give {files} for a pipeline that takes it, or another resolution"
             yield f"resolution=auto: there is no picture to derive {key} from; {remedy}"
         elif size % multiple:
             yield f"resolution.{key}={size}: must be a multiple of {multiple}; {nearest_multiple(size, multiple)}"
@@ -228,7 +229,7 @@ def resolution_problems(config: DictConfig) -> Iterator[str]:
             closest = min(max(size, model.min_size), model.max_size)
             yield f"resolution.{key}={size}: {model.name} takes {model.min_size} to {model.max_size}; nearest {closest}"
     frames, scale = resolution.frames, geometry.frame_scale
-    if frames < 1 or (frames - 1) % scale:
+    if frames < 1 or ((frames - 1) % scale and not config.pipeline.segments.whole):
         yield f"resolution.frames={frames}: must be {scale}n+1; {nearest_multiple(frames, scale, 1)}"
     elif resolution.frames > model.max_frames:
         yield f"resolution.frames={resolution.frames}: {model.name} takes at most {model.max_frames}"

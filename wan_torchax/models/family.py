@@ -98,6 +98,18 @@ class PictureEncoding:
 
 
 @dataclass(frozen=True)
+class FaceEncoding:
+    """A video of a face through encoders that are part of the transformer."""
+
+    component: str
+    part: str  # pattern of their tensors
+    shape: Callable[[Job], tuple[int, ...]]  # of what they give, per prompt
+    side: Callable[[DictConfig], int]  # height and width of the video in pixels
+    encode: Callable[..., jax.Array]  # traced: (module, arrays, uint8 (frames, side, side, 3), prompts) -> (prompts, …)
+    temporaries: Callable[[DictConfig], float] = lambda config: 0.0
+
+
+@dataclass(frozen=True)
 class VideoCodec:
     """A VAE that processes a video in chunks: the first chunk is one frame, later ones cover one latent frame.
 
@@ -220,6 +232,7 @@ class Family:
     tiny: VideoCodec | None = None  # a much smaller decoder of the same latents, approximate (conf/vae)
     pictures: Mapping[str, PictureEncoding] = field(default_factory=dict)  # by output value
     encodings: Mapping[str, LatentEncoding] = field(default_factory=dict)  # by output value
+    faces: Mapping[str, FaceEncoding] = field(default_factory=dict)  # by output value
     extra_frames: Callable[[DictConfig], int] = lambda config: 0  # latent frames before the video's
     # Whether a step's forward pass takes the time after the step too, as condition `next_timestep`.
     two_times: Callable[[DictConfig], bool] = lambda config: False

@@ -28,6 +28,17 @@ def read_video(path: Path, size, fit: str, first: int = 0) -> numpy.ndarray:
     return read_frames(path, size, fit, first)
 
 
+def read_mirrored(path: Path, size, fit: str, first: int) -> numpy.ndarray:
+    """The same, and past the video's end its frames backwards, then forwards again."""
+    frames = read_video(path, size, fit, first)
+    if len(frames) == size.frames:
+        return frames
+    last = first + len(frames) - 1
+    places = last - numpy.abs(last - numpy.arange(first, first + size.frames) % max(2 * last, 1))
+    low = places.min()
+    return read_video(path, size, fit, int(low))[places - low]
+
+
 def pixels_of(frames: numpy.ndarray) -> numpy.ndarray:
     """Uint8 (frames, height, width, 3) to float32 (1, 3, frames, height, width) in -1..1."""
     return frames.astype(numpy.float32).transpose(3, 0, 1, 2)[None] / 255 * 2 - 1
@@ -45,6 +56,18 @@ def on_white(path: Path, height: int, width: int, multiple: int) -> numpy.ndarra
     canvas = numpy.ones((3, height, width), numpy.float32)
     canvas[:, top : top + scaled.shape[1], left : left + scaled.shape[2]] = scaled
     return canvas[None, :, None]
+
+
+def on_black(path: Path, height: int, width: int) -> numpy.ndarray:
+    """Float32 (1, 3, 1, height, width): the whole image centred on black. As in diffusers for Animate's character, with
+    sides rounded down."""
+    picture = open_picture(path)
+    scaled = width, picture.height * width // picture.width
+    if scaled[1] > height:
+        scaled = picture.width * height // picture.height, height
+    canvas = Image.new("RGB", (width, height))
+    canvas.paste(fitted(picture, scaled, "stretch"), (width // 2 - scaled[0] // 2, height // 2 - scaled[1] // 2))
+    return pixels_of(numpy.asarray(canvas)[None])
 
 
 def bilinear(pixels: numpy.ndarray, height: int, width: int) -> numpy.ndarray:

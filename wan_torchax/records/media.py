@@ -14,7 +14,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from wan_torchax import interruption
-from wan_torchax.config.clips import ffmpeg
+from wan_torchax.config.clips import SAFE, ffmpeg
 from wan_torchax.records.files import atomic
 
 SHEET_FRAMES = 9
@@ -29,6 +29,7 @@ class Encoding:
 
     fps: int
     quality: int  # H.264's constant rate factor
+    sound: Path | None = None  # a video whose sound it gets, from the beginning
 
 
 def write_video(path: Path, frames: numpy.ndarray, encoding: Encoding, title: str, comment: dict) -> None:
@@ -74,7 +75,8 @@ class Encoder:
         encoded = self.writer.submit(self.process.communicate)  # runs after the queued frames are written
         interruption.wait([encoded])
         check(self.path, self.process.returncode, encoded.result()[1])
-        write_with_metadata(self.stream, self.path, title, comment)
+        sound = self.encoding.sound and (self.encoding.sound, self.frames / self.encoding.fps)
+        write_with_metadata(self.stream, self.path, title, comment, sound)
 
     def close(self) -> None:
         if self.process is not None:
@@ -97,16 +99,23 @@ def encoder(encoding: Encoding) -> list[str]:
     return ["-c:v", "libx264", "-preset", "veryfast", "-crf", str(encoding.quality), "-pix_fmt", "yuv420p", *colours]
 
 
-def write_with_metadata(stream: Path, path: Path, title: str, comment: dict) -> None:
-    """Remux an encoded video with metadata and the index first (faststart), so that players start at once."""
+def write_with_metadata(
+    stream: Path, path: Path, title: str, comment: dict, sound: tuple[Path, float] | None = None
+) -> None:
+    """Remux an encoded video with metadata and the index first (faststart), so that players start at once; with so many
+    seconds of the sound of another video."""
     # Through a file: a prompt may exceed the command line's limit.
     with atomic(path) as partial, tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt") as metadata:
         # ffmpeg treats a backslash at the end of a line as an escape, even if it is itself escaped.
         entries = {"title": title.rstrip("\\"), "comment": json.dumps(comment, ensure_ascii=False)}
         metadata.write(";FFMETADATA1\n" + "".join(f"{key}={escape(text)}\n" for key, text in entries.items()))
         metadata.flush()
-        inputs = ["-i", str(stream), "-f", "ffmetadata", "-i", metadata.name, "-map_metadata", "1"]
-        copy = [*inputs, "-c", "copy", "-movflags", "+faststart", str(partial)]
+        inputs = ["-i", str(stream), "-f", "ffmetadata", "-i", metadata.name]
+        maps = ["-map", "0:v", "-map_metadata", "1", "-c:v", "copy"]
+        if sound is not None:
+            inputs += [*SAFE, "-t", str(sound[1]), "-i", f"file:{sound[0]}"]
+            maps += ["-map", "2:a:0", "-map_metadata:s:a", "-1", "-c:a", "aac"]
+        copy = [*inputs, *maps, "-movflags", "+faststart", str(partial)]
         ran = subprocess.run([ffmpeg(), "-y", "-v", "error", *copy], capture_output=True, check=False)
         check(path, ran.returncode, ran.stderr)
 

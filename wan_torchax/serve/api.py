@@ -157,9 +157,14 @@ async def read(request: Request) -> tuple[dict, dict[str, list[bytes]]]:
         raise Refused(400, f"not JSON ({error})", "invalid_json") from error
     if not isinstance(fields, dict):
         raise Refused(400, "not a JSON object", "invalid_json")
-    given = {name: value for name, value in fields.items() if requests.is_file(name)}
+    given = {name: value for name, value in fields.items() if holds_file(name, value)}
     files = {name: requests.bytes_of(name, value) for name, value in given.items() if value is not None}
     return {name: value for name, value in fields.items() if name not in given}, files
+
+
+def holds_file(name: str, value) -> bool:
+    """Whether a field is a file; `background` is one for pipeline=replace, and a word in requests of images."""
+    return requests.is_file(name) and value not in IMAGE_FIELDS.get(name, ())
 
 
 async def read_form(form: FormData) -> tuple[dict, dict[str, list[bytes]]]:
@@ -169,7 +174,7 @@ async def read_form(form: FormData) -> tuple[dict, dict[str, list[bytes]]]:
         plain = name.partition("[")[0]
         if isinstance(value, UploadFile):
             files.setdefault(plain, []).append(await value.read())
-        elif requests.is_file(plain):
+        elif holds_file(plain, value):
             files.setdefault(plain, []).extend(requests.bytes_of(plain, value))
         elif name in fields:
             raise ConfigError(f"{name}: given twice")

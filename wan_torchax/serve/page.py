@@ -42,15 +42,22 @@ MORE = ("fps", "flow_shift")  # collapsed by default
 FILES = {  # labels of file inputs
     "image": "Starts from a picture", "last_image": "Ends with a picture", "video": "Follows a video",
     "mask": "Regenerated where this is white", "references": "Shows what is in these pictures",
+    "pose": "Moves like these skeletons", "face": "Has the expressions of this face",
+    "background": "Is put into a video",
 }
-NEEDED = {"image": "a picture to start from", "last_image": "a picture to end with", "video": "a video"}
+NEEDED = {
+    "image": "a picture to start from", "last_image": "a picture to end with", "video": "a video",
+    "pose": "a video of skeletons", "face": "a video of a face", "background": "a video for the background",
+    "mask": "a mask",
+}
 GROUPS = {"sampling": "Few steps", "scheduler": "Sampler"}  # labels; others by their own names
 # Labels of keys in the form, for messages.
 LABELS = {
     **{FIELDS[name]: label for name, (label, *_) in NUMBERS.items()}, "resolution.width": "Width",
     "resolution.height": "Height", "prompt.text": "Prompt", "prompt.negative": "Negative prompt",
     "guidance_scale_2": "Second guidance", "image": "Picture", "last_image": "Last picture", "video": "Video",
-    "mask": "Mask", "references": "Pictures", "scheduler.sigmas": "noise levels of the recipe",
+    "pose": "Skeletons", "face": "Face", "background": "Background", "mask": "Mask", "references": "Pictures",
+    "scheduler.sigmas": "noise levels of the recipe",
 }
 KEYS = "|".join(re.escape(key) for key in sorted(LABELS, key=len, reverse=True))
 EXAMPLES = (  # for real models; the embedded ones have conf/prompt
@@ -148,6 +155,7 @@ async def show(request: Request) -> Response:
     text = render(
         "page.html", model=front.base.model, models=front.base.models, choices=choices, groups=GROUPS,
         numbers=numbers(config), sizes=sizes(config), files={key: FILES[key] for key in inputs.taken(config)},
+        videos=inputs.VIDEOS,
         letters=requests.LETTERS, negative=config.prompt.negative or "", examples=examples(config),
         with_key=bool(front.keys),
     )

@@ -54,7 +54,6 @@ OWN = ("task", "serve", "prompt.text", "hydra")  # for the server itself, not fo
 LETTERS = 32_000  # limit of a prompt, the same as OpenAI's
 FORMATS = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp"}
 VIDEOS = {b"ftyp": ".mp4", b"\x1aE\xdf\xa3": ".webm"}  # magic numbers, at offset 0 or 4
-TAKE_VIDEOS = ("video", "mask")
 DATA = re.compile(r"data:(?:image|video)/[a-z0-9]+;base64,([A-Za-z0-9+/=\s]+)")
 
 
@@ -227,13 +226,13 @@ def suffix_of(name: str, content: bytes) -> str:
     """The suffix for a file's content. Only formats that cannot contain programs or links are accepted."""
     from PIL import Image
 
-    if ALIASES.get(name, name) in TAKE_VIDEOS and (suffix := video_suffix(content)):
+    if ALIASES.get(name, name) in inputs.VIDEOS and (suffix := video_suffix(content)):
         return suffix
     try:
         with Image.open(io.BytesIO(content), formats=list(FORMATS)) as picture:
             return FORMATS[picture.format]
     except Exception as error:  # Pillow raises all kinds on untrusted bytes
-        kinds = "PNG, JPEG or WebP" + (", MP4 or WebM" if name in TAKE_VIDEOS else "")
+        kinds = "PNG, JPEG or WebP" + (", MP4 or WebM" if name in inputs.VIDEOS else "")
         raise ConfigError(f"{name}: not a file that is taken; send {kinds}") from error
 
 

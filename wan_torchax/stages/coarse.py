@@ -50,8 +50,8 @@ class CoarseEncode(Halved, Encode):
     share = 1.0
 
     @staticmethod
-    def value(gives):
-        return gives[0].removeprefix(PREFIX)
+    def known(value):
+        return value.removeprefix(PREFIX)
 
 
 class Coarse(Halved, Denoise):

@@ -14,7 +14,8 @@ class Decode(Stage):
     """Latents (1, channels, frames, height, width) to uint8 frames (frames, height, width, 3).
 
     Latent frames are decoded one by one: `first` returns one frame, `later` as many as a latent frame encodes, each
-    with the caches for the next.
+    with the caches for the next. In a pipeline of segments it may also give last_pixels, float32 (1, 3, frames, height,
+    width) in -1..1: those frames of a segment, before rounding, that the next one overlaps.
     """
 
     label, share, previews, follows = "decoding", 8.0, True, True
@@ -35,16 +36,29 @@ class Decode(Stage):
 
     @classmethod
     def result_shapes(cls, name, job):
-        size = job.config.resolution
-        return {"frames": (size.frames, size.height, size.width, 3)}
+        size, kept = job.config.resolution, cls.frames_kept(name, job)
+        shapes = {"frames": (size.frames, size.height, size.width, 3)}
+        return shapes | ({"last_pixels": (1, 3, kept, size.height, size.width)} if kept else {})
+
+    @classmethod
+    def problems(cls, name, job):
+        if "last_pixels" in job.graph.stages[name].gives and not cls.frames_kept(name, job):
+            yield "pipeline.segments.overlap=0: each segment begins with frames of the one before; at least 1"
+
+    @classmethod
+    def frames_kept(cls, name, job) -> int:
+        """The number of frames in last_pixels."""
+        stage = job.graph.stages.get(name)  # none for a preview
+        return job.config.pipeline.segments.overlap if stage and "last_pixels" in stage.gives else 0
 
     @classmethod
     def derived(cls, name, job):
         batch, channels, frames, height, width = job.latent_shape
-        return {"latent_shape": (batch, channels, 1, height, width), "several": frames > 1}
+        shape = (batch, channels, 1, height, width)
+        return {"latent_shape": shape, "several": frames > 1, "frames_kept": cls.frames_kept(name, job)}
 
     def build(self):
-        (component,) = self.components
+        (component,), kept = self.components, self.recipe.derived["frames_kept"]
         codec = self.family.decoders()[component]
         decode_piece, caches_spec = codec.decoder(self.module(component), self.config, self.mesh)
 
@@ -52,7 +66,7 @@ class Decode(Stage):
             pixels, caches = decode_piece(arrays, latent, caches)
             pixels = pixels.astype(jnp.float32)
             frames = jnp.round((pixels[0] + 1) * 127.5).astype(jnp.uint8).transpose(1, 2, 3, 0)
-            return frames, jnp.isfinite(pixels).all(), caches
+            return (frames, pixels) if kept else (frames,), jnp.isfinite(pixels).all(), caches
 
         latent = struct(self.mesh, self.recipe.derived["latent_shape"], "float32")
         add_chunks(self, decode, latent, latent if self.recipe.derived["several"] else None, caches_spec)
@@ -72,7 +86,7 @@ class Decode(Stage):
     def preview(self, estimate, video):
         """The first frame alone: a large VAE would take longer for all of them than a step does."""
         latents = numpy.asarray(estimate)[video : video + 1, :, :1]
-        return numpy.asarray(self("first", *self.programs.put("first", (latents,)))[0])
+        return numpy.asarray(self("first", *self.programs.put("first", (latents,)))[0][0])
 
     @classmethod
     def temporaries(cls, resolved):
@@ -91,6 +105,7 @@ class Decoding:
         self.stage, self.view, self.emit = stage, view, emit
         self.chunks: list[numpy.ndarray] = []
         self.caches = None
+        self.kept, self.recent = stage.recipe.derived["frames_kept"], []  # pixels of the last chunks, on the devices
 
     def add(self, values: dict) -> None:
         """Decode the next latents (1, channels, frames, height, width)."""
@@ -105,7 +120,8 @@ class Decoding:
         """(frames, finite) of a latent frame, on the devices."""
         (latent,) = self.stage.programs.put("first", (latent,))
         program = ("first", latent) if self.caches is None else ("later", latent, self.caches)
-        frames, finite, self.caches = self.stage(*program)
+        (frames, *pixels), finite, self.caches = self.stage(*program)
+        self.recent = [*self.recent, *pixels][-self.kept :]
         return frames, finite
 
     def fetch(self, frames, finite) -> None:
@@ -117,4 +133,5 @@ class Decoding:
         self.emit(Decoded(self.chunks[-1]))
 
     def result(self) -> dict[str, numpy.ndarray]:
-        return {"frames": numpy.concatenate(self.chunks)}
+        last = numpy.concatenate(self.recent, axis=2)[:, :, -self.kept :] if self.kept else None
+        return {"frames": numpy.concatenate(self.chunks)} | ({} if last is None else {"last_pixels": last})

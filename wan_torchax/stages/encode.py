@@ -22,20 +22,21 @@ class Encode(Stage):
     reads = ("resolution.height", "resolution.width", "resolution.frames", "fit")
 
     @classmethod
-    def encoding(cls, name, job) -> LatentEncoding:
-        return job.family.encodings[cls.value(job.graph.stages[name].gives)]
+    def encodings(cls, name, job) -> dict[str, LatentEncoding]:
+        """By the names of what it gives."""
+        return {value: job.family.encodings[cls.known(value)] for value in job.graph.stages[name].gives}
 
     @staticmethod
-    def value(gives) -> str:
-        """The family's name of what it gives."""
-        return gives[0]
+    def known(value: str) -> str:
+        """The family's name of a value."""
+        return value
 
     @classmethod
     def problems(cls, name, job):
-        value = cls.value(job.graph.stages[name].gives)
-        if value not in job.family.encodings:
-            model, pipeline = f"model={job.config.model.name}", f"pipeline={job.config.pipeline.name}"
-            yield f"{pipeline}: {model} takes no {value}, which it gives; choose another pipeline"
+        for value in map(cls.known, job.graph.stages[name].gives):
+            if value not in job.family.encodings:
+                model, pipeline = f"model={job.config.model.name}", f"pipeline={job.config.pipeline.name}"
+                yield f"{pipeline}: {model} takes no {value}, which it gives; choose another pipeline"
 
     @classmethod
     def settings_for(cls, family):
@@ -43,7 +44,8 @@ class Encode(Stage):
 
     @classmethod
     def reads_for(cls, name, job):
-        return *cls.reads, *cls.encoding(name, job).settings
+        own = (key for encoding in cls.encodings(name, job).values() for key in encoding.settings)
+        return *cls.reads, *dict.fromkeys(own)
 
     @classmethod
     def parts(cls, family):
@@ -56,11 +58,11 @@ class Encode(Stage):
 
     @classmethod
     def result_shapes(cls, name, job):
-        return {job.graph.stages[name].gives[0]: cls.encoding(name, job).shape(job)}
+        return {value: encoding.shape(job) for value, encoding in cls.encodings(name, job).items()}
 
     @classmethod
     def amount(cls, name, job):
-        return cls.encoding(name, job).frames(job), "frame"
+        return sum(encoding.frames(job) for encoding in cls.encodings(name, job).values()), "frame"
 
     def build(self):
         codec = self.family.codec
@@ -78,7 +80,8 @@ class Encode(Stage):
         def encode(frames: int, pixels: Callable[[range], numpy.ndarray]) -> numpy.ndarray:
             return self.encode(view, frames, pixels, emit)
 
-        return {self.gives[0]: self.family.encodings[self.value(self.gives)].make(view, values, encode)}
+        known = self.family.encodings
+        return {value: known[self.known(value)].make(view, values, encode) for value in self.gives}
 
     def encode(self, view, frames: int, pixels: Callable[[range], numpy.ndarray], emit) -> numpy.ndarray:
         """Latents (1, channels, latent frames, height, width) of a video whose pixels (1, 3, frames, height, width) in

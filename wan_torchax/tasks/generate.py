@@ -132,10 +132,9 @@ def saver(resolved: Resolved, folder: Path) -> Listener:
 
 def stage_files(folder: Path, job: Job, name: str) -> list[Path]:
     """The files of a stage's results: one, or one per segment."""
-    parts = job.segments()
-    if name not in job.graph.repeated or len(parts) == 1:
+    if name not in job.graph.repeated or not job.is_segmented:
         return [results.path_of(folder, name)]
-    return [results.path_of(folder, name, part.segment) for part in parts]
+    return [results.path_of(folder, name, part.segment) for part in job.segments()]
 
 
 def part_files(folder: Path, job: Job, name: str) -> list[Path]:
@@ -162,7 +161,7 @@ def read_results(job: Job) -> AtHand:
     at_hand, folder = AtHand(), job.config.resume and Path(job.config.resume)
     parts = job.segments()
     for name in job.graph.stages if folder else ():
-        several = name in job.graph.repeated and len(parts) > 1
+        several = name in job.graph.repeated and job.is_segmented
         for part, path in zip(parts if several else [job], stage_files(folder, job, name)):
             if path.is_file():
                 read, made_with = results.read(path, find(name).result_shapes(name, part))
@@ -187,9 +186,9 @@ def read_results(job: Job) -> AtHand:
 
 def is_there(name: str, job: Job, at_hand: AtHand) -> bool:
     """Whether everything that a stage gives was read."""
-    gives, parts = set(job.graph.stages[name].gives), job.segments()
-    if name in job.graph.repeated and len(parts) > 1:
-        return all(gives <= at_hand.segments.get(part.segment, {}).keys() for part in parts)
+    gives = set(job.graph.stages[name].gives)
+    if name in job.graph.repeated and job.is_segmented:
+        return all(gives <= at_hand.segments.get(part.segment, {}).keys() for part in job.segments())
     return gives <= at_hand.values.keys()
 
 

@@ -62,7 +62,7 @@ def denoise_together(videos: list[Video]) -> None:
 def takes_several(job: Job) -> bool:
     """Whether videos like this can be denoised together."""
     name = main_stage(job.graph)
-    return len(job.segments()) == 1 and find(name).takes_several(name, job)
+    return not job.is_segmented and find(name).takes_several(name, job)
 
 
 def encode(video: Video) -> None:

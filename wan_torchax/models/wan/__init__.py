@@ -1,5 +1,6 @@
-"""Wan 2.1 and 2.2: text, image, first and last frame, video, and control (VACE) to video."""
+"""Wan 2.1 and 2.2: text, image, first and last frame, video, control (VACE), and pose and face (Animate) to video."""
 import html
+import math
 import re
 from collections.abc import Iterator
 
@@ -14,6 +15,7 @@ from wan_torchax.models.family import (
     WRAPPERS,
     ComponentSpec,
     Condition,
+    FaceEncoding,
     Family,
     LatentEncoding,
     PictureEncoding,
@@ -106,7 +108,10 @@ def pictures_given(job) -> int:
 
 def reference_count(config) -> int:
     """The number of reference images, prepended to the video during denoising."""
-    return len(config.references) if "references" in config.pipeline.inputs.values() else 0
+    inputs = config.pipeline.inputs.values()
+    if "pose" in inputs:  # the picture of who is animated
+        return 1
+    return len(config.references) if "references" in inputs else 0
 
 
 def like_latents(job, channels: int) -> tuple[int, ...]:
@@ -125,6 +130,15 @@ def control_channels(geometry: Geometry) -> int:
     return 2 * geometry.channels + geometry.size_scale**2
 
 
+def face_shape(job) -> tuple[int, int, int]:
+    """Latent frames, the reference's included, tokens of each, channels."""
+    return job.denoised_shape[2], face_heads(job.config) + 1, math.prod(heads(job.config.model.architecture))
+
+
+def face_heads(config) -> int:
+    return config.model.architecture.transformer.face_encoder_num_heads
+
+
 def text_shape(config) -> tuple[int, int]:
     return config.model.text_tokens, config.model.architecture.transformer.text_dim
 
@@ -133,6 +147,11 @@ CONDITIONS = {
     "embeddings": Condition(lambda job: text_shape(job.config), half=True, by_prompt=True),
     # Concatenated to the latents along channels.
     "condition": Condition(lambda job: like_latents(job, job.geometry.channels + job.geometry.frame_scale)),
+    # The same for Animate: a reference, and the frames of a segment that are given.
+    "given_frames": Condition(lambda job: like_latents(job, job.geometry.channels + job.geometry.frame_scale)),
+    # Skeletons, added to the video's tokens, and a face's tokens, attended to after some blocks.
+    "pose_latents": Condition(lambda job: job.latent_shape),
+    "face_embeddings": Condition(face_shape, half=True, by_prompt=True),
     # The first latent frame, without noise.
     "first_latent": Condition(first_latent_shape),
     # Image tokens for cross-attention, besides the text's.
@@ -148,6 +167,14 @@ ENCODINGS = {
     "condition": LatentEncoding(
         CONDITIONS["condition"].shape, lambda job: job.config.resolution.frames,
         lazily(f"{HERE}.conditions", "first_and_last"),
+    ),
+    "given_frames": LatentEncoding(
+        CONDITIONS["given_frames"].shape, lambda job: 1 + job.config.resolution.frames,
+        lazily(f"{HERE}.conditions", "given_frames"), settings=("resolution.fps",),
+    ),
+    "pose_latents": LatentEncoding(
+        lambda job: job.latent_shape, lambda job: job.config.resolution.frames,
+        lazily(f"{HERE}.conditions", "pose_latents"), settings=("resolution.fps",),
     ),
     "first_latent": LatentEncoding(first_latent_shape, lambda job: 1, lazily(f"{HERE}.conditions", "first_alone")),
     "video_latents": LatentEncoding(
@@ -167,7 +194,7 @@ def problems(config) -> Iterator[str]:
     size, transformer = geometry(config.model.architecture), config.model.architecture["transformer"]
     given = {value for stage in config.pipeline.stages.values() for value in stage.takes}
     model, pipeline = f"model={config.model.name}", f"pipeline={config.pipeline.name}"
-    needed = size.channels + (size.frame_scale + size.channels if "condition" in given else 0)
+    needed = size.channels + (size.frame_scale + size.channels if given & {"condition", "given_frames"} else 0)
     if transformer["in_channels"] != needed:
         remedy = "choose another model, or the pipeline that is its own"
         takes = f"and {config.model.name} takes {transformer['in_channels']}"
@@ -184,6 +211,7 @@ def problems(config) -> Iterator[str]:
     elif controlled and transformer["vace_in_channels"] != channels:
         key = "model.architecture.transformer.vace_in_channels"
         yield f"{key}={transformer['vace_in_channels']}: {pipeline} gives {channels}"
+    yield from animation_problems(transformer, given, model, pipeline)
     scales, layers = config.conditioning_scale, len(transformer.get("vace_layers", ()))
     if OmegaConf.is_list(scales) and len(scales) != layers:
         yield f"conditioning_scale={scales}: has {len(scales)} values, {model} {layers} control layers; one for each"
@@ -206,6 +234,19 @@ def problems(config) -> Iterator[str]:
             yield f"{key}: {needed} latent frames, and RoPE's table of {model} has {most} positions; {remedy}"
     if controlled and config.precision.weights is not None:
         yield f"precision={config.precision.name}: control blocks (VACE) are not in it yet; use precision=none"
+
+
+def animation_problems(transformer, given: set[str], model: str, pipeline: str) -> Iterator[str]:
+    """Of a pose and a face."""
+    animated = "motion_encoder_size" in transformer
+    if animated and "pose_latents" not in given:
+        yield f"{model} wants a pose and a face, and {pipeline} gives none; use pipeline=animate or replace"
+    elif "pose_latents" in given and not animated:
+        yield f"{model} has no use for a pose and a face, which {pipeline} gives; use model=wan22_animate_14b"
+    layers, every = transformer["num_layers"], transformer.get("inject_face_latents_blocks", 1)
+    if animated and layers % every:
+        key = "model.architecture.transformer.inject_face_latents_blocks"
+        yield f"{key}={every}: must divide the {layers} blocks; the published model has 5"
 
 
 # ---------------------------------------------------------------- arithmetic
@@ -242,7 +283,25 @@ def flops(config, tokens: int) -> dict[str, int]:
         "feed-forward": layers * 4 * tokens * width * transformer.ffn_dim,
         "self-attention": layers * 4 * pairs * width,
         "cross-attention": layers * 4 * tokens * text * width,
+        **face_flops(config, transformer, tokens, size[0]),
     }
+
+
+def face_flops(config, transformer, tokens: int, frames: int) -> dict[str, int]:
+    """Of the attention to a face: q, k, v, out, and all scores."""
+    if "motion_encoder_size" not in transformer:
+        return {}
+    width, keys = math.prod(heads(config.model.architecture)), frames * (face_heads(config) + 1)
+    adapters = transformer.num_layers // transformer.inject_face_latents_blocks
+    return {"face": adapters * (4 * (tokens + keys) * width * width + 4 * tokens * keys * width)}
+
+
+def face_temporaries(config) -> float:
+    """A few copies of the largest activations of the frames that are encoded at a time."""
+    transformer = config.model.architecture.transformer
+    sizes = transformer.get("motion_encoder_channel_sizes") or {"512": 32}
+    side = transformer.motion_encoder_size
+    return 4 * 8 * 4 * side**2 * max(sizes.get(str(side), 32), 3)
 
 
 def decoder_width(vae) -> float:
@@ -269,8 +328,10 @@ FAMILY = Family(
             beside=("image_processor",), fields=CLIP_FIELDS,
         ),
         "transformer": ComponentSpec(
-            lazily(f"{HERE}.blocks", "build"), ("blocks", "vace_blocks"), lazily(f"{HERE}.blocks", "tables"),
-            unused=lambda architecture: (r".*norm_added_q",),  # no version of the model uses it
+            lazily(f"{HERE}.blocks", "build"), ("blocks", "vace_blocks", "face_adapter"),
+            lazily(f"{HERE}.blocks", "tables"),
+            # No version of the model uses the first; the second are constants in Animate's original files.
+            unused=lambda architecture: (r".*norm_added_q", r"motion_encoder\..*\.kernel"),
             wrappers=WRAPPERS, rename=files.rename, foreign=files.FOREIGN, respell=files.respell,
             landmarks=files.landmarks,
         ),
@@ -310,6 +371,13 @@ FAMILY = Family(
         ),
     },
     encodings=ENCODINGS,
+    faces={
+        "face_embeddings": FaceEncoding(
+            "transformer", r"(motion|face)_encoder\..*", face_shape,
+            lambda config: config.model.architecture.transformer.motion_encoder_size, lazily(f"{HERE}.face", "encode"),
+            face_temporaries,
+        ),
+    },
     extra_frames=reference_count,
     norm="width",
     sparse=("sla", "vsa"),
@@ -326,7 +394,8 @@ FAMILY = Family(
         "norms": r"/(norm\w*)/",
         "projections": r"/attn[12]/(to_\w+|add_\w+)",
         "feed-forward": r"/ffn/",
+        "face": r"/face/",
         "attention": r"/attend/",
-        "embeddings": r"/(patch_embedding|vace_patch_embedding|condition_embedder|proj_out)/",
+        "embeddings": r"/(patch_embedding|(vace|pose)_patch_embedding|condition_embedder|proj_out)/",
     },
 )

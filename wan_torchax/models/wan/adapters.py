@@ -2,7 +2,7 @@
 import re
 from collections.abc import Mapping
 
-from wan_torchax.models.family import AdapterNames
+from wan_torchax.models.family import AdapterNames, Rows
 
 # Wan's original names -> diffusers', for blocks and for the rest.
 ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
@@ -14,9 +14,14 @@ BLOCK = {
     "norm1": "norm1", "norm2": "norm3", "norm3": "norm2", "modulation": "scale_shift_table",
     "before_proj": "proj_in", "after_proj": "proj_out",
 }
+FACE_ADAPTER: dict[str, str | Rows] = {
+    "linear1_q": "to_q", "linear1_kv": Rows(("to_k", "to_v")), "linear2": "to_out", "q_norm": "norm_q",
+    "k_norm": "norm_k",
+}
 EMBEDDER = "condition_embedder"
 REST = {
-    "patch_embedding": "patch_embedding", "vace_patch_embedding": "vace_patch_embedding", "head.head": "proj_out",
+    **{name: name for name in ("patch_embedding", "vace_patch_embedding", "pose_patch_embedding")},
+    "head.head": "proj_out",
     "head.modulation": "scale_shift_table", "time_projection.1": f"{EMBEDDER}.time_proj",
     **{f"{kind}_embedding.{old}": f"{EMBEDDER}.{kind}_embedder.linear_{new}"
        for kind in ("time", "text") for old, new in ((0, 1), (2, 2))},
@@ -48,9 +53,14 @@ TABLES = {  # by whether a file uses diffusers' names: (blocks, rest)
 }
 
 
-def translate(module: str, native: bool) -> str | None:
+FACES: dict[bool, dict] = {False: FACE_ADAPTER, True: {name: name for name in ("to_q", "to_k", "to_v", "to_out")}}
+
+
+def translate(module: str, native: bool) -> str | Rows | None:
     """A module's name in diffusers: blocks_0_self_attn_q -> blocks.0.attn1.to_q; None if no Wan model has it."""
     blocks, rest = TABLES[native]
+    if match := re.fullmatch(r"face_adapter[._](?:fuser_blocks[._])?(\d+)[._](.+)", module):
+        return within(f"face_adapter.{match[1]}", FACES[native].get(match[2]))
     match = re.fullmatch(r"((?:vace_)?blocks)[._](\d+)[._](.+)", module)
     if match is None:
         return rest.get(module)
@@ -58,9 +68,16 @@ def translate(module: str, native: bool) -> str | None:
     return part and f"{match[1]}.{match[2]}.{part}"
 
 
+def within(block: str, part: str | Rows | None) -> str | Rows | None:
+    if isinstance(part, Rows):
+        return Rows(tuple(f"{block}.{name}" for name in part.names))
+    return part and f"{block}.{part}"
+
+
 def modulation(module: str) -> str | None:
     """The modulation table of a block or the head, for `diff_m` keys."""
-    return translate(f"{module}.modulation", native=False)
+    table = translate(f"{module}.modulation", native=False)
+    return table if isinstance(table, str) else None
 
 
 NAMES = AdapterNames(PREFIX, NATIVE, translate, BARE, modulation)

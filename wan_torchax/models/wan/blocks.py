@@ -5,7 +5,8 @@
 
 A block is self-attention over the video's tokens, cross-attention to the text's (and an image's), and a feed-forward;
 each after a norm, the first and the last modulated by the timestep. VACE's control blocks are the same blocks on tokens
-of a control video; their hints are added to the main blocks' outputs.
+of a control video; their hints are added to the main blocks' outputs. Animate adds a pose to the tokens, and after
+every fifth block what they take from a face (face.py).
 """
 import functools
 import itertools
@@ -27,10 +28,12 @@ from wan_torchax.kernels.settings import TILE
 from wan_torchax.models.family import Chunk, Forward, Output
 from wan_torchax.models.loop import Blocks, Layer, no_rows, pad_tokens, plain_norm, token_sharding
 from wan_torchax.models.modules import construct
+from wan_torchax.models.wan import face
 from wan_torchax.patches import call_module
 
 # Of config.json, what says that a checkpoint was trained for sparse attention.
 SPARSE_FIELDS = ("attention_type", "sla_topk")
+CONCATENATED = {"condition", "given_frames"}  # to the latents' channels; of these conditions a pipeline gives one
 
 
 class Context(NamedTuple):
@@ -40,6 +43,7 @@ class Context(NamedTuple):
     pictures: jax.Array | None  # the same for image tokens
     modulation: jax.Array  # (batch, 6, channels); with a given frame (batch, 2, 6, channels): its and the others'
     rotary: tuple[jax.Array, jax.Array]  # cosines and sines (tokens, head_dim)
+    face: jax.Array | None = None  # (prompts, latent frames, tokens, channels)
 
 
 class Attention(NamedTuple):
@@ -62,8 +66,11 @@ class Attention(NamedTuple):
 
 
 def build(architecture) -> torch.nn.Module:
-    controlled, trained_for = "vace_layers" in architecture, architecture.get("attention_type", "none")
-    kind = diffusers.WanVACETransformer3DModel if controlled else diffusers.WanTransformer3DModel
+    trained_for, kind = architecture.get("attention_type", "none"), diffusers.WanTransformer3DModel
+    if "vace_layers" in architecture:
+        kind = diffusers.WanVACETransformer3DModel
+    elif "motion_encoder_size" in architecture:
+        kind = diffusers.WanAnimateTransformer3DModel
     own = {name: value for name, value in architecture.items() if name not in SPARSE_FIELDS}
     module = construct(kind, own)
     if trained_for != "none":
@@ -98,9 +105,13 @@ def denoiser(module, forward: Forward) -> Callable[..., Output]:
     attention = attention_of(forward)
 
     def velocity(arrays, latents, time, conditions, residual=None) -> Output:
-        if "condition" in conditions:
-            latents = jnp.concatenate([latents, repeated(conditions["condition"], latents)], axis=1)
+        for name in CONCATENATED & conditions.keys():
+            latents = jnp.concatenate([latents, repeated(conditions[name], latents)], axis=1)
         hidden = patches(module.patch_embedding, part_of(arrays, "patch_embedding"), latents)
+        if "pose_latents" in conditions:
+            pose = patches(module.pose_patch_embedding, part_of(arrays, "pose_patch_embedding"),
+                           repeated(conditions["pose_latents"], latents))
+            hidden = hidden + jnp.pad(pose, [(0, 0), (hidden.shape[1] - pose.shape[1], 0), (0, 0)])
         hidden = attention.tiled(hidden, axis=1)
         time, context = embed(module, arrays, forward, attention, time, conditions)
         tokens, hidden = hidden.shape[1], pad_tokens(hidden, forward.multiple)
@@ -171,7 +182,7 @@ def embed(module, arrays: dict, forward: Forward, attention: Attention, time, co
     modulation = modulation.reshape(*modulation.shape[:-1], 6, -1)
     tables = (attention.tiled(table, axis=0) for table in rotary_tables(arrays, forward, conditions.get("positions")))
     rotary = tuple(pad_tokens(table[None], forward.multiple)[0] for table in tables)
-    return time, Context(text, pictures, modulation, rotary)
+    return time, Context(text, pictures, modulation, rotary, conditions.get("face_embeddings"))
 
 
 def rotary_tables(arrays: dict, forward: Forward, positions=None) -> list:
@@ -237,6 +248,8 @@ def run_blocks(arrays: dict, forward: Forward, attention: Attention, context: Co
     """
     blocks, counted = blocks_of(arrays, forward, "blocks"), count_of(forward, attention)
     step = functools.partial(pinned_block, forward, attention, context)
+    if context.face is not None:
+        step = functools.partial(facing_block, step, forward, blocks_of(arrays, forward, "face_adapter"), context.face)
     first = int(forward.same_video and hidden.shape[0] > 1)
     if first:
         hidden, counted = blocks.step(step, 0 in blocks.eight_bits, 0, (hidden[:1], counted))
@@ -306,8 +319,11 @@ def run_controlled(arrays: dict, forward: Forward, attention: Attention, context
 
 
 def blocks_of(arrays: dict, forward: Forward, stack: str) -> Blocks:
-    architecture = forward.architecture
-    count = len(architecture["vace_layers"]) if stack == "vace_blocks" else architecture["num_layers"]
+    architecture, count = forward.architecture, forward.architecture["num_layers"]
+    if stack == "vace_blocks":
+        count = len(architecture["vace_layers"])
+    elif stack == "face_adapter":
+        count //= architecture["inject_face_latents_blocks"]
     return Blocks.of(arrays, stack, count, forward, epsilon=architecture["eps"])
 
 
@@ -321,6 +337,20 @@ def pinned_block(forward: Forward, attention: Attention, context: Context, layer
     if forward.pinned:
         hidden = jax.lax.with_sharding_constraint(hidden, token_sharding(forward.mesh, forward.parallel))
     return block(attention, context, layer, hidden)
+
+
+def facing_block(step: Callable, forward: Forward, adapters: Blocks, tokens, layer: Layer, hidden):
+    """A block; after every n-th one, what the tokens take from the face is added."""
+    hidden, rescued = step(layer, hidden)
+    number, place = divmod(layer.index, forward.architecture["inject_face_latents_blocks"])
+
+    def faced(hidden):
+        with jax.named_scope("face"):
+            return hidden + face.attend(adapters.layer(number, eight_bits=False), hidden, tokens, forward.grid)
+
+    if isinstance(place, int):
+        return hidden if place else faced(hidden), rescued
+    return jax.lax.cond(place == 0, faced, lambda same: same, hidden), rescued
 
 
 def block(attention: Attention, context: Context, layer: Layer, hidden):

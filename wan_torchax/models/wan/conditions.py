@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 
 from wan_torchax.config.geometry import Geometry
-from wan_torchax.models.pictures import on_white, pixels_of, read_picture, read_video
+from wan_torchax.models.pictures import on_black, on_white, pixels_of, read_mirrored, read_picture, read_video
 
 
 def first_and_last(view, values: dict[str, Any], encode: Callable) -> numpy.ndarray:
@@ -50,15 +50,60 @@ def video(pictures: dict[int, numpy.ndarray], frames: range, size) -> numpy.ndar
 
 
 def mask(pictures: dict[int, numpy.ndarray], scale: int, latent_shape) -> numpy.ndarray:
-    """(1, scale, latent frames, height, width): 1 where an image is given. The first latent frame covers one frame
-    only, repeated in all its channels."""
+    """(1, scale, latent frames, height, width): 1 where an image is given."""
     batch, _, frames, height, width = latent_shape
-    given = numpy.zeros(frames * scale, numpy.float32)
-    for frame in pictures:
-        given[frame + scale - 1] = 1
-    given[: scale - 1] = given[scale - 1]
-    channels = given.reshape(1, frames, scale, 1, 1).transpose(0, 2, 1, 3, 4)
-    return numpy.broadcast_to(channels, (batch, scale, frames, height, width))
+    given = numpy.zeros(((frames - 1) * scale + 1, 1, 1), numpy.float32)
+    given[list(pictures)] = 1
+    return numpy.broadcast_to(in_channels(given, scale), (batch, scale, frames, height, width))
+
+
+def in_channels(given: numpy.ndarray, scale: int) -> numpy.ndarray:
+    """(frames, height, width) to (1, scale, latent frames, height, width): a channel for each frame of a latent frame.
+    The first latent frame covers one frame only, repeated in all its channels."""
+    given = numpy.concatenate([given[:1]] * (scale - 1) + [given])
+    return given.reshape(-1, scale, *given.shape[1:]).swapaxes(0, 1)[None]
+
+
+# ---------------------------------------------------------------- Animate
+
+
+def given_frames(view, values: dict[str, Any], encode: Callable) -> numpy.ndarray:
+    """(1, mask + channels, 1 + latent frames, height, width): a character's picture as a latent frame of its own, then
+    what is given of a segment's frames: the end of the segment before, and in a pipeline with a background its frames.
+
+    The mask is 1 where pixels are given: in the picture, the segment before, and the background outside its own mask,
+    whose white parts are made anew. The rest is grey.
+    """
+    size, scales = view.config.resolution, (view.geometry.frame_scale, view.geometry.size_scale)
+    picture, before = on_black(Path(values["image"]), size.height, size.width), values["previous"]
+    behind, white = (
+        read_mirrored(Path(values[name]), size, view.config.fit, view.first_frame) if name in values else None
+        for name in ("background", "mask")
+    )
+
+    def pixels(piece: range):
+        frames = numpy.zeros((1, 3, len(piece), size.height, size.width), numpy.float32)
+        if behind is not None:
+            frames = pixels_of(behind[piece.start : piece.stop])
+        if before is not None:
+            own = before[:, :, piece.start : piece.stop]
+            frames[:, :, : own.shape[2]] = own
+        return frames
+
+    reference, latents = encode(1, lambda _: picture), encode(size.frames, pixels)
+    marks = numpy.zeros((size.frames, *latents.shape[3:]), numpy.float32)
+    if white is not None:
+        marks = 1 - white[:, :: scales[1], :: scales[1], 0].astype(numpy.float32) / 255
+    marks[: 0 if before is None else before.shape[2]] = 1
+    given = numpy.concatenate([in_channels(marks, scales[0]), latents], axis=1)
+    first = numpy.concatenate([numpy.ones_like(reference[:, : scales[0]]), reference], axis=1)
+    return numpy.concatenate([first, given], axis=2)
+
+
+def pose_latents(view, values: dict[str, Any], encode: Callable) -> numpy.ndarray:
+    """(1, channels, latent frames, height, width): a segment of a video of skeletons."""
+    frames = read_mirrored(Path(values["pose"]), view.config.resolution, view.config.fit, view.first_frame)
+    return encode(len(frames), lambda piece: pixels_of(frames[piece.start : piece.stop]))
 
 
 # ---------------------------------------------------------------- VACE

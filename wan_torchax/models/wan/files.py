@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 
+from wan_torchax.models.family import Rows
 from wan_torchax.models.wan.adapters import BARE, EMBEDDER, translate
 
 Landmarks = dict[str, tuple[int, ...] | None]
@@ -15,16 +16,41 @@ FOREIGN = r"^blocks\.0\.self_attn\."
 PROJECTION = re.compile(r"(blocks\.\d+)\.(?:self_attn|attn1)\.(?:attn_op\.local_attn|attn_impl)\.(proj_l\.\w+)")
 
 
-def rename(parameter: str) -> str | None:
+# Animate's encoders of a face. The pattern's second group is the number of a residual block, from 1 on.
+MOTION = re.compile(r"motion_encoder\.enc\.net_app\.convs\.(?:(\d+)\.(conv1|conv2|skip)\.)?(.+)")
+FACE = re.compile(r"(face_encoder\.conv(?:1_local|2|3))\.conv(\.\w+)")
+
+
+def rename(parameter: str) -> str | Rows | None:
     """blocks.0.self_attn.q.weight -> blocks.0.attn1.to_q.weight; blocks.0.modulation -> blocks.0.scale_shift_table"""
-    if spelled := respell(parameter):
+    if spelled := respell(parameter) or rename_face(parameter):
         return spelled
     bare = translate(parameter, native=False)
-    if bare and bare.endswith(BARE):
+    if isinstance(bare, str) and bare.endswith(BARE):
         return bare
     module, _, end = parameter.rpartition(".")
     translated = translate(module, native=False)
+    if isinstance(translated, Rows):
+        return Rows(tuple(f"{name}.{end}" for name in translated.names))
     return translated and f"{translated}.{end}"
+
+
+def rename_face(parameter: str) -> str | None:
+    """motion_encoder.enc.net_app.convs.3.conv2.2.bias -> motion_encoder.res_blocks.2.conv2.act_fn.bias"""
+    if match := FACE.fullmatch(parameter):
+        return match[1] + match[2]
+    if parameter.startswith("motion_encoder.enc.fc."):
+        return parameter.replace("enc.fc", "motion_network")
+    if parameter == "motion_encoder.dec.direction.weight":
+        return "motion_encoder.motion_synthesis_weight"
+    match = MOTION.fullmatch(parameter)
+    if match is None or parameter.endswith(".kernel"):
+        return None
+    number, part, end = match.groups()
+    end = "act_fn.bias" if end.endswith("bias") else "weight"
+    if number is None:
+        return f"motion_encoder.conv_{'in' if match[3].startswith('0.') else 'out'}.{end}"
+    return f"motion_encoder.res_blocks.{int(number) - 1}.{'conv_skip' if part == 'skip' else part}.{end}"
 
 
 def respell(parameter: str) -> str | None:
@@ -50,6 +76,8 @@ def landmarks(transformer: Mapping) -> Landmarks:
         "blocks.0.to_gate_compress.weight": (width, width) if trained_for == "vsa" else None,
         **({f"vace_blocks.{len(controls) - 1}.proj_out.weight": (width, width)} if controls else {}),
         f"vace_blocks.{len(controls or ())}.proj_out.weight": None,
+        "pose_patch_embedding.weight":
+            (width, transformer["out_channels"], *patch) if "motion_encoder_size" in transformer else None,
     }
 
 

@@ -1,0 +1,187 @@
+"""Wan Animate as diffusers' WanAnimatePipeline makes it from the same weights and seed: segments that go on from each
+other, a character that moves and one that is put into a video."""
+import shutil
+import subprocess
+from types import SimpleNamespace
+
+import diffusers
+import numpy
+import pytest
+import torch
+import transformers
+from PIL import Image
+from safetensors.numpy import load_file
+
+from tests import given, reference, tiny
+from tests.conftest import SMALL, generate_into, make_config, run_into
+from tests.reference import NEGATIVE, PROMPT, TEXTS, psnr, relative_error
+from tests.test_family import on
+from wan_torchax.config import clips, inputs
+from wan_torchax.config.clips import ffmpeg, read_frames
+from wan_torchax.events import Began
+from wan_torchax.models.family import Rows
+from wan_torchax.models.pictures import read_mirrored, read_video
+from wan_torchax.models.wan.adapters import translate
+from wan_torchax.records import media
+
+FULL = pytest.mark.full
+OVERLAP = ["pipeline.segments.frames=13", "pipeline.segments.overlap=5"]
+SEGMENTS = ["pipeline.segments.frames=5", "resolution.fps=16", "model.text_tokens=512", "fit=stretch"]
+
+
+def driven(pipeline, frames):
+    """A pipeline's inputs: videos of so many frames."""
+    videos = [name for name in given.TAKEN[pipeline] if name != "image"]
+    files = [f"{name}={given.clip(name, frames)}" for name in videos]
+    return [f"pipeline={pipeline}", f"image={given.picture('first')}", f"resolution.frames={frames}", *files]
+
+
+def in_diffusers(config, monkeypatch):
+    """Conditions and latents of each segment, and the frames of the video."""
+    folder, seen = tiny.checkpoint("animated"), []
+    transformer = diffusers.WanAnimateTransformer3DModel.from_pretrained(folder / "transformer")
+    pipeline = reference.load(
+        folder, config, diffusers.WanAnimatePipeline, transformer=transformer,
+        image_encoder=transformers.CLIPVisionModel.from_pretrained(folder / "image_encoder"),
+        image_processor=transformers.CLIPImageProcessor.from_pretrained(folder / "image_processor"),
+    )
+    forward, decode = transformer.forward, pipeline.vae.decode
+    mean, deviation = (
+        torch.tensor(pipeline.vae.config[key]).view(1, -1, 1, 1, 1) for key in ("latents_mean", "latents_std")
+    )
+
+    def seeing(**named):
+        channels = pipeline.vae.config.z_dim
+        seen.append({"given_frames": named["hidden_states"][:, channels:], "pose_latents": named["pose_hidden_states"]})
+        return forward(**named)
+
+    def decoding(latents, **named):
+        seen[-1]["latents"] = (latents - mean) / deviation
+        return decode(latents, **named)
+
+    monkeypatch.setattr(transformer, "forward", seeing)
+    monkeypatch.setattr(pipeline.vae, "decode", decoding)
+    size, segments = config.resolution, config.pipeline.segments
+    videos = {
+        name: [Image.fromarray(frame) for frame in read_frames(config[name], size.frames, size.fps)]
+        for name in given.TAKEN[config.pipeline.name] if name != "image"
+    }
+    with torch.no_grad():
+        frames = pipeline(
+            Image.open(config.image), **{f"{name}_video": video for name, video in videos.items()}, prompt=PROMPT,
+            negative_prompt=NEGATIVE, height=size.height, width=size.width, segment_frame_length=segments.frames,
+            prev_segment_conditioning_frames=segments.overlap, num_inference_steps=config.steps,
+            guidance_scale=config.guidance_scale, generator=torch.Generator().manual_seed(config.seed),
+            mode=config.pipeline.name, output_type="np",
+        ).frames[0]
+    return [one for one in seen if "latents" in one], (frames * 255).round()
+
+
+@pytest.mark.parametrize("pipeline, frames, overrides", [
+    pytest.param("animate", 12, ["guidance_scale=1"], id="three segments, the last mirrored"),
+    pytest.param("replace", 8, ["guidance_scale=3"], id="replaced, guided"),
+    pytest.param("animate", 3, ["guidance_scale=3"], id="shorter than a segment", marks=FULL),
+    pytest.param("replace", 14, [*OVERLAP, "guidance_scale=1"], id="an overlap of five", marks=FULL),
+    pytest.param("animate", 6, ["guidance=sequential", "model.scan_blocks=false"], id="written out", marks=FULL),
+    pytest.param("replace", 9, on("{dp:2,sp:2,tp:2}", "tp_ring"), id="eight devices", marks=pytest.mark.system),
+    pytest.param("animate", 9, on("{dp:1,sp:8,tp:1}", "sequence"), id="tokens over sp", marks=FULL),
+])
+def test_it_is_diffusers(pipeline, frames, overrides, tmp_path, monkeypatch):
+    arguments = [*SMALL, *TEXTS, *tiny.model("animated"), *SEGMENTS, *driven(pipeline, frames), "steps=3", *overrides]
+    arguments.append("output.keep_frames=true")
+    config = make_config(*arguments)
+    run_into(tmp_path / "run", *arguments)
+    parts, expected = in_diffusers(config, monkeypatch)
+    made = []
+    for number, part in enumerate(parts):
+        values = {}
+        for stage in ("encode", "denoise", "decode"):
+            values |= load_file(tmp_path / "run" / f"{stage}.{number}.safetensors")
+        for name in ("given_frames", "pose_latents"):
+            assert relative_error(values[name], part[name].numpy()) < 1e-4, (number, name)
+        assert relative_error(values["latents"], part["latents"].numpy()) < 1e-4, number
+        made.append(values["frames"][config.pipeline.segments.overlap if number else 0 :])
+    made = numpy.concatenate(made)[:frames]
+    assert made.shape == expected.shape and made.std() > 1 and psnr(made, expected) > 55
+
+
+@pytest.mark.system
+def test_a_run_goes_on_within_its_segments(tmp_path):
+    """Two of three segments are there; what the third begins with is read, not made again."""
+    arguments = [*SMALL, *TEXTS, *tiny.model("animated"), *SEGMENTS, *driven("animate", 12), "steps=2"]
+    arguments += ["guidance_scale=1", "output.keep_frames=true"]
+    run_into(tmp_path / "whole", *arguments)
+    part = shutil.copytree(tmp_path / "whole", tmp_path / "part")
+    for path in [*part.glob("*.2.safetensors"), part / "video.mp4"]:
+        path.unlink()
+    started = []
+    (tmp_path / "again").mkdir()
+    generate_into(
+        make_config(*arguments, f"resume={part}"), tmp_path / "again",
+        listener=lambda event: started.append(event.phase) if isinstance(event, Began) else None,
+    )
+    assert [started.count(name) for name in ("text", "encode", "face", "denoise", "decode")] == [0, 1, 1, 1, 1]
+    for path in (tmp_path / "whole").glob("*.2.safetensors"):
+        again = load_file(tmp_path / "again" / path.name)
+        assert all(numpy.array_equal(again[name], value) for name, value in load_file(path).items()), path.name
+    assert clips.frame_count(tmp_path / "again" / "video.mp4", 16) == 12
+
+
+def test_the_video_has_the_sound_of_the_driving_one(tmp_path):
+    """As much of it as the video is long."""
+    silent, loud = given.clip("pose", 9), tmp_path / "face.mkv"
+    tone = ["-f", "lavfi", "-i", "sine=frequency=440:sample_rate=8000:duration=3"]
+    subprocess.run([ffmpeg(), "-v", "error", "-i", silent, *tone, "-c:v", "copy", loud], check=True)
+    files = [f"image={given.picture('first')}", f"pose={silent}", f"face={loud}"]
+    config = make_config("model=wan22_animate_14b", *files)
+    assert inputs.sound_of(config) == loud
+    assert inputs.sound_of(make_config("model=wan22_animate_14b", *files[:2], f"face={silent}")) is None
+    frames = numpy.zeros((16, 32, 32, 3), numpy.uint8)
+    media.write_video(tmp_path / "video.mp4", frames, media.Encoding(16, 18, loud), "a title", {"seed": 3})
+    assert clips.probe(tmp_path / "video.mp4").has_sound and clips.frame_count(tmp_path / "video.mp4", 16) == 16
+    assert media.read_metadata(tmp_path / "video.mp4") == {"seed": 3}
+    heard = subprocess.run(
+        [ffmpeg(), "-v", "error", "-i", tmp_path / "video.mp4", "-f", "s16le", "-ac", "1", "-ar", "8000", "-"],
+        capture_output=True, check=True,
+    ).stdout
+    samples = numpy.frombuffer(heard, numpy.int16).astype(float)
+    assert 7500 < len(samples) < 9500 and samples.std() > 1000
+
+
+def test_size_and_length_follow_the_driving_video():
+    files = driven("animate", 13)
+    config = make_config("model=wan22_animate_14b", "model.fps=16", *(text for text in files if "frames" not in text))
+    size = config.resolution
+    assert (size.frames, size.fps, size.flow_shift) == (13, 16, 5)
+    assert size.width / size.height == pytest.approx(96 / 80, 0.02)
+    assert size.height * size.width <= 1280 * 720 < (size.height + 16) * (size.width + 16)
+    assert make_config("model=wan22_animate_14b", *files, "resolution.frames=7").resolution.frames == 7
+    assert make_config("model=wan22_animate_14b").resolution.frames == 77, "before a driving video is known"
+    assert (config.steps, config.guidance_scale, config.pipeline.segments.frames) == (20, 1.0, 77)
+
+
+@pytest.mark.parametrize("fps, count", [(16, 9), (8, 5), (30, 16), (24, 13), (120, 64)])
+def test_frames_are_counted_as_they_are_read(fps, count):
+    path = given.clip("pose", 9)
+    assert clips.frame_count(path, fps) == len(list(read_frames(path, 100, fps))) == count
+
+
+def test_what_lies_past_the_end_is_mirrored():
+    size = SimpleNamespace(frames=9, fps=16, height=32, width=32)
+    whole = read_video(given.clip("pose", 9), size, "stretch")
+    size.frames = 5
+    assert numpy.array_equal(read_mirrored(given.clip("pose", 9), size, "stretch", 2), whole[2:7])
+    assert numpy.array_equal(read_mirrored(given.clip("pose", 9), size, "stretch", 7), whole[[7, 8, 7, 6, 5]])
+    few = read_mirrored(given.clip("pose", 3), size, "stretch", 0)
+    assert numpy.array_equal(few, few[[0, 1, 2, 1, 0]]) and numpy.abs(few[0].astype(int) - few[1]).max() > 9
+    one = read_mirrored(given.clip("pose", 1), size, "stretch", 0)
+    assert len(one) == 5 and numpy.array_equal(one, one[[0] * 5])
+
+
+def test_adapters_of_either_spelling_reach_the_face():
+    """In Wan's own files its keys and values are one layer."""
+    assert translate("face_adapter.fuser_blocks.3.linear1_q", native=False) == "face_adapter.3.to_q"
+    both = translate("face_adapter_fuser_blocks_3_linear1_kv", native=False)
+    assert both == Rows(("face_adapter.3.to_k", "face_adapter.3.to_v"))
+    assert translate("face_adapter.3.to_out", native=True) == "face_adapter.3.to_out"
+    assert translate("face_adapter.3.to_somewhere", native=True) is None
