@@ -25,11 +25,11 @@ VALID = 256  # tokens of a prompt
 SMALL_HUNYUAN = [
     "model.architecture.transformer.num_layers=2", "model.architecture.transformer.num_attention_heads=2",
     "model.architecture.vae.block_out_channels=[16,16,32,32,32]", "model.architecture.vae.layers_per_block=1",
-    "resolution.height=128", "resolution.width=128", "resolution.frames=5",
+    "resolution.height=64", "resolution.width=64", "resolution.frames=5",
 ]
 SMALL_FLUX = [
     "model.architecture.transformer.num_layers=1", "model.architecture.transformer.num_single_layers=1",
-    "model.architecture.transformer.num_attention_heads=2", "resolution.height=256", "resolution.width=256",
+    "model.architecture.transformer.num_attention_heads=2", "resolution.height=128", "resolution.width=128",
 ]
 CASES = {
     "hunyuan15-480p": (["model=hunyuan15_t2v_480p", "guidance_scale=1"], SMALL_HUNYUAN),
@@ -141,7 +141,7 @@ def check_beside(smoke: bool) -> None:
     from wan_torchax.kernels.attention import Attend, Beside
     from wan_torchax.kernels.settings import Kernel
 
-    heads, tokens, text = 4, 1000, 300
+    heads, tokens, text = (1, 200, 300) if smoke else (4, 1000, 300)
     keys = jax.random.split(jax.random.key(0), 6)
     shapes = [(2, tokens, heads * 128)] * 3 + [(2, text, heads * 128)] * 3
     arrays = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes)]
@@ -271,6 +271,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--job", help="one job, in this process")
     options = parser.parse_args()
+    options.repeats = 1 if options.smoke else options.repeats
     if options.job:
         JOBS[options.job](options.smoke, options.repeats)
         print("ROWS " + json.dumps(gpu.rows), flush=True)

@@ -141,6 +141,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--job", choices=list(JOBS), help="one job, in this process")
     options = parser.parse_args()
+    options.repeats = 1 if options.smoke else options.repeats
     if options.job:
         JOBS[options.job](options.smoke, options.repeats)
         print("ROWS " + json.dumps(gpu.rows), flush=True)
