@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 from concurrent.futures import wait
+from functools import partial
 
 import numpy
 import pytest
@@ -16,12 +17,15 @@ from tests.reference import TEXTS, relative_error
 from tests.serving import Server
 from wan_torchax.config.clips import ffmpeg
 from wan_torchax.config.geometry import Geometry
-from wan_torchax.config.live import Layout, Window, prompt_chunks
+from wan_torchax.config.live import Layout, Window, later_prompt, prompt_chunks
 from wan_torchax.config.schema import ConfigError, Live
 from wan_torchax.config.validation import validate
 from wan_torchax.events import Decoded, Part, Stepped
 from wan_torchax.records.growing import Growing
 from wan_torchax.records.media import Encoding, read_metadata
+from wan_torchax.serve.queue import Prompts
+from wan_torchax.serve.worker import configure
+from wan_torchax.session import session
 from wan_torchax.stages.sampling import scheduler_table
 
 STEPS = ["scheduler=renoise", "scheduler.sigmas=[1,0.75,0.5,0.25]", "resolution.flow_shift=5", "guidance_scale=1"]
@@ -270,6 +274,47 @@ def test_a_file_that_is_begun_anew_ends_the_stream(server):
         assert next(parts) == b"a long beginning"
         file.write_bytes(b"short")
         assert list(parts) == []
+
+
+def test_prompts_are_applied_once_each(server):
+    video = server.post(prompt="a red circle", frames=33)
+    path, folder = f"/v1/videos/{video['id']}/prompt", server.queue.folder / video["id"]
+    for prompt in ("a blue star", "a green\n  star: ${oc.env:HOME}"):
+        assert server.client.post(path, json={"prompt": prompt}).status_code == 200
+    for wrong in ({"prompt": " "}, {"prompt": "a", "seed": 1}, {"prompt": "a\0b"}, {}):
+        assert server.client.post(path, json=wrong).status_code == 400
+    prompts = Prompts(folder)
+    assert prompts.apply(partial(later_prompt, 4 / 3)) == "a green star: ${oc.env:HOME}", "the last of them"
+    assert prompts.apply(partial(later_prompt, 2)) is None
+    assert prompts.applied() == ["1.333: a green star: ${oc.env:HOME}"]
+    config, _ = configure(server.queue.get(video["id"]), server.base)
+    assert list(config.live.prompts) == prompts.applied(), "after a crash"
+    (folder / "metrics.json").write_text('{"step_seconds": [0.1]}')
+    assert server.client.post(path, json={"prompt": "too late"}).status_code == 409
+
+
+@pytest.mark.system
+def test_a_prompt_given_while_a_video_is_made_is_part_of_it(tmp_path):
+    settings = [*tiny.model("text"), *LIVE, "resolution.frames=29"]
+    server = Server(tmp_path / "queue", *settings, works=True)
+    try:
+        video = server.post(prompt=TEXTS[0].removeprefix("prompt="))
+        path = f"/v1/videos/{video['id']}/prompt"
+        assert server.client.post(path, json={"prompt": "a green star"}).status_code == 200
+        server.finished(video["id"])
+    finally:
+        server.close()
+        session.clear()
+    folder = server.queue.folder / video["id"]
+    (row,) = Prompts(folder).applied()
+    assert row.endswith(": a green star")
+    carried = read_metadata(folder / "video.mp4")
+    assert carried["config"]["live.prompts"] == [row]
+    values = results(folder)["latents"]
+    expected = results(run_into(tmp_path / "again", *settings, NO_DECODE, f"live.prompts=['{row}']"))["latents"]
+    assert relative_error(values, expected) < 1e-4
+    without = results(run_into(tmp_path / "without", *settings, NO_DECODE))["latents"]
+    assert relative_error(values, without) > 1e-3
 
 
 def test_other_videos_have_no_stream(tmp_path):

@@ -10,12 +10,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 from PIL import Image
 
 from tests import tiny
 from tests.conftest import ROOT, SMALL
 from tests.serving import Server, wait_for
+from wan_torchax.records.growing import Growing
+from wan_torchax.records.media import Encoding
+from wan_torchax.serve.queue import Prompts, append
 from wan_torchax.session import session
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -371,3 +375,34 @@ def test_use_these_brings_the_picture_back_and_a_video_goes_on(pictured, browser
     frames = imageio.imread(second.folder / "video.mp4")
     apart = [numpy.abs(numpy.asarray(given, float) - frame).mean() for frame in frames]
     assert numpy.argmin(apart) == len(frames) - 1 and apart[-1] < 6, apart
+
+
+def test_a_live_video_plays_while_it_is_made_and_takes_another_prompt(tmp_path, browser):
+    """The worker's part is played here: a step is done, and chunks are appended."""
+    live = ["pipeline=live", "live=self_forcing", "scheduler=renoise_linear", "steps=4", "guidance_scale=1"]
+    made = Server(tmp_path / "queue", *live)
+    frames = numpy.random.default_rng(0).integers(0, 255, (33, 64, 64, 3), dtype=numpy.uint8)
+
+    def player(key):
+        return browser.execute_script(f"return document.querySelector('.job video')?.{key}")
+
+    try:
+        video = made.post(prompt="a red circle", frames=33)
+        folder = made.queue.folder / video["id"]
+        growing = Growing(folder / "video.mp4", Encoding(8, 18), (9, 12))
+        append(folder, {"event": "step", "progress": 5, "step": 5, "steps": 12})
+        browser.get(made.url)
+        growing.add(frames[:21])
+        wait_for(lambda: player("buffered.length") and player("buffered.end(0)") >= 21 / 8 - 0.01)
+        wait_for(lambda: player("currentTime") > 0 and not player("hidden"))
+        keep(browser, "live")
+        write(browser, ".job .next input", "a blue star")
+        find(browser, ".job .next button").click()
+        wait_for(lambda: "a blue star" in text_of(browser, ".job .prompt"))
+        growing.add(frames[21:])
+        wait_for(lambda: player("buffered.end(0)") >= 33 / 8 - 0.01)
+        assert json.loads(Prompts(folder).given.read_text()) == {"prompt": "a blue star"}
+        growing.close()
+    finally:
+        browser.get("about:blank")
+        made.close()

@@ -2,7 +2,7 @@
 run cleanly. Listeners are only called in the thread that runs the session."""
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
@@ -85,6 +85,16 @@ class Decoded:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """A live video is about to begin a chunk. A listener that has a new prompt for it appends it, and the prompt's
+    embeddings are appended in turn."""
+
+    second: float  # of the video, at which the chunk begins
+    prompts: list[str] = field(default_factory=list)
+    embeddings: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class Part:
     """A part of a stage's result, while the stage goes on."""
 
@@ -102,7 +112,7 @@ class Finished:
     segment: int | None = None  # if the video has several
 
 
-Event = Began | Advanced | Ended | Compiled | Took | Stepped | Previewed | Decoded | Part | Finished
+Event = Began | Advanced | Ended | Compiled | Took | Stepped | Previewed | Decoded | Asked | Part | Finished
 Listener = Callable[[Event], None]
 
 

@@ -19,6 +19,7 @@ from wan_torchax import interruption
 from wan_torchax.config.resolve import Resolved
 from wan_torchax.events import (
     Advanced,
+    Asked,
     Began,
     Decoded,
     Ended,
@@ -30,7 +31,7 @@ from wan_torchax.events import (
     silence,
 )
 from wan_torchax.runtime.build_cache import BuildCache
-from wan_torchax.runtime.programs import no_compilation
+from wan_torchax.runtime.programs import compiling, no_compilation, own_compilation
 from wan_torchax.stages.stage import Stage, find
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class Work:
         if behind is not None:
             following = behind.following(behind.view_of(behind.name, resolved), emit)
             listener = with_follower(following, listener)
+        listener = with_embeddings(self.encode, listener)
         view = replace(stage.view_of(name, resolved), finished=tuple(self.finished.get(name, ())))
         with phase(name, emit, *stage.amount(name, resolved)), no_compilation(name):
             result = stage.run(view, taken, listener)
@@ -130,6 +132,18 @@ class Work:
         later = self.left[self.left.index(step) + 1 :][:1]
         takes = [(other, set(step.resolved.graph.stages[other.name].takes)) for other in later]
         return next((other for other, taken in takes if find(other.name).follows and taken <= step.gives), None)
+
+    def encode(self, prompt: str) -> numpy.ndarray:
+        """The embeddings of another prompt."""
+        name = str(self.resolved.graph.giver("embeddings"))
+        stage = self.session.build_one(name, self.resolved, self.cache)
+        with own_compilation():
+            load(stage, self.resolved, silence)
+            if not stage.programs.ready():  # the first prompt's embeddings were in the store
+                with compiling({name: stage.programs}, silence):
+                    wait_for_programs(stage, silence)
+            values = self.resolved.inputs() | {"prompt": prompt}
+            return stage.run(stage.view_of(name, self.resolved), values, silence)["embeddings"][:1]
 
     def read_next(self, name: str, resolved: Resolved) -> None:
         """Prefetch the next stage's weights from disk while this one runs."""
@@ -236,6 +250,17 @@ def with_follower(following, emit: Listener) -> Listener:
         emit(event)
         if isinstance(event, Part):
             following.add(event.values)
+
+    return listener
+
+
+def with_embeddings(encode: Callable[[str], numpy.ndarray], emit: Listener) -> Listener:
+    """A listener that encodes prompts which others give while a video is made; the last of several applies."""
+
+    def listener(event):
+        emit(event)
+        if isinstance(event, Asked) and event.prompts:
+            event.embeddings.append(encode(event.prompts[-1]))
 
     return listener
 

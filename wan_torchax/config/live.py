@@ -6,6 +6,7 @@
 No JAX, no torch.
 """
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -106,11 +107,22 @@ def later_prompts(rows) -> list[tuple[float, str]]:
     return [(float(second), text.strip()) for second, _, text in parts]
 
 
+def later_prompt(second: float, text: str) -> str:
+    """A row of `live.prompts`."""
+    return f"{math.floor(1000 * second) / 1000:g}: {text}"  # never behind the chunk that begins then
+
+
+def chunk_seconds(config, geometry, layout: Layout) -> list[float]:
+    """When each chunk begins."""
+    frames = (max(0, (layout.begin(number) - 1) * geometry.frame_scale + 1) for number in range(layout.chunks))
+    return [frame / config.resolution.fps for frame in frames]
+
+
 def prompt_chunks(config, geometry, layout: Layout) -> list[int]:
     """The chunk with which each prompt begins, the first one's included."""
     seconds = [0.0, *(second for second, _ in later_prompts(config.live.prompts))]
-    begins = [max(0, (layout.begin(number) - 1) * geometry.frame_scale + 1) for number in range(layout.chunks)]
-    return [sum(begin < second * config.resolution.fps for begin in begins) for second in seconds]
+    begins = chunk_seconds(config, geometry, layout)
+    return [sum(begin < second for begin in begins) for second in seconds]
 
 
 # ---------------------------------------------------------------- problems

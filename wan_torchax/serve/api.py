@@ -25,7 +25,7 @@ from wan_torchax.records.report import without_places
 from wan_torchax.serve import estimate, requests
 from wan_torchax.serve.errors import Answer, Refused
 from wan_torchax.serve.guard import whole_number
-from wan_torchax.serve.queue import Conflict, Full, Job, events_from
+from wan_torchax.serve.queue import Conflict, Full, Job, Prompts, events_from
 
 VARIANTS = {"video": VIDEO, "picture": PICTURE, "thumbnail": "poster.png", "spritesheet": "contact_sheet.png"}
 POLL = {"openai-poll-after-ms": "500"}  # polling interval for OpenAI's client
@@ -298,6 +298,23 @@ async def watch(request: Request) -> Response:
         return await content(request)
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(growing(front, job), media_type="video/mp4", headers=headers)
+
+
+async def change_prompt(request: Request) -> Answer:
+    """Another prompt for a live video that is being made, from its next chunk on."""
+    front, job, (fields, files) = request.app.state.front, find(request), await read(request)
+    if set(fields) != {"prompt"} or files:
+        raise ConfigError("a change takes a prompt and nothing else")
+    prompt = requests.read_prompt(" ".join(str(fields["prompt"]).split()))
+    if not grows(job):
+        raise Refused(409, "this video is made in one piece; remix it with another prompt", "not_live")
+    if front.queue.state(job).is_over:
+        raise Refused(409, "this video is finished; remix it with another prompt", "finished")
+    prompts = Prompts(job.folder)
+    if not prompts.room(prompt):
+        raise Refused(429, "this video was given too many prompts", "too_many_prompts")
+    await run_in_threadpool(prompts.add, prompt)
+    return Answer(video(front, job))
 
 
 async def growing(front, job: Job):

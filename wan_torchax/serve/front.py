@@ -51,6 +51,7 @@ def make_app(front: Front, lifespan=None) -> Starlette:
         Route("/v1/videos/{id}/content", api.content),
         Route("/v1/videos/{id}/preview", api.preview),
         Route("/v1/videos/{id}/stream", api.watch),
+        Route("/v1/videos/{id}/prompt", api.change_prompt, methods=["POST"]),
         Route("/v1/videos/{id}/events", api.events),
         Route("/v1/videos/{id}/remix", api.remix, methods=["POST"]),
         Route("/v1/models", api.models),

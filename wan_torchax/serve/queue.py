@@ -4,6 +4,8 @@
     inputs/          uploaded images
     events.jsonl     progress events, one per line
     cancel           the job is cancelled
+    prompts.jsonl    prompts for later chunks of a live video, as requests gave them
+    applied.jsonl    those that the worker has applied, and how many it had read by then
     metrics.json     finished (records/outputs.py writes it last)
     failure.json     failed
 
@@ -19,7 +21,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +38,7 @@ REQUEST = {
     "seconds": str, "frames": int, "steps": int, "seed": int, "remixed_from": (str, type(None)),
 }
 NUMBERS = ("progress", "step", "steps", "preview")  # of an event
+MOST_PROMPT_BYTES = 2**20  # of all prompts that are given to a video while it is made
 STALE_SECONDS = 3600  # age at which an incomplete folder is assumed abandoned
 
 
@@ -76,6 +79,32 @@ class State:
     @property
     def is_over(self) -> bool:
         return self.status in ("completed", "failed")
+
+
+class Prompts:
+    """Prompts that are given while a live video is made. The front adds them, the worker applies the last one."""
+
+    def __init__(self, folder: Path):
+        self.given, self.used = folder / "prompts.jsonl", folder / "applied.jsonl"
+
+    def add(self, prompt: str) -> None:
+        append_line(self.given, {"prompt": prompt})
+
+    def room(self, prompt: str) -> bool:
+        """Whether one more fits."""
+        return not self.given.exists() or self.given.stat().st_size + 8 * len(prompt) < MOST_PROMPT_BYTES
+
+    def applied(self) -> list[str]:
+        """Rows of `live.prompts`."""
+        return [line["row"] for line in lines_of(self.used, "row")]
+
+    def apply(self, row_of: Callable[[str], str]) -> str | None:
+        """The last prompt that was given since, if there is one, recorded as the row that is made of it."""
+        given, used = lines_of(self.given, "prompt"), lines_of(self.used, "row")
+        if len(given) <= (used[-1].get("read", 0) if used else 0):
+            return None
+        append_line(self.used, {"row": row_of(given[-1]["prompt"]), "read": len(given)})
+        return given[-1]["prompt"]
 
 
 class Queue:
@@ -229,11 +258,31 @@ def pictures_digest(draft: Path) -> bytes:
 
 
 def append(folder: Path, event: dict) -> None:
-    """Append a line to events.jsonl, after terminating a partial line of a killed process."""
-    with (folder / "events.jsonl").open("ab+") as file:
+    """Append a line to events.jsonl."""
+    append_line(folder / "events.jsonl", {"time": round(time.time(), 3)} | event)
+
+
+def append_line(path: Path, content: dict) -> None:
+    """Append a line, after terminating a partial line of a killed process."""
+    with path.open("ab+") as file:
         if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
             file.write(b"\n")
-        file.write(json.dumps({"time": round(time.time(), 3)} | event).encode() + b"\n")
+        file.write(json.dumps(content).encode() + b"\n")
+
+
+def lines_of(path: Path, name: str) -> list[dict]:
+    """The lines of a file that have a text of this name; the front and the worker read what the other wrote."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return []
+    lines = (read_line(line) for line in content.split(b"\n"))
+    return [line for line in lines if isinstance(line, dict) and isinstance(line.get(name), str)]
+
+
+def read_line(line: bytes):
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(line)
 
 
 def read_state(folder: Path) -> State:

@@ -19,7 +19,7 @@ from wan_torchax.config import inputs, live, trust
 from wan_torchax.config.commandline import compose, key_of, quote
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ConfigError
-from wan_torchax.config.validation import validate
+from wan_torchax.config.validation import text_problems, validate
 from wan_torchax.config.wording import nearest
 from wan_torchax.records.outputs import is_under
 from wan_torchax.records.report import without_places
@@ -122,14 +122,21 @@ def read(base: Base, fields: dict) -> tuple[dict, float | None]:
         else:
             known = [*FIELDS, *ALIASES, *base.choices, "model", "size", "seconds"]
             raise ConfigError(f"{trust.shown(name)}: no such field; {nearest(name, known)}")
-    text = values.get("prompt.text")
-    if not text or len(text) > LETTERS:
-        raise ConfigError(f"prompt: must be a text of 1 to {LETTERS} characters")
+    read_prompt(values.get("prompt.text"))
     if "size" in fields and {"width", "height"} & fields.keys():
         raise ConfigError("size, and width or height: give one of the two")
     if seconds is not None and "resolution.frames" in values:
         raise ConfigError("seconds and frames: give one of the two")
     return values, seconds
+
+
+def read_prompt(text) -> str:
+    """A prompt, checked like run.py's."""
+    if not isinstance(text, str) or not text or len(text) > LETTERS:
+        raise ConfigError(f"prompt: must be a text of 1 to {LETTERS} characters")
+    for problem in text_problems("prompt", text):
+        raise ConfigError(problem)
+    return text
 
 
 def plain(fields: dict) -> dict:

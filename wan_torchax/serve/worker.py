@@ -4,6 +4,7 @@ It communicates only through files and does not know its clients. A `cancel` fil
 raise, so a video stops between two steps.
 """
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -13,16 +14,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from wan_torchax.config import live
 from wan_torchax.config.commandline import compose
 from wan_torchax.config.registry import STAGES
 from wan_torchax.config.schema import ConfigError, FolderError
 from wan_torchax.config.validation import validate
-from wan_torchax.events import Advanced, Began, Event, Listener, Previewed, Stepped
+from wan_torchax.events import Advanced, Asked, Began, Event, Listener, Previewed, Stepped
 from wan_torchax.records import results
 from wan_torchax.records.clock import Clock
 from wan_torchax.records.files import claimed, sync
 from wan_torchax.run import generate
-from wan_torchax.serve.queue import Job, Queue, append, events_from, last_event
+from wan_torchax.serve.queue import Job, Prompts, Queue, append, events_from, last_event
 from wan_torchax.serve.requests import Base, files_in
 from wan_torchax.session import session
 from wan_torchax.stages.stage import find, main_stage
@@ -70,6 +72,9 @@ class Reporter:
             self.emit("step", share=event.step / event.steps, step=event.step, steps=event.steps)
         elif isinstance(event, Previewed):
             self.emit("preview", preview=event.step)
+        elif isinstance(event, Asked):
+            prompt = Prompts(self.job.folder).apply(functools.partial(live.later_prompt, event.second))
+            event.prompts.extend(() if prompt is None else [prompt])
 
     def stop_if_unwanted(self, at_once: bool) -> None:
         now = time.monotonic()
@@ -123,7 +128,11 @@ def make(job: Job, base: Base, reporter: Reporter) -> None:
 
 def configure(job: Job, base: Base):
     """The configuration of a job's video; it resumes from finished stages."""
-    overrides = base.overrides_for(job.request["values"], files_in(job.folder))
+    values, applied = job.request["values"], Prompts(job.folder).applied()
+    if applied:  # before a crash
+        rows = [*values.get("live.prompts", ()), *applied]
+        values = values | {"live.prompts": sorted(rows, key=lambda row: live.later_prompts([row])[0][0])}
+    overrides = base.overrides_for(values, files_in(job.folder))
     config = compose(overrides)
     if stage_results(job.folder):
         config.resume = str(job.folder)

@@ -9,9 +9,9 @@ import numpy
 from omegaconf import OmegaConf
 
 from wan_torchax.config.attention import parallel_of
-from wan_torchax.config.live import Layout, Window, prompt_chunks
+from wan_torchax.config.live import Layout, Window, chunk_seconds, prompt_chunks
 from wan_torchax.devices.sharding import replicated, struct
-from wan_torchax.events import Advanced, Part, Stepped
+from wan_torchax.events import Advanced, Asked, Part, Stepped
 from wan_torchax.kernels.parallel import kept_spec
 from wan_torchax.models.family import Chunk, Forward
 from wan_torchax.runtime import weights
@@ -55,6 +55,15 @@ class Live(Denoise):
         batch, channels, latents, *sides = job.latent_shape
         layout = Layout.of(job.config.live, latents)
         return {"latents": (batch, channels, layout.size(number), *sides)} if number < layout.chunks else None
+
+    @classmethod
+    def part_settings(cls, name, job, number, settings):
+        """Prompts of later chunks do not count, nor how many there are."""
+        layout, texts = Layout.of(job.config.live, job.latent_shape[2]), job.graph.giver("embeddings")
+        chunks = prompt_chunks(job.config, job.geometry, layout)[1:]
+        rows = [row for row, chunk in zip(job.config.live.prompts, chunks) if chunk <= number]
+        counted = {key: value for key, value in settings.items() if key != f"{texts}.prompts"}
+        return counted | {"live.prompts": rows}
 
     @classmethod
     def takes_several(cls, name, job) -> bool:
@@ -144,7 +153,7 @@ class Live(Denoise):
     def run(self, view, values, emit):
         making, made, rescued = Making(self, view, values["embeddings"]), [], []
         for number in range(self.layout.chunks):
-            making.change_prompt(number, made)
+            making.change_prompt(number, made, emit)
             if number < len(view.finished):
                 slots = making.begin(number, view.finished[number]["latents"])
             else:
@@ -194,6 +203,7 @@ class Making:
     def __init__(self, stage: Live, view, texts: numpy.ndarray):
         self.stage, self.view, self.texts = stage, view, texts
         self.changes = prompt_chunks(view.config, view.geometry, stage.layout)
+        self.seconds = chunk_seconds(view.config, view.geometry, stage.layout)
         _, kept, _, self.conditions = stage.programs.entries[stage.program(0)].arguments
         with own_compilation():  # zeros are allocated on the devices by a small program
             self.kept = {name: weights.zeros(one) for name, one in kept.items()}
@@ -205,16 +215,23 @@ class Making:
         self.steps = [self.put(0, step=step, timestep=time, coefficients=row) for step, time, row in rows]
         self.count, self.window = len(table.timesteps), Window(stage.layout)
 
-    def change_prompt(self, number: int, made: list[numpy.ndarray]) -> None:
+    def change_prompt(self, number: int, made: list[numpy.ndarray], emit) -> None:
         """Change to the prompt that begins with a chunk, if one does; what is kept is then read again with it."""
-        if number not in self.changes:
+        text = self.texts[self.changes.index(number)][None] if number in self.changes else self.asked(number, emit)
+        if text is None:
             return
-        text = self.texts[self.changes.index(number)][None]
         self.conditions = put(self.conditions, dict.fromkeys(self.conditions, text))
         if number and self.view.config.live.recache:
             staying, self.window = self.window.staying(), Window(self.stage.layout)
             for chunk in staying:
                 self.read(chunk, self.begin(chunk, made[chunk]))
+
+    def asked(self, number: int, emit) -> numpy.ndarray | None:
+        """The embeddings of a prompt that was given meanwhile, for a chunk that was not made before."""
+        asked = Asked(self.seconds[number])
+        if number >= len(self.view.finished):
+            emit(asked)
+        return asked.embeddings[-1] if asked.embeddings else None
 
     def begin(self, number: int, latents: numpy.ndarray | None = None):
         """A chunk's slots before its first step, or with finished latents. It takes its place in the window."""

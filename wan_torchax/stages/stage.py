@@ -12,6 +12,7 @@
         def problems(…)         # what is wrong with a job, before anything loads
         def check(…)            # raises what would fail later, before any stage runs
         def part_shapes(…)      # shapes of a part of its outputs, if it finishes them in parts
+        def part_settings(…)    # what such a part depends on
         follows, def following(…)   # whether and how it takes another stage's outputs in parts
         def amount(…)           # the total and unit of its progress
         def run(…)              # values in, values out
@@ -163,6 +164,11 @@ class Stage:
     def part_shapes(cls, name: str, job: Job, number: int) -> dict[str, tuple[int, ...]] | None:
         """Shapes of a part of its outputs; None if there is no such part."""
         return None
+
+    @classmethod
+    def part_settings(cls, name: str, job: Job, number: int, settings: dict[str, Any]) -> dict[str, Any]:
+        """Of the settings that its result depends on, those of a part."""
+        return settings
 
     @classmethod
     def problems(cls, name: str, job: Job) -> Iterator[str]:

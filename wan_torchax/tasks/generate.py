@@ -5,16 +5,20 @@ import itertools
 import logging
 import os
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from wan_torchax.config import inputs
+from omegaconf import OmegaConf
+
+from wan_torchax.config import inputs, live, trust
+from wan_torchax.config.commandline import key_of, literal
 from wan_torchax.config.resolve import Job, Resolved
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.devices import distributed
 from wan_torchax.devices.mesh import describe
-from wan_torchax.events import Decoded, Event, Finished, Listener, Part, Previewed, silence, to_all
+from wan_torchax.events import Asked, Decoded, Event, Finished, Listener, Part, Previewed, silence, to_all
 from wan_torchax.records import outputs, results
 from wan_torchax.records.clock import Clock
 from wan_torchax.records.files import claimed
@@ -79,11 +83,23 @@ class Making:
             self.stack.enter_context(profiled(self.folder / "profile"))
         self.resolved = resolved
         if self.first:
-            self.emit = to_all(saver(resolved, self.folder), self.emit)
+            self.emit = to_all(saver(lambda: self.resolved, self.folder), self.emit, self.note)
             for number, known in {None: at_hand.values, **at_hand.segments}.items():
                 for name, stage in resolved.graph.stages.items():
                     if read := {value: known[value] for value in stage.gives if value in known}:
                         self.emit(Finished(name, read, number))
+
+    def note(self, event: Event) -> None:
+        """Prompts that are given while the video is made are part of its configuration, for resume and replay."""
+        if isinstance(event, Asked) and event.prompts:
+            rows = [*self.resolved.config.live.prompts, live.later_prompt(event.second, event.prompts[-1])]
+            rows.sort(key=lambda row: live.later_prompts([row])[0][0])
+            self.settled["live"]["prompts"] = rows
+            kept = [text for text in self.overrides if key_of(text) != "live.prompts"]
+            self.overrides = [*kept, trust.override("live.prompts", rows)]
+            self.resolved = with_prompts(self.resolved, rows)
+            outputs.write_config(self.folder, self.settled, self.overrides)
+            results.path_of(self.folder, self.resolved.graph.giver("embeddings")).unlink(missing_ok=True)
 
     def write(self, values: dict[str, Any]) -> float:
         """Video, pictures and metrics. Returns the median seconds of a step, or of the whole."""
@@ -110,24 +126,44 @@ def fingerprints(job: Job) -> dict[str, str]:
     return {name: job.checkpoints[name].fingerprint for name in used if name in job.checkpoints} | dict(job.contents)
 
 
-def saver(resolved: Resolved, folder: Path) -> Listener:
-    """A listener that saves previews, and stages' results with the settings they depend on."""
-    parts = {part.segment: part for part in resolved.segments()}
-    settings = functools.cache(functools.partial(result_settings, resolved))
+def saver(job: Callable[[], Resolved], folder: Path) -> Listener:
+    """A listener that saves previews, and stages' results with the settings they depend on: those of the job as it is
+    then."""
+
+    @functools.cache  # parts follow each other quickly
+    def settings(stage: str, prompts: tuple[str, ...]) -> dict:
+        return result_settings(job(), stage)
 
     def save(event: Event) -> None:
-        if isinstance(event, Finished) and resolved.config.output.save_stages:
-            part = resolved if event.segment is None else parts[event.segment]
-            path = results.path_of(folder, event.stage, event.segment)
-            results.save(path, event.values, result_settings(part, event.stage))
-            for path in part_files(folder, resolved, event.stage):  # the whole result has them
-                path.unlink()
-        elif isinstance(event, Part) and resolved.config.output.save_stages:
-            results.save(results.path_of(folder, event.stage, event.number), event.values, settings(event.stage))
-        elif isinstance(event, Previewed):
-            outputs.write_preview(folder, event.frames, resolved.config.resolution.fps)
+        if isinstance(event, Previewed):
+            outputs.write_preview(folder, event.frame)
+        elif isinstance(event, Finished) and job().config.output.save_stages:
+            save_result(folder, job(), event)
+        elif isinstance(event, Part) and job().config.output.save_stages:
+            known = settings(event.stage, tuple(job().config.live.prompts))
+            known = find(event.stage).part_settings(event.stage, job(), event.number, known)
+            results.save(results.path_of(folder, event.stage, event.number), event.values, known)
 
     return save
+
+
+def save_result(folder: Path, resolved: Resolved, event: Finished) -> None:
+    """Save a stage's result with the settings it depends on."""
+    segments = {part.segment: part for part in resolved.segments()}
+    job = resolved if event.segment is None else segments[event.segment]
+    path = results.path_of(folder, event.stage, event.segment)
+    results.save(path, event.values, result_settings(job, event.stage))
+    for path in part_files(folder, resolved, event.stage):  # the whole result has them
+        path.unlink()
+
+
+def with_prompts(resolved: Resolved, rows: list[str]) -> Resolved:
+    """A live video's job with other prompts behind the first."""
+    config = resolved.config.copy()
+    OmegaConf.set_readonly(config, False)
+    config.live.prompts = [literal(row) for row in rows]
+    OmegaConf.set_readonly(config, True)
+    return replace(resolved, config=config)
 
 
 def stage_files(folder: Path, job: Job, name: str) -> list[Path]:
@@ -148,7 +184,8 @@ def read_parts(folder: Path, job: Job, name: str) -> list[dict[str, Any]]:
     read = []
     for number, path in enumerate(part_files(folder, job, name)):
         values, made_with = results.read(path, find(name).part_shapes(name, job, number))
-        results.compare(path, made_with, result_settings(job, name))
+        settings = find(name).part_settings(name, job, number, result_settings(job, name))
+        results.compare(path, made_with, settings)
         read.append(values)
     if read:
         log.info("%s: its first %d parts are taken from %s", name, len(read), folder)

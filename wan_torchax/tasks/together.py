@@ -70,7 +70,7 @@ def encode(video: Video) -> None:
     job = find_job(inputs.with_texts(video.config))
     values = read_results(job).values
     video.resolved = session.resolve(job, list(job.graph.stages), video.listener)
-    video.emit = to_all(video.clock, saver(video.resolved, video.folder), video.listener)
+    video.emit = to_all(video.clock, saver(lambda: video.resolved, video.folder), video.listener)
     main = main_stage(job.graph)
     before = [name for name in job.graph.upstream(main) if name != main] if takes_several(job) else []
     video.values = session.run(video.resolved, before, video.resolved.inputs() | values, video.emit)

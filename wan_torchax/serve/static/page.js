@@ -281,6 +281,7 @@ function showJob(video, place) {
     find("progress", item).setAttribute("aria-label", `Progress of ${video.prompt}`);
     find(".cancel", item).setAttribute("aria-label", `Cancel ${video.prompt}`);
     find(".cancel", item).addEventListener("click", () => cancel(video.id));
+    find(".next", item).addEventListener("submit", (event) => { event.preventDefault(); changePrompt(video.id, item); });
   }
   const failed = video.status === "failed";
   item.className = `job card ${video.status}`;
@@ -294,8 +295,24 @@ function showJob(video, place) {
     image.src = `/v1/videos/${video.id}/preview?step=${video.preview}`;
     image.hidden = false;
   }
-  if (video.stream && video.status === "in_progress" && !item.dataset.watched) watch(video, item);
+  const plays = video.stream && video.status === "in_progress";
+  find(".next", item).hidden = !plays;
+  if (plays && !item.dataset.watched) watch(video, item);
   return item;
+}
+
+async function changePrompt(id, item) {
+  const input = find(".next input", item), prompt = input.value.trim();
+  if (!prompt) return;
+  try {
+    const body = JSON.stringify({ prompt });
+    await ask(`/v1/videos/${id}/prompt`, { method: "POST", headers: { "Content-Type": "application/json" }, body });
+    find(".prompt", item).textContent = prompt;
+    input.value = "";
+    say("Applies from the next chunk on");
+  } catch (error) {
+    showError(error.message);
+  }
 }
 
 // H.264 in fragments, as the server appends them; players go by the profile, not by the level.
@@ -343,7 +360,11 @@ function showQueue(videos) {
     if (video.status === "failed" && waiting.get(video.id)?.status !== "failed" && waiting.size) say(`Failed: ${video.prompt}`);
   }
   waiting = now;
-  find("#queue").replaceChildren(...videos.map(showJob));
+  const items = videos.map(showJob), queue = find("#queue");
+  // Moving what plays or is typed into would stop it.
+  if (items.length !== queue.children.length || items.some((item, place) => item !== queue.children[place])) {
+    queue.replaceChildren(...items);
+  }
   find("#queue-count").textContent = videos.length || "";
   find("#queue-empty").hidden = videos.length > 0;
 }
