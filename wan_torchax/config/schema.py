@@ -342,6 +342,14 @@ class Guider:
     momentum: float = offered(0.0)
     parallel: float = offered(1.0)
     most_norm: float = offered(0.0)
+    skip_layers: list[int] = offered(list)
+    skip_scale: float = offered(2.8)
+    skip_start: float = offered(0.01)
+    skip_stop: float = offered(0.2)
+    skip_negative: bool = offered(False)
+    nag: float = offered(1.0)
+    nag_limit: float = offered(2.5)
+    nag_share: float = offered(0.25)
 
 
 @dataclass

@@ -94,6 +94,7 @@ class Blocks:
     eight_bits: range = range(0)  # blocks with quantized linear layers
     gathered: Mapping[str, jax.sharding.NamedSharding] | Any = ()  # shardings of gathered weights while in use
     scan: bool = True
+    skipped: jax.Array | None = None  # (batch, layers) true where a block is left out
     heads: jax.sharding.NamedSharding | None = None  # over the axis of which devices share a weight's first dimension
 
     @classmethod
@@ -139,8 +140,11 @@ class Blocks:
         return carry, counted
 
     def step(self, block: Callable, eight_bits: bool, index, state):
-        carry, counted = state
-        carry, rescued = block(self.layer(index, eight_bits), carry)
+        before, counted = state
+        carry, rescued = block(self.layer(index, eight_bits), before)
+        if self.skipped is not None:
+            left_out = self.skipped[:, index, None, None]
+            carry = jax.tree.map(lambda old, new: jnp.where(left_out, old, new), before, carry)
         return carry, counted if rescued is None else counted.at[index].add(rescued)
 
 

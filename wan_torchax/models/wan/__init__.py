@@ -275,14 +275,15 @@ def flops(config, tokens: int) -> dict[str, int]:
     size = geometry(config.model.architecture).grid(config.resolution, reference_count(config))
     sparse = Kernel.of(config.attention.self).sparse
     pairs = sparse.pairs(size) if sparse else tokens * tokens
+    texts = text * (1 if config.guider.nag == 1 else 2)  # keys in cross-attention
     gates = transformer.num_layers * 2 * tokens * width * width if sparse.kind == "vsa" else 0
     return {
         # q, k, v, out and q, out; k, v of the text; one of each control block
-        "projections": layers * (2 * tokens * width * width * 6 + 2 * text * width * width * 2)
+        "projections": layers * (2 * tokens * width * width * 6 + 2 * texts * width * width * 2)
         + controls * 2 * tokens * width * width + gates,
         "feed-forward": layers * 4 * tokens * width * transformer.ffn_dim,
         "self-attention": layers * 4 * pairs * width,
-        "cross-attention": layers * 4 * tokens * text * width,
+        "cross-attention": layers * 4 * tokens * texts * width,
         **face_flops(config, transformer, tokens, size[0]),
     }
 
@@ -381,6 +382,8 @@ FAMILY = Family(
     extra_frames=reference_count,
     norm="width",
     sparse=("sla", "vsa"),
+    has_nag=True,
+    skippable=lambda architecture: architecture["transformer"]["num_layers"],
     problems=problems,
     flops=flops,
     products=products,
