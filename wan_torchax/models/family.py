@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # Of a transformer's names in ComfyUI's files.
 WRAPPERS = ("model.diffusion_model.", "diffusion_model.", "model.")
+# Beside a linear layer's weight: an adapter's factors, (layers, rank, inputs) and (layers, outputs, rank).
+DOWN, UP = "lora_down", "lora_up"
 Architecture = Mapping[str, Any]  # of one component: its config.json merged with conf/model
 
 
@@ -50,6 +52,7 @@ class ComponentSpec:
     stacks: tuple[str, ...] = ()  # lists of identical blocks: their weights are stacked along a leading layer dimension
     tables: Callable[[Architecture], dict[str, numpy.ndarray]] = lambda architecture: {}  # computed, not in checkpoints
     unused: Callable[[Architecture], tuple[str, ...]] = lambda architecture: ()  # patterns of tensors to ignore
+    adapted: str = ""  # pattern of linear layers of stacked blocks that can have an adapter's factors beside them
     prefix: str = ""  # of names in checkpoints, written by some library versions
     # What stands before all of its names in some single files, of which others may hold further components.
     wrappers: tuple[str, ...] = ()

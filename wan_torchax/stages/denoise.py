@@ -198,6 +198,8 @@ class Denoise(Stage):
             schedule["zeroed"] = array()
         if derived["layers"]:
             schedule["skipped"] = array(derived["layers"])
+        if rank := self.components[derived["uses"][0]].rank:
+            schedule["strengths"] = array(rank)
         conditions = {}
         for name, shape in derived["conditions"].items():
             condition = self.family.conditions[name]
@@ -282,6 +284,7 @@ class Denoise(Stage):
             kind = work[index] if adaptive is None else adaptive.choose(index, work[index])
             resting = resting if kind == caching.REUSE else float(kind == caching.PROMPT)
             row = {name: column[index] for name, column in rows.items()} | {"resting": numpy.float32(resting)}
+            row["strengths"] = self.components[expert].strengths(index)
             schedule |= {name: weights.put(row[name], schedule[name].sharding) for name in row.keys() & schedule.keys()}
             if "noise" in schedule:
                 schedule["noise"] = weights.put(next(draws), schedule["noise"].sharding)

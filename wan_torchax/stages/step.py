@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy
 
-from wan_torchax.models.family import Output
+from wan_torchax.models.family import UP, Output
 from wan_torchax.stages.guidance import AVERAGE, CFG, Guider, guide
 from wan_torchax.stages.sampling import advance
 
@@ -54,7 +54,7 @@ class Step:
     def velocities(self, arrays, latents, schedule, conditions, residual=None, skip_prompt=False):
         """Velocities (prompts · videos, channels, frames, height, width), the blocks' residual, and (2,): how many
         attention rows were recomputed, in how many layers. With `skip_prompt`, the prompt's own pass skips layers."""
-        latents = with_first(latents, conditions)
+        latents, arrays = with_first(latents, conditions), with_strengths(arrays, schedule)
         prompted = {name: conditions[name][: self.prompts * len(latents)] for name in self.by_prompt}
         if skip_prompt or self.guider.skip_negative:
             skips = jnp.array([skip_prompt, not skip_prompt][: self.prompts]).repeat(len(latents))
@@ -181,6 +181,16 @@ def guess(prompt, last, weights):
     weight = jnp.where(low, weights[0], weights[1])
     difference = jnp.fft.irfft2(jnp.fft.rfft2(last[1:] - last[:1]) * weight, (height, width))
     return prompt + difference
+
+
+def with_strengths(arrays: dict, schedule: dict) -> dict:
+    """The transformer's arrays, adapters' factors beside them at this step's strengths, one for each rank."""
+    if "strengths" not in schedule:
+        return arrays
+    return {
+        name: (array * schedule["strengths"]).astype(array.dtype) if name.endswith(UP) else array
+        for name, array in arrays.items()
+    }
 
 
 def with_first(latents, conditions: dict):

@@ -28,6 +28,11 @@ from wan_torchax.models.wan.adapters import NAMES
 
 HERE = "wan_torchax.models.wan"
 TINY = "wan_torchax.models.tiny_vae"
+# The blocks' linear layers.
+ADAPTED = (
+    r"(vace_)?blocks\.\*\.(attn[12]\.(to_[qkv]|to_out\.0|add_[kv]_proj)|ffn\.net\.(0\.proj|2)|proj_in|proj_out"
+    r"|to_gate_compress)"
+)
 # What describes the architecture in the config.json of transformers' models.
 UMT5_FIELDS = frozenset({
     "vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads", "relative_attention_num_buckets",
@@ -334,7 +339,7 @@ FAMILY = Family(
             # No version of the model uses the first; the second are constants in Animate's original files.
             unused=lambda architecture: (r".*norm_added_q", r"motion_encoder\..*\.kernel"),
             wrappers=WRAPPERS, rename=files.rename, foreign=files.FOREIGN, respell=files.respell,
-            landmarks=files.landmarks,
+            landmarks=files.landmarks, adapted=ADAPTED,
         ),
         "transformer_2": ComponentSpec(lazily(f"{HERE}.blocks", "build"), twin_of="transformer"),
         "vae": ComponentSpec(
