@@ -217,5 +217,5 @@ def test_what_cannot_be_is_told(overrides):
 def test_ranks_that_do_not_fit_and_strengths_of_diffs_are_told(files):
     with pytest.raises(ConfigError, match="adapter.rank=3: the adapters' ranks add up to 4; set adapter.rank=4"):
         component_of(Session(), row("a", files[0]), "adapter.mode=beside", "adapter.rank=3")
-    with pytest.raises(ConfigError, match=r"adapter.b.strength=\[1, 0, 1\]: .* so it is merged; give one number"):
+    with pytest.raises(ConfigError, match=r"adapter.b.strength=\[1.0, 0.0, 1.0\]: .* so it is merged; give one number"):
         component_of(Session(), row("b", files[1], strength=[1, 0, 1]), *BESIDE)

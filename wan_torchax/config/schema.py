@@ -458,6 +458,7 @@ class Serve:
     port: int = MISSING
     keys_file: Optional[str] = None
     origins: list[str] = field(default_factory=list)
+    adapters: Optional[str] = None
     choices: dict[str, list[str]] = field(default_factory=dict)  # group -> the options that a request may choose from
     queue_limit: int = MISSING
     batch: int = MISSING

@@ -473,6 +473,8 @@ def serve_problems(config: DictConfig) -> Iterator[str]:
     for key, least in SERVE_LEAST.items():
         if serve[key] < least:
             yield f"serve.{key}={serve[key]}: must be at least {least}; nearest {least}"
+    if serve.adapters is not None and not own_path(serve.adapters).is_dir():
+        yield f"serve.adapters={serve.adapters}: no such folder; name one with .safetensors files, or leave it out"
     for group, names in serve.choices.items():
         yield from one_of("serve.choices", group, trust.groups())
         for name in names if group in trust.groups() else ():
