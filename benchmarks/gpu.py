@@ -42,7 +42,7 @@ wan_torchax.leave_sys_path()
 from wan_torchax import ROOT, private  # noqa: E402
 from wan_torchax.config import inputs  # noqa: E402
 from wan_torchax.config.commandline import compose, rewrite  # noqa: E402
-from wan_torchax.config.geometry import prompt_count  # noqa: E402
+from wan_torchax.config.geometry import text_count  # noqa: E402
 from wan_torchax.config.registry import family_of  # noqa: E402
 from wan_torchax.runtime.checkpoint import find_all  # noqa: E402
 
@@ -393,7 +393,7 @@ def step_values(config, latents, texts, row=None):
     coefficients = scheduler_table(config).coefficients
     slots = numpy.zeros((coefficients.shape[1], *latent_shape(config)), numpy.float32)
     slots[0] = latents.cpu().numpy()
-    embeddings = torch.cat(list(texts[: prompt_count(config)])).float().cpu().numpy()
+    embeddings = torch.cat(list(texts[: text_count(config)])).float().cpu().numpy()
     row = coefficients[0] if row is None else row
     schedule = {"timestep": numpy.float32(500.0), "coefficients": row, "guidance_scale": config.guidance_scale}
     conditions = {name: value.cpu().numpy() for name, value in random_conditions(config).items()}
@@ -417,7 +417,7 @@ def denoise(case, overrides, side, options):
         config = configure(*overrides, *RUNS[what])
         stage, resolved, compile_seconds, peak = build(config, "denoise", transformer_module)
         _, texts = random_inputs(config, getattr(torch, config.model.dtype.transformer))
-        values = {"embeddings": torch.cat(list(texts[: prompt_count(config)])).float().cpu().numpy()}
+        values = {"embeddings": torch.cat(list(texts[: text_count(config)])).float().cpu().numpy()}
         steps = []
 
         def note(event, steps=steps):

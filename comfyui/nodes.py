@@ -10,7 +10,7 @@ import sys
 from omegaconf import OmegaConf
 
 from wan_torchax.config import commandline, inputs
-from wan_torchax.config.geometry import Geometry, guided
+from wan_torchax.config.geometry import Geometry, text_count
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import SEEDS
@@ -102,7 +102,7 @@ def text_widgets() -> dict:
     texts = {"prompt": START.prompt.text, "negative_prompt": START.prompt.negative}
     tooltips = {
         "prompt": "What the video shows",
-        "negative_prompt": "What it should not show; ignored if guidance_scale is 1 or less",
+        "negative_prompt": "What it should not show; ignored if guidance_scale is 1 or less, unless guider=nag",
     }
     return {
         name: ("STRING", {"multiline": True, "default": text or "", "tooltip": tooltips[name]})
@@ -313,7 +313,7 @@ class Wan21TPUSampler:
         remedy = "connect a Wan 2.1 Text Encoder, and one Config node to both, or give both the same model_id"
         for name, tensor in prompts.items():
             check_tensor(name, tensor, shape, f"{composed.model.name} takes (1, tokens, width); {remedy}")
-        taken = list(prompts.values())[: 1 + guided(composed)]
+        taken = list(prompts.values())[: text_count(composed)]
         embeddings = torch.cat(taken).float().cpu().numpy()
         values = run_stages(["denoise"], composed, {"embeddings": embeddings}, helpers=["decode"])
         return {"samples": torch.tensor(values["latents"]), "num_frames": num_frames}, num_frames

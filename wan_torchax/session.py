@@ -76,9 +76,10 @@ class Session:
         return {name: self.build_one(name, resolved, cache) for name in names}
 
     def free_others(self, resolved: Resolved) -> None:
-        """Free components of other jobs, including ones that this run does not use: they hold device memory."""
+        """Free components of other jobs, including ones that this run does not use: they hold device memory. Those of
+        other adapters stay: what these change is loaded again."""
         for name, component in list(self.components.items()):
-            if component.family is not resolved.family or Component.key_for(name, resolved) != component.key:
+            if component.family is not resolved.family or Component.base_key_for(name, resolved) != component.base_key:
                 self.components.pop(name).free()
 
     def build_one(self, name: str, resolved: Resolved, cache: BuildCache | None) -> Stage:
@@ -87,7 +88,7 @@ class Session:
             if component not in self.components:
                 self.components[component] = Component(component, resolved, cache)
             components[component] = self.components[component]
-            components[component].move_to(resolved.checkpoints.get(component))
+            components[component].move_to(resolved)
         recipe = find(name).recipe_for(name, resolved)
         videos = recipe.derived.get("videos", 1)  # programs for each batch size are cached separately
         place = name if videos == 1 else f"{name} of {videos}"

@@ -11,10 +11,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from wan_torchax import own_path
-from wan_torchax.config.schema import Adapter
+from wan_torchax.config import coarse
+from wan_torchax.config.geometry import steps_skipped
+from wan_torchax.config.registry import family_of
+from wan_torchax.config.schema import ADAPTER_SETTINGS, Adapter
 from wan_torchax.config.wording import one_of
 
-ALLOW = "allow_unmatched"  # the only key of the group that is not a row
+MODES = ("merge", "beside")
+MOST_RANK = 1024
 TARGETS = ("all", "high", "low", "transformer", "transformer_2")
 MOST_STRENGTH = 10
 SHAPE = "a path, or repo and file; it may have revision, strength, blocks and target"
@@ -25,11 +29,17 @@ PEFT_FILE, PEFT_SETTINGS = IN_FOLDERS[0], "adapter_config.json"  # lora_alpha is
 
 def rows(config: DictConfig) -> dict[str, Adapter]:
     """Every adapter, including those of strength 0, in config order."""
-    return {name: OmegaConf.to_object(typed(row)) for name, row in config.adapter.items() if name != ALLOW}
+    return {name: OmegaConf.to_object(typed(row)) for name, row in config.adapter.items()
+            if name not in ADAPTER_SETTINGS}
 
 
 def typed(row) -> DictConfig:
-    return OmegaConf.merge(OmegaConf.structured(Adapter), row)
+    """A row with every key; strengths are floats, so that 1 and 1.0 have one key."""
+    made = OmegaConf.merge(OmegaConf.structured(Adapter), row)
+    strengths = made.strength if OmegaConf.is_list(made.strength) else [made.strength]
+    strengths = [float(one) if type(one) is int else one for one in strengths]
+    made.strength = strengths if OmegaConf.is_list(made.strength) else strengths[0]
+    return made
 
 
 def components(row: Adapter, experts: list[str]) -> list[str]:
@@ -44,10 +54,9 @@ def components(row: Adapter, experts: list[str]) -> list[str]:
 
 def adapter_problems(config: DictConfig) -> Iterator[str]:
     """Invalid rows and missing files; file contents are checked when the checkpoints are found."""
-    if not isinstance(config.adapter.get(ALLOW, False), bool):
-        yield f"adapter.{ALLOW}={config.adapter[ALLOW]}: must be true or false"
+    yield from setting_problems(config)
     for name in config.adapter:
-        if name == ALLOW:
+        if name in ADAPTER_SETTINGS:
             continue
         key = f"adapter.{name}"
         if not re.fullmatch(r"\w+", str(name)):
@@ -59,6 +68,32 @@ def adapter_problems(config: DictConfig) -> Iterator[str]:
             continue
         yield from place_problems(key, row, config.task == "plan", named(config))
         yield from number_problems(key, row, list(config.model.experts))
+        yield from step_problems(key, row, config)
+
+
+def setting_problems(config: DictConfig) -> Iterator[str]:
+    """What is said of all rows."""
+    settings = {name: config.adapter.get(name, usual) for name, usual in ADAPTER_SETTINGS.items()}
+    if not isinstance(settings["allow_unmatched"], bool):
+        yield f"adapter.allow_unmatched={settings['allow_unmatched']}: must be true or false"
+    yield from one_of("adapter.mode", settings["mode"], MODES)
+    if not isinstance(settings["rank"], int) or not 1 <= settings["rank"] <= MOST_RANK:
+        yield f"adapter.rank={settings['rank']}: must be from 1 to {MOST_RANK}; usual 64"
+    if settings["mode"] == "beside" and not any(spec.adapted for spec in family_of(config).components.values()):
+        yield f"adapter.mode=beside: adapters of {config.model.family} are merged only; use adapter.mode=merge"
+
+
+def step_problems(key: str, row: DictConfig, config: DictConfig) -> Iterator[str]:
+    """A strength for each step."""
+    if not OmegaConf.is_list(row.strength):
+        return
+    key, steps = f"{key}.strength={row.strength}", config.steps - steps_skipped(config)
+    if config.adapter.get("mode") != "beside":
+        yield f"{key}: merged weights have one strength; set adapter.mode=beside, or one number"
+    if len(row.strength) != steps:
+        yield f"{key}: has {len(row.strength)} numbers, the run {steps} steps; one for each"
+    if coarse.is_on(config):
+        yield f"{key}: pipeline={config.pipeline.name} counts its coarse steps apart; one number"
 
 
 def named(config: DictConfig) -> str:
@@ -98,7 +133,8 @@ def file_of(path: Path) -> Path:
 
 
 def number_problems(key: str, row: DictConfig, experts: list[str]) -> Iterator[str]:
-    if not abs(row.strength) <= MOST_STRENGTH:  # also rejects NaN
+    strengths = row.strength if OmegaConf.is_list(row.strength) else [row.strength]
+    if not all(type(one) in (int, float) and abs(one) <= MOST_STRENGTH for one in strengths):  # also rejects NaN
         yield f"{key}.strength={row.strength}: must be from -{MOST_STRENGTH} to {MOST_STRENGTH}; usual 1.0, 0 is off"
     if not all(abs(factor) <= MOST_STRENGTH for factor in row.blocks):
         yield f"{key}.blocks={row.blocks}: each must be from -{MOST_STRENGTH} to {MOST_STRENGTH}; usual 0 to 1"

@@ -80,6 +80,11 @@ def prompt_count(config) -> int:
     return 2 if guided(config) else 1
 
 
+def text_count(config) -> int:
+    """Prompts that are encoded: NAG needs the negative prompt without guidance too."""
+    return 2 if guided(config) or config.guider.nag != 1 else 1
+
+
 def device_count(mesh) -> int:
     """Devices of a mesh whose axis sizes are resolved."""
     return math.prod(mesh.axes.values())

@@ -201,6 +201,10 @@ def unserved(config) -> Iterator[str]:
     if guided(config):
         reason = f"{pipeline} keeps keys and values of the prompt alone"
         yield f"guidance_scale={config.guidance_scale}: {reason}; set guidance_scale=1"
+    if config.guider.nag != 1:
+        yield f"guider.nag={config.guider.nag}: {pipeline} knows the prompt alone; use guider=cfg"
+    if config.adapter.get("mode") == "beside":
+        yield f"adapter.mode=beside: {pipeline} has no strengths for its steps; use adapter.mode=merge"
     if caches.is_on(config):
         yield f"cache={config.cache.name}: {pipeline} computes every step, for its keys and values; use cache=none"
     if len(config.model.experts) > 1:

@@ -284,15 +284,19 @@ class Scheduler:
     round_times: Optional[str] = offered(None)  # how the times that the model is told are rounded; one of TIMES
 
 
+# What the group says of all its rows; conf/config.yaml explains each key.
+ADAPTER_SETTINGS = {"allow_unmatched": False, "mode": "merge", "rank": 64}
+
+
 @dataclass
 class Adapter:
-    """An adapter (LoRA): one file, merged into a transformer's weights."""
+    """An adapter (LoRA): one file, for a transformer's weights."""
 
     path: Optional[str] = None  # a .safetensors file; or on the Hub:
     repo: Optional[str] = None
     file: Optional[str] = None  # in the repository
     revision: Optional[str] = None
-    strength: float = offered(1.0)  # factor of its update; 0 is off
+    strength: Any = offered(1.0, Union[float, list[float]])  # factor of its update, or one for each step; 0 is off
     blocks: list[float] = offered(list)  # factors of the strength, one for each block; empty: all 1
     target: list[str] = offered(lambda: ["all"])  # all | high | low | transformer | transformer_2
 
@@ -342,6 +346,14 @@ class Guider:
     momentum: float = offered(0.0)
     parallel: float = offered(1.0)
     most_norm: float = offered(0.0)
+    skip_layers: list[int] = offered(list)
+    skip_scale: float = offered(2.8)
+    skip_start: float = offered(0.01)
+    skip_stop: float = offered(0.2)
+    skip_negative: bool = offered(False)
+    nag: float = offered(1.0)
+    nag_limit: float = offered(2.5)
+    nag_share: float = offered(0.25)
 
 
 @dataclass
@@ -446,6 +458,7 @@ class Serve:
     port: int = MISSING
     keys_file: Optional[str] = None
     origins: list[str] = field(default_factory=list)
+    adapters: Optional[str] = None
     choices: dict[str, list[str]] = field(default_factory=dict)  # group -> the options that a request may choose from
     queue_limit: int = MISSING
     batch: int = MISSING
@@ -531,7 +544,7 @@ class Config:
     live: Live = group(Live)
     guider: Guider = group(Guider)
     # Rows of Adapter by name; Any, so that a command line can add one.
-    adapter: dict[str, Any] = group(lambda: {"allow_unmatched": False}, rows=Adapter)
+    adapter: dict[str, Any] = group(lambda: dict(ADAPTER_SETTINGS), rows=Adapter)
     prompt: Prompt = group(Prompt)
     compile: Compile = field(default_factory=Compile)
     output: Output = field(default_factory=Output)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # Of a transformer's names in ComfyUI's files.
 WRAPPERS = ("model.diffusion_model.", "diffusion_model.", "model.")
+# Beside a linear layer's weight: an adapter's factors, (layers, rank, inputs) and (layers, outputs, rank).
+DOWN, UP = "lora_down", "lora_up"
 Architecture = Mapping[str, Any]  # of one component: its config.json merged with conf/model
 
 
@@ -50,6 +52,7 @@ class ComponentSpec:
     stacks: tuple[str, ...] = ()  # lists of identical blocks: their weights are stacked along a leading layer dimension
     tables: Callable[[Architecture], dict[str, numpy.ndarray]] = lambda architecture: {}  # computed, not in checkpoints
     unused: Callable[[Architecture], tuple[str, ...]] = lambda architecture: ()  # patterns of tensors to ignore
+    adapted: str = ""  # pattern of linear layers of stacked blocks that can have an adapter's factors beside them
     prefix: str = ""  # of names in checkpoints, written by some library versions
     # What stands before all of its names in some single files, of which others may hold further components.
     wrappers: tuple[str, ...] = ()
@@ -170,6 +173,20 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Nag:
+    """Normalized attention guidance: a text's cross-attention, pushed away from the negative prompt's."""
+
+    scale: float
+    limit: float  # of the result's length, in lengths of the prompt's own
+    share: float  # of the result; the rest is the prompt's own
+
+    @classmethod
+    def of(cls, guider) -> Nag | None:
+        """As conf/guider says."""
+        return cls(guider.nag, guider.nag_limit, guider.nag_share) if guider.nag != 1 else None
+
+
+@dataclass(frozen=True)
 class Forward:
     """How a transformer's forward pass is computed and sharded."""
 
@@ -190,6 +207,7 @@ class Forward:
     multiple: int = 1  # tokens are padded to a multiple of this inside the blocks
     fillings: tuple[int, ...] = ()  # tokens to attend to, by the number of chunks; empty: all are made at once
     pinned: bool = False  # constrain the tokens' sharding in every block, where the compiler would choose another
+    nag: Nag | None = None  # with it, conditions of negative prompts come too, named negative_…
 
     @property
     def tokens(self) -> int:
@@ -239,6 +257,9 @@ class Family:
     norm: str | None = None  # QK norm: over the whole "width", or per "head"
     beside: Callable[[DictConfig], int] = lambda config: 0  # extra tokens in the video's self-attention
     sparse: tuple[str, ...] = ()  # kinds of sparse attention that its blocks can compute (conf/sparse)
+    has_nag: bool = False  # whether its blocks can compute Forward.nag
+    # Blocks of which a pass may skip some, by condition `skipped` (batch, blocks).
+    skippable: Callable[[Architecture], int] = lambda architecture: 0
     problems: Callable[[DictConfig], Iterator[str]] = lambda config: iter(())  # mismatches of model and pipeline
     transposed: frozenset[str] = frozenset()  # of `products`, those with a transposed input or output
     # Names of program parts in plans -> patterns of op names; the first match wins.

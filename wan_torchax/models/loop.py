@@ -7,13 +7,14 @@ A block is a pure function of one `Layer`, which has its weights, and of the car
 does not grow with depth.
 
 Implementations of linear layers wrap each other. `linear_of` composes them in this order, and the first that supports a
-layer computes it: a Pallas kernel (conf/products), quantized (conf/precision), XLA.
+layer computes it: a Pallas kernel (conf/products), quantized (conf/precision), XLA. The product with adapters' factors
+beside the weight is added to its result.
 """
 import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 from wan_torchax.kernels import quantized
 from wan_torchax.kernels.norm import Norm
 from wan_torchax.kernels.product import Linear
-from wan_torchax.models.family import Forward
+from wan_torchax.models.family import DOWN, UP, Forward
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class Blocks:
     eight_bits: range = range(0)  # blocks with quantized linear layers
     gathered: Mapping[str, jax.sharding.NamedSharding] | Any = ()  # shardings of gathered weights while in use
     scan: bool = True
+    skipped: jax.Array | None = None  # (batch, layers) true where a block is left out
     heads: jax.sharding.NamedSharding | None = None  # over the axis of which devices share a weight's first dimension
 
     @classmethod
@@ -139,8 +141,11 @@ class Blocks:
         return carry, counted
 
     def step(self, block: Callable, eight_bits: bool, index, state):
-        carry, counted = state
-        carry, rescued = block(self.layer(index, eight_bits), carry)
+        before, counted = state
+        carry, rescued = block(self.layer(index, eight_bits), before)
+        if self.skipped is not None:
+            left_out = self.skipped[:, index, None, None]
+            carry = jax.tree.map(lambda old, new: jnp.where(left_out, old, new), before, carry)
         return carry, counted if rescued is None else counted.at[index].add(rescued)
 
 
@@ -168,7 +173,17 @@ def linear_of(forward: Forward) -> Callable:
     if forward.products.kernel == "pallas":
         placed = Linear(forward.products, token_sharding(forward.mesh, forward.parallel))
         linear = functools.partial(linear_by_kernel, linear, placed)
-    return linear
+    return functools.partial(linear_with_adapters, linear)
+
+
+def linear_with_adapters(inner: Callable, layer: Layer, name: str, array, options: Options):
+    """The layer, plus up · down · array of the adapters' factors beside its weight, if there are any."""
+    if f"{name}.{DOWN}" not in layer:
+        return inner(layer, name, array, options)
+    out = inner(layer, name, array, replace(options, gelu=False, residual=None, gate=None))
+    pieces = layer.pieces(f"{name}.{DOWN}", array, Options())
+    low = sum(jnp.einsum("...a,ba->...b", piece, part) for piece, part in pieces)
+    return finish(out + jnp.einsum("...a,ba->...b", low, layer[f"{name}.{UP}"][options.rows]), options)
 
 
 def plain_linear(layer: Layer, name: str, array, options: Options):

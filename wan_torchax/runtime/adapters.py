@@ -12,7 +12,7 @@ import logging
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -68,7 +68,7 @@ class File:
     name: str
     path: Path
     sha256: str
-    strength: float
+    strength: float | list[float]  # or one for each step
     allow_unmatched: bool
     blocks: tuple[float, ...] = ()  # factors of the strength, by the number of a block in its list
 
@@ -86,7 +86,7 @@ def on(checkpoints: Mapping[str, Checkpoint], config: DictConfig, local_only: bo
                 del adapted[component]
                 continue
             parse(path, family_of(config).adapters)
-            allow, blocks = config.adapter[config_adapters.ALLOW], tuple(row.blocks)
+            allow, blocks = config.adapter["allow_unmatched"], tuple(row.blocks)
             file = File(name, path, sha256_of(path), row.strength, allow, blocks)
             base = adapted[component]
             settings = digest(path.parent.glob(PEFT_SETTINGS)) if path.name == PEFT_FILE else ""
@@ -257,9 +257,64 @@ def read_number(stored: Stored) -> float:
 # ---------------------------------------------------------------- matching against the model
 
 
+@dataclass
+class Placement:
+    """What adapters change: tensors that are merged, and factors beside weights."""
+
+    merged: dict[str, list[Change]] = field(default_factory=lambda: defaultdict(list))
+    beside: dict[str, list[tuple[int, Change]]] = field(default_factory=lambda: defaultdict(list))  # with first ranks
+    strengths: list[tuple[slice, float | list[float]]] = field(default_factory=list)  # of ranks of factors
+
+    def beside_of(self, adapter: File, placed: list[tuple[str, Change]], layers: Collection[str]) -> None:
+        """Put an adapter's low-rank factors behind those before it, and the rest among what is merged."""
+        begin, rank = self.rank, 0
+        for name, change in placed:
+            if name in layers and change.form.is_plain and len(change.factors) == 2:
+                self.beside[name].append((begin, replace(change, scale=change.scale * block_factor(adapter, name))))
+                rank = max(rank, change.factors[1].shape[0])
+            elif isinstance(adapter.strength, list):
+                reason = f"{name} is changed by more than low-rank factors in the blocks, so it is merged"
+                raise ConfigError(f"adapter.{adapter.name}.strength={adapter.strength}: {reason}; give one number")
+            else:
+                self.merge(adapter, name, change)
+        self.strengths.append((slice(begin, begin + rank), adapter.strength))
+
+    def merge(self, adapter: File, name: str, change: Change) -> None:
+        if strength := adapter.strength * block_factor(adapter, name):
+            self.merged[name].append(with_strength(change, strength))
+
+    @property
+    def rank(self) -> int:
+        return self.strengths[-1][0].stop if self.strengths else 0
+
+
 def place(adapters: tuple[File, ...], shapes: Mapping[str, tuple], family: Family) -> dict[str, list[Change]]:
-    """The changes that adapters make to tensors of these names and shapes. Raises one error with all mismatches."""
-    changes = defaultdict(list)
+    """The changes that merged adapters make to tensors of these names and shapes. Raises one error with all
+    mismatches."""
+    return dict(place_all(adapters, shapes, family).merged)
+
+
+def place_all(
+    adapters: tuple[File, ...], shapes: Mapping[str, tuple], family: Family, layers: Collection[str] = (), room: int = 0
+) -> Placement:
+    """All changes: low-rank factors of these layers' weights beside them, if there is room for so many ranks."""
+    placement = Placement()
+    for adapter, placed in matched(adapters, shapes, family):
+        if room:
+            placement.beside_of(adapter, placed, layers)
+            continue
+        for name, change in placed:
+            placement.merge(adapter, name, change)
+    if placement.rank > room > 0:
+        remedy = f"set adapter.rank={placement.rank}, or adapter.mode=merge"
+        raise ConfigError(f"adapter.rank={room}: the adapters' ranks add up to {placement.rank}; {remedy}")
+    return placement
+
+
+def matched(
+    adapters: tuple[File, ...], shapes: Mapping[str, tuple], family: Family
+) -> Iterator[tuple[File, list[tuple[str, Change]]]]:
+    """Each adapter and its changes, by tensor."""
     for adapter in adapters:
         placed, elsewhere, problems = match(parse(adapter.path, family.adapters), shapes, family)
         label = f"adapter.{adapter.name} ({adapter.path.name})"
@@ -270,14 +325,11 @@ def place(adapters: tuple[File, ...], shapes: Mapping[str, tuple], family: Famil
             remedy = "choose the one for this model, or adapter.allow_unmatched=true to leave these out"
             raise ConfigError(f"{label} does not fit; {remedy}:\n{listed(problems, PROBLEMS_SHOWN)}")
         check_blocks(adapter, shapes)
-        for name, change in placed:
-            if strength := strength_in(adapter, name):
-                changes[name].append(with_strength(change, strength))
-        log.info("%s: added to %d tensors, strength %g", label, len({name for name, _ in placed}), adapter.strength)
+        log.info("%s: added to %d tensors, strength %s", label, len({name for name, _ in placed}), adapter.strength)
         for what, left in (("are of another model and found no place", elsewhere), ("are left out", problems)):
             if left:
                 log.warning("%s: %d keys %s, e.g. %s", label, len(left), what, "; ".join(left[:EXAMPLES]))
-    return dict(changes)
+        yield adapter, [(name, replace(change, sha256=adapter.sha256)) for name, change in placed]
 
 
 def block_of(name: str) -> int | None:
@@ -294,9 +346,10 @@ def check_blocks(adapter: File, shapes: Mapping[str, tuple]) -> None:
         raise ConfigError(f"{key}: has {len(adapter.blocks)} numbers, the model {count} blocks; one for each")
 
 
-def strength_in(adapter: File, name: str) -> float:
+def block_factor(adapter: File, name: str) -> float:
+    """The factor of an adapter's strength for a tensor."""
     number = block_of(name)
-    return adapter.strength * (adapter.blocks[number] if adapter.blocks and number is not None else 1)
+    return adapter.blocks[number] if adapter.blocks and number is not None else 1.0
 
 
 def with_strength(change: Change, strength: float) -> Change:

@@ -27,10 +27,10 @@ from wan_torchax.config.wording import listed, nearest
 from wan_torchax.devices.sharding import partition_spec, replicated, spec_problem
 from wan_torchax.kernels.dequantized import dequantize
 from wan_torchax.kernels.quantized import quantize
-from wan_torchax.models.family import ComponentSpec
+from wan_torchax.models.family import DOWN, UP, ComponentSpec
 from wan_torchax.runtime.checkpoint import index
 from wan_torchax.runtime.formats import STORED_DTYPES, Stored, by_module
-from wan_torchax.runtime.reading import AHEAD_BYTES, Load, read_ahead, read_scale
+from wan_torchax.runtime.reading import AHEAD_BYTES, Load, read_ahead, read_scale, read_whole
 
 REPLICATED = "(replicated)"
 SENT_NUMBERS = 2**22  # values of a layer transferred to a device at a time for merging
@@ -52,6 +52,7 @@ class ArraySpec:
     value: object = None  # the numpy array of a computed table
     stacked: bool = False  # has a leading layer dimension, for the scan
     scaled_by: str | None = None  # if quantized: the name of the array with the scales of its rows
+    beside: list = field(default_factory=list)  # of adapters' factors: the tensors that they are for, by layer
 
     @property
     def struct(self):
@@ -88,6 +89,7 @@ class Change:
     factors: tuple[Stored, ...]  # (up, down) of shapes (rows, rank) and (rank, …), or one like the tensor
     form: Form = Form()
     strength: float = 1.0  # of the difference that a decomposed one makes; else it is in the scale
+    sha256: str = ""  # of its file
 
 
 # ---------------------------------------------------------------- array specs
@@ -168,6 +170,25 @@ def array_specs(
         name: ArraySpec(value.shape, "float32", replicated(layout.mesh), REPLICATED, value=value)
         for name, value in spec.tables(architecture).items()
     }
+
+
+def factor_specs(module, spec: ComponentSpec, layout: Layout, dtype: str, rank: int) -> dict[str, ArraySpec]:
+    """Arrays for adapters' factors of so many ranks beside linear layers' weights: `up` sharded like the weight's rows,
+    `down` like its columns."""
+    specs = {}
+    for part in parts_of(module, spec.stacks):
+        name, layers = part.name.removesuffix(".weight"), len(part.sources)
+        if name == part.name or not re.fullmatch(spec.adapted, name):
+            continue
+        rule, (rows, columns) = rule_for(part.sources[0], layout, []), part.parameter.shape
+        over_rows, over_columns = (*layout.spec(rule, part.parameter, True), None, None)[:2]
+        for kind, shape, axes in (
+            (DOWN, (rank, columns), (None, over_columns)), (UP, (rows, rank), (over_rows, None)),
+        ):
+            sharding = jax.sharding.NamedSharding(layout.mesh, partition_spec([None, *axes]))
+            shape = layers, *shape
+            specs[f"{name}.{kind}"] = ArraySpec(shape, dtype, sharding, rule or REPLICATED, beside=part.sources)
+    return specs
 
 
 def parts_of(module, stacks: Iterable[str]) -> list[Part]:
@@ -289,6 +310,21 @@ def load_one(
     return {name: merge(spec, changes.get(spec.sources[0], ()), arrive)}
 
 
+def load_factors(name: str, spec: ArraySpec, placed: Mapping[str, list[tuple[int, Change]]]) -> jax.Array:
+    """Adapters' factors beside a weight, of every layer: each at its first rank, zeros elsewhere. `placed` has first
+    ranks and changes by checkpoint name."""
+    value = numpy.zeros(spec.shape, spec.dtype)
+    for layer, source in enumerate(spec.beside):
+        for begin, change in placed.get(source, ()):
+            up, down = change.factors
+            ranks = slice(begin, begin + down.shape[0])
+            if name.endswith(UP):
+                value[layer, :, ranks] = numpy.float32(change.scale) * read_finite(up)
+            else:
+                value[layer, ranks] = read_finite(down)
+    return put(value, spec.sharding)
+
+
 def timed(function: Callable, spent: Counter, part: str) -> Callable:
     """The function, accumulating its seconds in `spent`."""
 
@@ -404,14 +440,25 @@ def placed(change: Change, sharding) -> list[tuple[Stored, jax.sharding.NamedSha
 
 def send(load: Load, parts: dict) -> jax.Array:
     """The array on the devices; GGUF's blocks are dequantized there."""
-    if load.finite and not all(numpy.isfinite(part.astype(numpy.float32)).all() for part in parts.values()):
-        # Later the error would point at the checkpoint.
-        remedy = "download it again, or leave it out"
-        raise ConfigError(f"{load.sources[0].file}: has numbers that are not finite; {remedy}")
+    if load.finite:
+        check_finite(load.sources[0], *parts.values())
     raw = load.raw
     array = jax.make_array_from_callback(raw.shape, raw.sharding, lambda part: parts[str(part)])
     stored = load.sources[0]
     return dequantize_program(stored.dtype, load.shape, load.dtype, load.sharding)(array) if stored.in_blocks else array
+
+
+def check_finite(stored: Stored, *parts: numpy.ndarray) -> None:
+    """Of adapters: later the error would point at the checkpoint."""
+    if not all(numpy.isfinite(part.astype(numpy.float32)).all() for part in parts):
+        raise ConfigError(f"{stored.file}: has numbers that are not finite; download it again, or leave it out")
+
+
+def read_finite(stored: Stored) -> numpy.ndarray:
+    """An adapter's factor, in float32."""
+    numbers = read_whole(stored)
+    check_finite(stored, numbers)
+    return numbers
 
 
 @functools.cache

@@ -392,6 +392,23 @@ async def models(request: Request) -> Answer:
     ]})
 
 
+async def adapters(request: Request) -> Answer:
+    """The owner's adapters that a request may name, as `adapter.<id>`."""
+    offered = request.app.state.front.base.adapters
+    return Answer({"object": "list", "data": [
+        {"id": name, "object": "adapter", "trigger_words": one.words,
+         "picture": one.picture and f"/v1/adapters/{name}/picture"}
+        for name, one in offered.items()
+    ]})
+
+
+async def adapter_picture(request: Request) -> FileResponse:
+    offered = request.app.state.front.base.adapters.get(request.path_params["name"])
+    if offered is None or offered.picture is None:
+        raise Refused(404, "there is no such picture", "not_found")
+    return send_file(offered.picture.parent, offered.picture.name)
+
+
 async def alive(request: Request) -> Response:
     return PlainTextResponse("ok\n")
 

@@ -19,16 +19,22 @@ RECIPE_KEYS = ("steps", "guidance_scale", "guidance_scale_2", "scheduler", "reso
 
 def at_hand(config) -> dict[str, list[str]]:
     """Options by group, `none` first; empty if the model is not on this machine or nothing fits it."""
-    present = find_present(config, config.model.experts)
-    if len(present) < len(config.model.experts):
+    shapes = shapes_of(config)
+    if shapes is None:
         return {}
-    family = family_of(config)
-    tensors = {name: by_module(index(there.path), family.spec(name)) for name, there in present.items()}
-    shapes = {name: {key: one.shape for key, one in stored.items()} for name, stored in tensors.items()}
     adapters = [name for name in options("adapter") if fits(rows_of(name), shapes, config)]
     recipes = [name for name in options("sampling") if adapter_of(name) in adapters]
     offered = {"adapter": adapters, "sampling": recipes}
     return {group: ["none", *names] if group == "adapter" else names for group, names in offered.items() if names}
+
+
+def shapes_of(config) -> dict[str, dict[str, tuple]] | None:
+    """Shapes of the transformers' tensors; None if the model is not on this machine."""
+    present, family = find_present(config, config.model.experts), family_of(config)
+    if len(present) < len(config.model.experts):
+        return None
+    tensors = {name: by_module(index(there.path), family.spec(name)) for name, there in present.items()}
+    return {name: {key: one.shape for key, one in stored.items()} for name, stored in tensors.items()}
 
 
 def rows_of(name: str) -> dict[str, dict]:

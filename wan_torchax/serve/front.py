@@ -55,6 +55,8 @@ def make_app(front: Front, lifespan=None) -> Starlette:
         Route("/v1/videos/{id}/events", api.events),
         Route("/v1/videos/{id}/remix", api.remix, methods=["POST"]),
         Route("/v1/models", api.models),
+        Route("/v1/adapters", api.adapters),
+        Route("/v1/adapters/{name}/picture", api.adapter_picture),
         Route("/healthz", api.alive),
         Route("/readyz", api.is_ready),
         Route("/metrics", api.metrics),

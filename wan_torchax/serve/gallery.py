@@ -77,6 +77,8 @@ def read_run(folder: Path) -> dict:
     run = {name: settings.get(key) for name, key in SHOWN.items()}
     run["model"], run["preset"] = metrics.get("model") or settings.get("model.name"), said.get("preset")
     run["choices"] = {group: said[group] for group in trust.groups() if group in said and group != "preset"}
+    strengths = {name: row.get("strength") for name, row in (metrics.get("adapters") or {}).items()}
+    run["adapters"] = {f"adapter.{name}": one for name, one in strengths.items() if type(one) in (int, float)}
     run["file"] = PICTURE if (folder / PICTURE).is_file() else VIDEO
     run["inputs"] = {key: [path.name for path in paths] for key, paths in shown_inputs(folder).items()}
     digest = hashlib.sha256(str(folder).encode()).hexdigest()[:24]

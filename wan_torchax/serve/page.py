@@ -157,7 +157,7 @@ async def show(request: Request) -> Response:
         numbers=numbers(config), sizes=sizes(config), files={key: FILES[key] for key in inputs.taken(config)},
         videos=inputs.VIDEOS,
         letters=requests.LETTERS, negative=config.prompt.negative or "", examples=examples(config),
-        with_key=bool(front.keys),
+        adapters=front.base.adapters, with_key=bool(front.keys),
     )
     return HTMLResponse(text, headers={"Cache-Control": "no-store"})
 

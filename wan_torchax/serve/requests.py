@@ -23,6 +23,7 @@ from wan_torchax.config.validation import text_problems, validate
 from wan_torchax.config.wording import nearest
 from wan_torchax.records.outputs import is_under
 from wan_torchax.records.report import without_places
+from wan_torchax.serve.adapters import Offered, in_folder
 from wan_torchax.serve.choices import RECIPE_KEYS, at_hand, is_recipe
 
 # A request's field -> the config key.
@@ -48,6 +49,7 @@ ALIASES = {  # of OpenAI, SGLang and vLLM-Omni
     "num_inference_steps": "steps", "num_frames": "frames", "input_reference": "image", "image_reference": "image",
     "reference_url": "image", "video_reference": "video", "video_url": "video",
 }
+ADAPTER = "adapter."  # with the name of one in the owner's folder: its strength
 NESTED = ("extra_body", "extra_params", "extra_json")  # objects, or their JSON, with further fields of the request
 WITHOUT_EFFECT = ("user", "generator_device")  # accepted and ignored
 OWN = ("task", "serve", "prompt.text", "hydra")  # for the server itself, not for its videos
@@ -80,6 +82,11 @@ class Base:
         named = {group: list(names) for group, names in self.config.serve.choices.items()}
         return at_hand(self.config) | named
 
+    @functools.cached_property
+    def adapters(self) -> dict[str, Offered]:
+        """Adapters of the owner's folder that a request may name."""
+        return in_folder(self.config)
+
     @property
     def models(self) -> list[str]:
         return list(dict.fromkeys([self.model, *self.choices.get("preset", [])]))
@@ -93,6 +100,8 @@ class Base:
         kept = [text for text in self.overrides if not is_under(key_of(text), replaced)]
         every = 0 if live.is_on(self.config) else self.config.serve.preview_every  # a live video shows itself
         own = ["sweep.active=true", f"preview_every={every}"]
+        own += [f"adapter.{name}.path={quote(str(one.path))}" for name, one in self.adapters.items()
+                if f"adapter.{name}.strength" in values]
         named = {key: ",".join(quote(str(path)) for path in paths) for key, paths in files.items()}
         given = [f"{key}=[{names}]" if key == "references" else f"{key}={names}" for key, names in named.items()]
         return [*kept, *own, *said, *given]
@@ -107,6 +116,9 @@ def read(base: Base, fields: dict) -> tuple[dict, float | None]:
             values[FIELDS[name]] = trust.offered_value(FIELDS[name], value)
         elif name in base.choices:
             values[name] = chosen(name, value, base.choices[name])
+        elif name.startswith(ADAPTER):
+            own = chosen("adapter", name.removeprefix(ADAPTER), list(base.adapters))
+            values[f"{ADAPTER}{own}.strength"] = trust.offered_value(f"{ADAPTER}{own}.strength", value)
         elif name == "model":
             if chosen(name, value, base.models) != base.model:
                 values["preset"] = value

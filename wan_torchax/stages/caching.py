@@ -1,6 +1,6 @@
 """Step caching: decides on the host which steps are computed and how much of them, before the run or adaptively.
 
-    work = plan(config, table)      # one per step: full, prompt or reuse (stages/step.py)
+    work = plan(config, table)      # one per step: full, skip, prompt or reuse (stages/step.py)
 
 MagCache (Ma et al., 2025) has a calibrated curve of how the norm of the blocks' residual changes from step to step, and
 reuses the residual while the accumulated error is small. EasyCache (Zhou et al., 2025) estimates the error from the
@@ -14,9 +14,9 @@ import numpy
 import yaml
 
 from wan_torchax.config.caches import curve_file
-from wan_torchax.config.geometry import expert_at, guided
+from wan_torchax.config.geometry import expert_at, guidance_at, guided
 
-FULL, PROMPT, REUSE = "full", "prompt", "reuse"
+FULL, SKIP, PROMPT, REUSE = "full", "skip", "prompt", "reuse"
 SAME_SIGMA = 0.005  # diffusers' schedule ends at 0.001, Wan's own at 0: curves treat them as equal
 
 
@@ -59,7 +59,24 @@ def plan(config, table, curve: Path | None = None) -> list[str]:
         work = [REUSE if skip else FULL for skip in skips]
     if not guided(config):
         return work
+    if not config.guider.skip_negative:
+        work = [SKIP if skip else kind for skip, kind in zip(skip_steps(config, table), work)]
     return rest(config, work)
+
+
+def skip_steps(config, table) -> list[bool]:
+    """Steps with skip-layer guidance, as diffusers counts them: those that are guided."""
+    guider, count = config.guider, len(table.timesteps)
+    first, last = (int(share * count) for share in (guider.skip_start, guider.skip_stop))
+    return [
+        bool(guider.skip_layers) and first < place < last and guidance_of(config, place, time, count) != 1
+        for place, time in enumerate(table.timesteps)
+    ]
+
+
+def guidance_of(config, place: int, timestep: float, count: int) -> float:
+    """The guidance scale of a step."""
+    return guidance_at(config, timestep) if in_interval(config, place, count) else 1.0
 
 
 def skipped(ratios, kept: list[bool], threshold: float, most: int) -> list[bool]:
@@ -79,13 +96,14 @@ def skipped(ratios, kept: list[bool], threshold: float, most: int) -> list[bool]
 
 
 def kept_steps(config, table) -> list[bool]:
-    """Steps that are always computed: the first share of each expert's steps, and the last few."""
+    """Steps that are always computed: the first share of each expert's steps, the last few, and those that `skip`."""
     experts = [expert_at(config, time) for time in table.timesteps]
+    skips = [skip and not config.guider.skip_negative for skip in skip_steps(config, table)]
     kept = []
     for place, expert in enumerate(experts):
         first, count = experts.index(expert), experts.count(expert)
         early = place - first < max(int(config.cache.retention * count), 1)
-        kept.append(early or place >= len(experts) - config.cache.last)
+        kept.append(early or skips[place] or place >= len(experts) - config.cache.last)
     return kept
 
 
@@ -145,6 +163,6 @@ class Adaptive:
 
 def summary(work: list[str]) -> str:
     """The plan for the log, one character per step."""
-    letters = {FULL: "X", PROMPT: "x", REUSE: "."}
+    letters = {FULL: "X", SKIP: "S", PROMPT: "x", REUSE: "."}
     computed = sum(kind != REUSE for kind in work)
     return f"{computed} of {len(work)} steps computed: {''.join(letters[kind] for kind in work)}"

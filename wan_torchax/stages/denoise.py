@@ -11,14 +11,14 @@ import numpy
 
 from wan_torchax.config import caches, coarse
 from wan_torchax.config.attention import parallel_of
-from wan_torchax.config.geometry import device_count, expert_at, guidance_at, prompt_count
+from wan_torchax.config.geometry import device_count, expert_at, prompt_count, text_count
 from wan_torchax.config.resolve import plain
 from wan_torchax.config.validation import SEEDS
 from wan_torchax.devices.mesh import memory_bytes
 from wan_torchax.devices.sharding import replicated, struct
 from wan_torchax.events import Advanced, Stepped
 from wan_torchax.kernels.settings import Kernel, Parallel, Products
-from wan_torchax.models.family import Forward
+from wan_torchax.models.family import Forward, Nag
 from wan_torchax.records.store import Store
 from wan_torchax.runtime import weights
 from wan_torchax.runtime.programs import NotFinite, Program, own_compilation, put
@@ -33,7 +33,7 @@ log = logging.getLogger("wan")
 LANES = 128  # of a TPU tile
 SPARE_BYTES = 2 * 2**30  # headroom besides weights and temporaries
 SEED_ENLARGED = 10_000  # added to the seed for the noise of enlarged latents
-PROGRAMS = {caching.FULL: "step", caching.PROMPT: "prompt", caching.REUSE: "reuse"}
+PROGRAMS = {caching.FULL: "step", caching.SKIP: "skip", caching.PROMPT: "prompt", caching.REUSE: "reuse"}
 
 
 class Denoise(Stage):
@@ -71,6 +71,7 @@ class Denoise(Stage):
         _, slots, terms = cls.table(job.config, job.geometry, Store.of(job.config)).coefficients.shape
         return {
             "prompts": prompt_count(job.config),
+            "texts": text_count(job.config),
             "videos": job.videos,
             "latent_shape": (job.videos, *job.denoised_shape[1:]),
             "grid": job.grid,
@@ -84,6 +85,7 @@ class Denoise(Stage):
             },
             "mode": job.config.cache.mode,
             "rests": caches.rests(job.config),
+            "layers": job.family.skippable(job.config.model.architecture) if job.config.guider.skip_layers else 0,
         }
 
     @classmethod
@@ -125,6 +127,8 @@ class Denoise(Stage):
             programs["reuse"] = step.reuse
         if step.rests:
             programs["prompt"] = self.step(1).prompt
+        if derived["layers"] and not step.guider.skip_negative:
+            programs["skip"] = replace(step, alone=self.step(1)).skip
         for name, function in programs.items():
             outputs = jax.tree.map(lambda struct: struct.sharding, structs[0]), *[replicated(self.mesh)] * 2
             self.add(name, Program(function, self.recipe.derived["uses"][0], structs, outputs, donated=(1,)))
@@ -152,6 +156,7 @@ class Denoise(Stage):
             precision=config.precision, gather=config.sharding.gather, scan=config.model.scan_blocks,
             same_video=derived["videos"] == 1 and not spread, multiple=self.multiple(parallel),
             pinned=prompts == 1 and derived["rests"],  # its state comes from the two-prompt program
+            nag=Nag.of(config.guider),
         )
 
     def multiple(self, parallel: Parallel) -> int:
@@ -191,10 +196,14 @@ class Denoise(Stage):
             schedule |= {"rest_weights": array(2), "resting": array()}
         if self.config.guider.zero_steps:
             schedule["zeroed"] = array()
+        if derived["layers"]:
+            schedule["skipped"] = array(derived["layers"])
+        if rank := self.components[derived["uses"][0]].rank:
+            schedule["strengths"] = array(rank)
         conditions = {}
         for name, shape in derived["conditions"].items():
             condition = self.family.conditions[name]
-            shape = (derived["prompts"] * videos, *shape) if condition.by_prompt else shape
+            shape = (derived["texts"] * videos, *shape) if condition.by_prompt else shape
             conditions[name] = array(*shape, dtype=dtype if condition.half else "float32")
         residual = self.residual_struct(step) if step.mode in ("magcache", "calibrate") else None
         state = {"slots": array(slots, *derived["latent_shape"])}
@@ -261,7 +270,7 @@ class Denoise(Stage):
         seeds = [(seed + SEED_ENLARGED) % SEEDS if "coarse_latents" in values else seed for seed in view.seeds]
         draws = map(numpy.concatenate, zip(*(self.noises(view, seed, table) for seed in seeds)))
         state, schedule, conditions = self.first_arguments(config, table, values, draws)
-        rows = schedule_rows(config, table)
+        rows = schedule_rows(config, table, self.recipe.derived["layers"])
         experts = [expert_at(config, timestep) for timestep in table.timesteps]
         for name in set(experts[1:]):
             if not self.components[name].is_loaded():
@@ -275,6 +284,7 @@ class Denoise(Stage):
             kind = work[index] if adaptive is None else adaptive.choose(index, work[index])
             resting = resting if kind == caching.REUSE else float(kind == caching.PROMPT)
             row = {name: column[index] for name, column in rows.items()} | {"resting": numpy.float32(resting)}
+            row["strengths"] = self.components[expert].strengths(index)
             schedule |= {name: weights.put(row[name], schedule[name].sharding) for name in row.keys() & schedule.keys()}
             if "noise" in schedule:
                 schedule["noise"] = weights.put(next(draws), schedule["noise"].sharding)
@@ -385,18 +395,17 @@ def first_latents(config, values, noise: numpy.ndarray, sigma: float) -> numpy.n
     return (1 - sigma) * values["video_latents"] + sigma * noise
 
 
-def schedule_rows(config, table) -> dict[str, numpy.ndarray]:
+def schedule_rows(config, table, layers: int = 0) -> dict[str, numpy.ndarray]:
     """The schedule arguments, one row per step."""
     count = len(table.timesteps)
-    scales = [
-        guidance_at(config, timestep) if caching.in_interval(config, place, count) else 1.0
-        for place, timestep in enumerate(table.timesteps)
-    ]
+    scales = [caching.guidance_of(config, place, time, count) for place, time in enumerate(table.timesteps)]
+    skipped = numpy.isin(numpy.arange(layers), list(config.guider.skip_layers))
     return {
         "timestep": table.timesteps, "next_timestep": numpy.append(table.timesteps[1:], numpy.float32(0)),
         "coefficients": table.coefficients, "guidance_scale": numpy.float32(scales),
         "rest_weights": caching.rest_weights(config, count),
         "zeroed": numpy.float32(numpy.arange(count) < config.guider.zero_steps),
+        "skipped": numpy.float32(numpy.outer(caching.skip_steps(config, table), skipped)),
     }
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy
 
-from wan_torchax.config.geometry import prompt_count
+from wan_torchax.config.geometry import text_count
 from wan_torchax.devices.sharding import replicated, struct
 from wan_torchax.models.family import FaceEncoding
 from wan_torchax.models.pictures import read_mirrored
@@ -36,11 +36,11 @@ class Face(Stage):
     @classmethod
     def derived(cls, name, job):
         side = cls.encoding(name, job).side(job.config)
-        return {"frames": (job.config.resolution.frames, side, side, 3), "prompts": prompt_count(job.config)}
+        return {"frames": (job.config.resolution.frames, side, side, 3), "prompts": text_count(job.config)}
 
     @classmethod
     def result_shapes(cls, name, job):
-        return {job.graph.stages[name].gives[0]: (prompt_count(job.config), *cls.encoding(name, job).shape(job))}
+        return {job.graph.stages[name].gives[0]: (text_count(job.config), *cls.encoding(name, job).shape(job))}
 
     def build(self):
         encoding = self.family.faces[self.gives[0]]

@@ -1,6 +1,6 @@
 """How the velocities of prompt and negative prompt become one: classifier-free guidance and its relatives.
 
-    velocity, state = guide(guider, prompt, negative, schedule, state)
+    velocity, state = guide(guider, prompt, negative, schedule, state, skipped)
 
 Velocities are (videos, channels, frames, height, width) in float32. conf/guider explains the settings; formulas are
 those of diffusers.guiders, with which tests compare.
@@ -22,6 +22,10 @@ class Guider:
     momentum: float = 0.0
     parallel: float = 1.0
     most_norm: float = 0.0
+    skip_layers: tuple[int, ...] = ()
+    skip_scale: float = 0.0
+    skip_negative: bool = False
+    nag: float = 1.0
 
     @property
     def remembers(self) -> bool:
@@ -31,8 +35,9 @@ class Guider:
 CFG = Guider()
 
 
-def guide(guider: Guider, prompt, negative, schedule: dict, state: dict):
-    """The guided velocity, and the state with what the next step needs. A scale of 1 is the prompt's velocity alone."""
+def guide(guider: Guider, prompt, negative, schedule: dict, state: dict, skipped=None):
+    """The guided velocity, and the state with what the next step needs. A scale of 1 is the prompt's velocity alone.
+    `skipped` is the prompt's velocity without some layers."""
     scale = schedule["guidance_scale"]
     difference = prompt - negative
     if guider.mode == "cfg_zero":
@@ -46,6 +51,8 @@ def guide(guider: Guider, prompt, negative, schedule: dict, state: dict):
     velocity = negative + scale * difference
     if guider.mode is not None:
         velocity = jnp.where(scale == 1, prompt, velocity)
+    if skipped is not None:
+        velocity = velocity + guider.skip_scale * (prompt - skipped)
     if guider.rescale:
         velocity = velocity * (1 - guider.rescale + guider.rescale * deviation(prompt) / deviation(velocity))
     if guider.zero_steps:

@@ -1,8 +1,10 @@
 """The denoising step in JAX, around the transformer.
 
-The exact step is `full`. With a cache (stages/caching.py) three programs share a state and the host picks one per step:
+The exact step is `full`. With a cache (stages/caching.py) or skip-layer guidance several programs share a state and the
+host picks one per step:
 
     full        both prompts through the whole model
+    skip        the same, and the prompt once more without some layers
     prompt      the prompt only; the negative prompt's velocity is extrapolated from the last step that computed both
     reuse       no blocks: reuses the last residual of the blocks (MagCache) or of the whole model (EasyCache)
 """
@@ -14,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy
 
-from wan_torchax.models.family import Output
+from wan_torchax.models.family import UP, Output
 from wan_torchax.stages.guidance import AVERAGE, CFG, Guider, guide
 from wan_torchax.stages.sampling import advance
 
@@ -35,6 +37,7 @@ class Step:
     mode: str | None = None  # magcache | easycache | calibrate; None: no cache
     rests: bool = False  # some steps extrapolate the negative prompt's velocity
     guider: Guider = CFG
+    alone: "Step | None" = None  # that of the prompt alone, for `skip`
 
     # ------------------------------------------------------------ the model
 
@@ -48,12 +51,18 @@ class Step:
         velocity = jax.lax.with_sharding_constraint(output.velocity.astype(jnp.float32), self.replicated)
         return output._replace(velocity=velocity)
 
-    def velocities(self, arrays, latents, schedule, conditions, residual=None):
+    def velocities(self, arrays, latents, schedule, conditions, residual=None, skip_prompt=False):
         """Velocities (prompts · videos, channels, frames, height, width), the blocks' residual, and (2,): how many
-        attention rows were recomputed, in how many layers."""
-        latents = with_first(latents, conditions)
+        attention rows were recomputed, in how many layers. With `skip_prompt`, the prompt's own pass skips layers."""
+        latents, arrays = with_first(latents, conditions), with_strengths(arrays, schedule)
         prompted = {name: conditions[name][: self.prompts * len(latents)] for name in self.by_prompt}
+        if skip_prompt or self.guider.skip_negative:
+            skips = jnp.array([skip_prompt, not skip_prompt][: self.prompts]).repeat(len(latents))
+            prompted["skipped"] = skips[:, None] & (schedule["skipped"] > 0)
         kept = {} if residual is None else {"residual": residual}
+        if self.guider.nag != 1:
+            negative = slice(len(latents), 2 * len(latents))
+            conditions = conditions | {f"negative_{name}": conditions[name][negative] for name in self.by_prompt}
         conditions = conditions | {name: schedule[name] for name in ("next_timestep",) if name in schedule}
 
         def one(own: dict) -> Output:
@@ -74,14 +83,19 @@ class Step:
 
     # ------------------------------------------------------------ programs
 
-    def full(self, arrays, state, schedule, conditions):
+    def full(self, arrays, state, schedule, conditions, skipped=None):
         """Every prompt through every block."""
         latents = state["slots"][0]
         velocities, residual, rescued = self.velocities(arrays, latents, schedule, conditions)
         state = state | self.kept(state, latents, velocities, residual)
         if self.rests:
             state["velocities"] = velocities
-        return self.finish(state, velocities, schedule, conditions, rescued)
+        return self.finish(state, velocities, schedule, conditions, rescued, skipped)
+
+    def skip(self, arrays, state, schedule, conditions):
+        """Every prompt through every block, and the prompt through some of them."""
+        skipped, *_ = self.alone.velocities(arrays, state["slots"][0], schedule, conditions, skip_prompt=True)
+        return self.full(arrays, state, schedule, conditions, skipped)
 
     def prompt(self, arrays, state, schedule, conditions):
         """The prompt alone through the blocks."""
@@ -105,11 +119,11 @@ class Step:
             velocities = jnp.where(schedule["resting"] > 0, jnp.concatenate([velocities[:1], guessed]), velocities)
         return self.finish(state, velocities, schedule, conditions)
 
-    def finish(self, state, velocities, schedule, conditions, rescued=None):
+    def finish(self, state, velocities, schedule, conditions, rescued=None, skipped=None):
         """Guidance and the scheduler's step; returns the state, a report for the host, and the x0 estimate."""
         velocity, slots = velocities, state["slots"]
         if len(velocities) == 2 * slots.shape[1]:
-            velocity, state = guide(self.guider, *jnp.split(velocities, 2), schedule, state)
+            velocity, state = guide(self.guider, *jnp.split(velocities, 2), schedule, state, skipped)
         estimate = with_first(slots[0] - schedule["timestep"] / 1000 * velocity, conditions)  # for previews
         estimate = estimate[:, :, self.references :]
         after = advance(slots, velocity, schedule["coefficients"], schedule.get("noise"))
@@ -167,6 +181,16 @@ def guess(prompt, last, weights):
     weight = jnp.where(low, weights[0], weights[1])
     difference = jnp.fft.irfft2(jnp.fft.rfft2(last[1:] - last[:1]) * weight, (height, width))
     return prompt + difference
+
+
+def with_strengths(arrays: dict, schedule: dict) -> dict:
+    """The transformer's arrays, adapters' factors beside them at this step's strengths, one for each rank."""
+    if "strengths" not in schedule:
+        return arrays
+    return {
+        name: (array * schedule["strengths"]).astype(array.dtype) if name.endswith(UP) else array
+        for name, array in arrays.items()
+    }
 
 
 def with_first(latents, conditions: dict):

@@ -2,7 +2,7 @@
 import jax.numpy as jnp
 import numpy
 
-from wan_torchax.config.geometry import prompt_count
+from wan_torchax.config.geometry import text_count
 from wan_torchax.config.live import later_prompts
 from wan_torchax.config.resolve import View
 from wan_torchax.devices.sharding import replicated, struct
@@ -20,7 +20,7 @@ class Text(Stage):
 
     @classmethod
     def derived(cls, name, job):
-        return {"prompts": prompt_count(job.config) + later_count(name, job)}
+        return {"prompts": text_count(job.config) + later_count(name, job)}
 
     def build(self):
         for encoding in self.encodings():

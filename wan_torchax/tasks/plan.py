@@ -51,6 +51,7 @@ SHARES = {
     "bf16": "product_share", "s8": "int8_product_share", "f8e4m3fn": "fp8_product_share",
     "attention": "self_attention_share",
 }
+THREE_PASSES = 1.5  # of a step with skip-layer guidance's third pass, in full steps
 REUSED = 0.005  # upper bound for a step that skips its blocks, in full steps (measured: 0.0007 to 0.003)
 
 
@@ -279,6 +280,7 @@ def denoising(resolved: Resolved, report: dict) -> dict:
     whole, alone = report["estimate"], estimate(resolved, report, PROMPT_ALONE, 0.5)
     seconds = {
         caching.FULL: whole and whole["seconds_per_step"],
+        caching.SKIP: whole and {end: THREE_PASSES * whole["seconds_per_step"][end] for end in ENDS},
         caching.PROMPT: alone and alone["seconds_per_step"],
         caching.REUSE: whole and {end: REUSED * whole["seconds_per_step"][end] for end in ENDS},
     }

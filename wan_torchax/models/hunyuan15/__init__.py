@@ -216,6 +216,7 @@ FAMILY = Family(
     two_times=lambda config: bool(config.model.architecture.transformer.get("use_meanflow")),
     norm="head",
     beside=beside,
+    skippable=lambda architecture: architecture["transformer"]["num_layers"],
     problems=problems,
     flops=flops,
     products=products,

@@ -64,7 +64,7 @@ def denoiser(module, forward: Forward) -> Callable[..., Output]:
             text, counts = text_tokens(arrays, forward, time, conditions)
             modulation = tuple(modulation_of(arrays, forward, name, embedded) for name in ("norm1", "norm1_context"))
             step = functools.partial(block, forward, attend, Context(counts, modulation, rotary_tables(forward)))
-            blocks = Blocks.of(arrays, STACK, layers, forward, epsilon=EPSILON)
+            blocks = Blocks.of(arrays, STACK, layers, forward, epsilon=EPSILON, skipped=conditions.get("skipped"))
             (video, _), counted = blocks.run(step, (video, text), no_rows(layers, forward.mesh, guarded))
         else:
             video = video + residual

@@ -28,6 +28,11 @@ from wan_torchax.models.wan.adapters import NAMES
 
 HERE = "wan_torchax.models.wan"
 TINY = "wan_torchax.models.tiny_vae"
+# The blocks' linear layers.
+ADAPTED = (
+    r"(vace_)?blocks\.\*\.(attn[12]\.(to_[qkv]|to_out\.0|add_[kv]_proj)|ffn\.net\.(0\.proj|2)|proj_in|proj_out"
+    r"|to_gate_compress)"
+)
 # What describes the architecture in the config.json of transformers' models.
 UMT5_FIELDS = frozenset({
     "vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads", "relative_attention_num_buckets",
@@ -275,14 +280,15 @@ def flops(config, tokens: int) -> dict[str, int]:
     size = geometry(config.model.architecture).grid(config.resolution, reference_count(config))
     sparse = Kernel.of(config.attention.self).sparse
     pairs = sparse.pairs(size) if sparse else tokens * tokens
+    texts = text * (1 if config.guider.nag == 1 else 2)  # keys in cross-attention
     gates = transformer.num_layers * 2 * tokens * width * width if sparse.kind == "vsa" else 0
     return {
         # q, k, v, out and q, out; k, v of the text; one of each control block
-        "projections": layers * (2 * tokens * width * width * 6 + 2 * text * width * width * 2)
+        "projections": layers * (2 * tokens * width * width * 6 + 2 * texts * width * width * 2)
         + controls * 2 * tokens * width * width + gates,
         "feed-forward": layers * 4 * tokens * width * transformer.ffn_dim,
         "self-attention": layers * 4 * pairs * width,
-        "cross-attention": layers * 4 * tokens * text * width,
+        "cross-attention": layers * 4 * tokens * texts * width,
         **face_flops(config, transformer, tokens, size[0]),
     }
 
@@ -333,7 +339,7 @@ FAMILY = Family(
             # No version of the model uses the first; the second are constants in Animate's original files.
             unused=lambda architecture: (r".*norm_added_q", r"motion_encoder\..*\.kernel"),
             wrappers=WRAPPERS, rename=files.rename, foreign=files.FOREIGN, respell=files.respell,
-            landmarks=files.landmarks,
+            landmarks=files.landmarks, adapted=ADAPTED,
         ),
         "transformer_2": ComponentSpec(lazily(f"{HERE}.blocks", "build"), twin_of="transformer"),
         "vae": ComponentSpec(
@@ -381,6 +387,8 @@ FAMILY = Family(
     extra_frames=reference_count,
     norm="width",
     sparse=("sla", "vsa"),
+    has_nag=True,
+    skippable=lambda architecture: architecture["transformer"]["num_layers"],
     problems=problems,
     flops=flops,
     products=products,

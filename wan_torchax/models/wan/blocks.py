@@ -25,7 +25,7 @@ from wan_torchax.config.schema import ConfigError
 from wan_torchax.kernels import sparse
 from wan_torchax.kernels.attention import GUARDED, Attend, Kept
 from wan_torchax.kernels.settings import TILE
-from wan_torchax.models.family import Chunk, Forward, Output
+from wan_torchax.models.family import Chunk, Forward, Nag, Output
 from wan_torchax.models.loop import Blocks, Layer, no_rows, pad_tokens, plain_norm, token_sharding
 from wan_torchax.models.modules import construct
 from wan_torchax.models.wan import face
@@ -40,10 +40,12 @@ class Context(NamedTuple):
     """Inputs shared by all blocks."""
 
     text: jax.Array  # (prompts, tokens, channels)
+    negative: jax.Array | None  # the same of the negative prompt for each, with NAG
     pictures: jax.Array | None  # the same for image tokens
     modulation: jax.Array  # (batch, 6, channels); with a given frame (batch, 2, 6, channels): its and the others'
     rotary: tuple[jax.Array, jax.Array]  # cosines and sines (tokens, head_dim)
     face: jax.Array | None = None  # (prompts, latent frames, tokens, channels)
+    skipped: jax.Array | None = None  # (prompts, layers) true where a block is left out
 
 
 class Attention(NamedTuple):
@@ -52,6 +54,7 @@ class Attention(NamedTuple):
     to_video: Attend
     to_text: Attend
     given_tokens: int  # leading tokens of a given first frame, at timestep 0
+    nag: Nag | None = None
 
     @property
     def is_tiled(self) -> bool:
@@ -146,7 +149,7 @@ def attention_of(forward: Forward) -> Attention:
         norm_epsilon=forward.architecture["eps"], fillings=forward.fillings,
     )
     given = forward.tokens // frames if "first_latent" in forward.conditions else 0
-    return Attention(to_video, Attend(head_dim, forward.cross_attention, *place, cross=True), given)
+    return Attention(to_video, Attend(head_dim, forward.cross_attention, *place, cross=True), given, forward.nag)
 
 
 # ---------------------------------------------------------------- embeddings and head
@@ -176,13 +179,17 @@ def embed(module, arrays: dict, forward: Forward, attention: Attention, time, co
         time, named["timestep_seq_len"] = jnp.stack([jnp.zeros_like(time), time]), 2
     times = jnp.broadcast_to(time, (batch, *time.shape)).reshape(-1)
     pictures = jnp.tile(conditions["image_embeddings"], (batch, 1, 1)) if "image_embeddings" in conditions else None
+    if "negative_embeddings" in conditions:
+        text = jnp.concatenate([text, repeated(conditions["negative_embeddings"], text)])
     time, modulation, text, pictures = call_module(
         module.condition_embedder, part_of(arrays, "condition_embedder"), times, text, pictures, **named
     )
     modulation = modulation.reshape(*modulation.shape[:-1], 6, -1)
     tables = (attention.tiled(table, axis=0) for table in rotary_tables(arrays, forward, conditions.get("positions")))
     rotary = tuple(pad_tokens(table[None], forward.multiple)[0] for table in tables)
-    return time, Context(text, pictures, modulation, rotary, conditions.get("face_embeddings"))
+    negative = text[batch:] if attention.nag else None
+    beside = conditions.get("face_embeddings"), conditions.get("skipped")
+    return time, Context(text[:batch], negative, pictures, modulation, rotary, *beside)
 
 
 def rotary_tables(arrays: dict, forward: Forward, positions=None) -> list:
@@ -246,7 +253,7 @@ def run_blocks(arrays: dict, forward: Forward, attention: Attention, context: Co
     computed once: the block takes a batch of one and its cross-attention broadcasts it. That saves 1 % of a guided
     step's FLOPs.
     """
-    blocks, counted = blocks_of(arrays, forward, "blocks"), count_of(forward, attention)
+    blocks, counted = blocks_of(arrays, forward, "blocks", context.skipped), count_of(forward, attention)
     step = functools.partial(pinned_block, forward, attention, context)
     if context.face is not None:
         step = functools.partial(facing_block, step, forward, blocks_of(arrays, forward, "face_adapter"), context.face)
@@ -283,7 +290,7 @@ def chunk_denoiser(module, forward: Forward) -> Callable[..., tuple[Output, Chun
 def run_controlled(arrays: dict, forward: Forward, attention: Attention, context: Context, hidden, control):
     """Like run_blocks, with tokens of a control video and a scale per control block. Each control block runs just
     before its main block and its hint is added right after it: keeping all hints would take gigabytes."""
-    blocks, counted = blocks_of(arrays, forward, "blocks"), count_of(forward, attention)
+    blocks, counted = blocks_of(arrays, forward, "blocks", context.skipped), count_of(forward, attention)
     step = functools.partial(pinned_block, forward, attention, context)
     controls = blocks_of(arrays, forward, "vace_blocks")
     (control, scales), layers = control, list(forward.architecture["vace_layers"])
@@ -318,13 +325,13 @@ def run_controlled(arrays: dict, forward: Forward, attention: Attention, context
     return jax.lax.fori_loop(first, len(layers), group, (state, control))[0]
 
 
-def blocks_of(arrays: dict, forward: Forward, stack: str) -> Blocks:
+def blocks_of(arrays: dict, forward: Forward, stack: str, skipped=None) -> Blocks:
     architecture, count = forward.architecture, forward.architecture["num_layers"]
     if stack == "vace_blocks":
         count = len(architecture["vace_layers"])
     elif stack == "face_adapter":
         count //= architecture["inject_face_latents_blocks"]
-    return Blocks.of(arrays, stack, count, forward, epsilon=architecture["eps"])
+    return Blocks.of(arrays, stack, count, forward, epsilon=architecture["eps"], skipped=skipped)
 
 
 def count_of(forward: Forward, attention: Attention):
@@ -412,10 +419,23 @@ def attend_to_text(attention: Attention, context: Context, layer: Layer, normed,
 
     out, rescued = attend(context.text, "attn2.to_k", "attn2.to_v", "attn2.norm_k")
     counts = [rescued]
+    if context.negative is not None:
+        away, rescued = attend(context.negative, "attn2.to_k", "attn2.to_v", "attn2.norm_k")
+        out, counts = pushed(attention.nag, out, away), [*counts, rescued]
     if context.pictures is not None:
         more, rescued = attend(context.pictures, "attn2.add_k_proj", "attn2.add_v_proj", "attn2.norm_added_k")
         out, counts = out + more, [*counts, rescued]
     return layer.linear("attn2.to_out.0", out, residual=hidden, kernel=True, transpose_in=True), counts
+
+
+def pushed(nag: Nag, prompt, negative):
+    """The prompt's attention (batch, tokens, channels), pushed away from the negative prompt's and not far: NAG (arXiv
+    2505.21179). Lengths are sums of magnitudes over channels."""
+    own, negative = prompt.astype(jnp.float32), negative.astype(jnp.float32)
+    far = nag.scale * own - (nag.scale - 1) * negative
+    length, most = jnp.abs(far).sum(-1, keepdims=True), nag.limit * jnp.abs(own).sum(-1, keepdims=True)
+    near = far * jnp.where(length > most, most / (length + 1e-7), 1)
+    return (nag.share * near + (1 - nag.share) * own).astype(prompt.dtype)
 
 
 def text_norm(layer: Layer, name: str, array):

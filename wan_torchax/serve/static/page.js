@@ -458,8 +458,9 @@ function showRun(run) {
 async function use(run) {
   const size = `${run.width}x${run.height}`, model = run.preset ?? run.model;
   const chosen = Object.fromEntries(all("select[name]", form).map((field) => [field.name, run.choices[field.name] ?? ""]));
+  const adapters = all("input[name^='adapter.']", form).map((field) => [field.name, run.adapters[field.name] ?? ""]);
   const known = [...(form.elements.model?.options ?? [])].some((option) => option.value === model);
-  fill({ ...run, ...chosen, size, model: known ? model : null });
+  fill({ ...run, ...chosen, ...Object.fromEntries(adapters), size, model: known ? model : null });
   find("#prompt").focus();
   scrollTo({ top: 0, behavior: "smooth" });
   for (const [key, put] of Object.entries(take)) {

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from wan_torchax import ROOT
 from wan_torchax.config import inputs
 from wan_torchax.config.resolve import Job, Resolved, plain
-from wan_torchax.config.schema import Cache, Prompt
+from wan_torchax.config.schema import ADAPTER_SETTINGS, Cache, Prompt
 from wan_torchax.records import provenance
 from wan_torchax.records.files import write_text
 from wan_torchax.records.fingerprints import hash_file
@@ -72,7 +72,7 @@ def fixed(config):
     local.seed, local.steps = SEED, 1
     if local.scheduler.sigmas:
         local.scheduler.sigmas = list(local.scheduler.sigmas)[:1]
-    local.adapter = {"allow_unmatched": False}
+    local.adapter = dict(ADAPTER_SETTINGS)
     return local
 
 
