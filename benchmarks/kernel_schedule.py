@@ -178,7 +178,8 @@ def over_lists(kernel, options):
         name=name, function=function, shapes=[lists, *shapes, *branch],
         flops=4 * options.queries * options.lists * list_kv * options.head_dim,
         blocks=ceil(options.queries / kernel.block_q), steps=times,
-        trips=(times, *([times * groups] if groups else []), times, *([0] if again else []), 0)
+        # Without a loop, the start and all chunks are one stretch; a loop that runs once is unrolled.
+        trips=((times, times * groups, times) if groups else (times,)) + (0,) * (1 + (again > 1))
         + (times,) * options.linear,
     )
 
