@@ -5,6 +5,7 @@ import subprocess
 from types import SimpleNamespace
 
 import diffusers
+import jax.numpy as jnp
 import numpy
 import pytest
 import torch
@@ -21,12 +22,28 @@ from wan_torchax.config.clips import ffmpeg, read_frames
 from wan_torchax.events import Began
 from wan_torchax.models.family import Rows
 from wan_torchax.models.pictures import read_mirrored, read_video
+from wan_torchax.models.wan import face
 from wan_torchax.models.wan.adapters import translate
 from wan_torchax.records import media
 
 FULL = pytest.mark.full
 OVERLAP = ["pipeline.segments.frames=13", "pipeline.segments.overlap=5"]
 SEGMENTS = ["pipeline.segments.frames=5", "resolution.fps=16", "model.text_tokens=512", "fit=stretch"]
+
+
+@torch.no_grad()
+def test_a_face_is_encoded_as_in_diffusers():
+    """Frames in batches of eight and a rest; a black face for the negative prompt; nothing for the reference."""
+    module = diffusers.WanAnimateTransformer3DModel.from_pretrained(tiny.checkpoint("animated") / "transformer")
+    frames = numpy.random.default_rng(0).integers(0, 256, (13, 16, 16, 3), dtype=numpy.uint8)
+    pixels = torch.tensor(numpy.stack([frames, numpy.zeros_like(frames)])).permute(0, 1, 4, 2, 3) / 127.5 - 1
+    motions = module.motion_encoder(pixels.flatten(0, 1)).unflatten(0, (2, 13))
+    expected = module.face_encoder(motions).numpy()
+    arrays = {name: jnp.array(parameter.numpy()) for name, parameter in module.named_parameters()}
+    tokens = numpy.asarray(face.encode(module, arrays, jnp.array(frames), 2))
+    assert tokens.shape == (2, 5, 4, 128) and not tokens[:, 0].any()
+    assert relative_error(tokens[:, 1:], expected) < 1e-5
+    assert numpy.array_equal(tokens[:1], face.encode(module, arrays, jnp.array(frames), 1))
 
 
 def driven(pipeline, frames):

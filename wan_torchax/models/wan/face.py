@@ -23,9 +23,11 @@ MOTION, FACE = "motion_encoder", "face_encoder"
 def encode(module, arrays: dict, frames, prompts: int):
     """Uint8 (frames, side, side, 3) to (prompts, latent frames + 1, tokens, channels). For a negative prompt the face
     is black, and for the reference, the first latent frame, there is none."""
+    basis, dtype = directions(arrays), arrays[f"{MOTION}.conv_in.weight"].dtype
+
     def motion(frame):
         pixels = frame.astype(jnp.float32).transpose(2, 0, 1) / 255 * 2 - 1
-        return motion_of(arrays, pixels.astype(arrays[f"{MOTION}.conv_in.weight"].dtype)[None])[0]
+        return motion_of(arrays, basis, pixels.astype(dtype)[None])[0]
 
     motions = jax.lax.map(motion, frames, batch_size=TOGETHER)[None]
     if prompts == 2:
@@ -38,7 +40,13 @@ def encode(module, arrays: dict, frames, prompts: int):
 # ---------------------------------------------------------------- motion
 
 
-def motion_of(arrays: dict, pixels):
+def directions(arrays: dict):
+    """(channels, directions) float32: the orthogonal factor of a weight, with LAPACK's signs."""
+    with jax.default_matmul_precision("highest"):
+        return jnp.linalg.qr(arrays[f"{MOTION}.motion_synthesis_weight"].astype(jnp.float32) + 1e-8)[0]
+
+
+def motion_of(arrays: dict, basis, pixels):
     """(frames, 3, side, side) to (frames, channels)."""
     pixels = convolved(arrays, f"{MOTION}.conv_in", pixels)
     for number in itertools.takewhile(lambda k: f"{MOTION}.res_blocks.{k}.conv1.weight" in arrays, itertools.count()):
@@ -51,9 +59,8 @@ def motion_of(arrays: dict, pixels):
     for number in itertools.takewhile(lambda k: f"{MOTION}.motion_network.{k}.weight" in arrays, itertools.count()):
         weight, bias = (arrays[f"{MOTION}.motion_network.{number}.{part}"] for part in ("weight", "bias"))
         shares = jnp.einsum("...a,ba->...b", shares, weight) / math.sqrt(weight.shape[1]) + bias
-    with jax.default_matmul_precision("highest"):  # a direction's sign is that of LAPACK, also on chips
-        directions, _ = jnp.linalg.qr(arrays[f"{MOTION}.motion_synthesis_weight"].astype(jnp.float32) + 1e-8)
-        return (shares.astype(jnp.float32) @ directions.T).astype(shares.dtype)
+    with jax.default_matmul_precision("highest"):
+        return (shares.astype(jnp.float32) @ basis.T).astype(shares.dtype)
 
 
 def convolved(arrays: dict, name: str, pixels, stride: int = 1, padding: int = 0):
