@@ -46,6 +46,21 @@ def test_what_trainers_save(tmp_path):
     assert "exists already" in convert(tmp_path / "a.pt").stderr
 
 
+def test_turbowans_patches_are_a_convolution(tmp_path):
+    """The linear layer over patches and the convolution give the same tokens."""
+    torch.manual_seed(0)
+    linear, video = torch.nn.Linear(3 * 4, 8), torch.randn(1, 3, 2, 4, 6)
+    state = {f"net.patch_embedding.{name}": value for name, value in linear.state_dict().items()}
+    torch.save(state, tmp_path / "a.pth")
+    answer = convert(tmp_path / "a.pth")
+    assert answer.returncode == 0, answer.stderr
+    convolution = torch.nn.Conv3d(3, 8, (1, 2, 2), (1, 2, 2))
+    found = load_file(tmp_path / "a.safetensors")
+    convolution.load_state_dict({name.removeprefix("patch_embedding."): value for name, value in found.items()})
+    patches = video.unfold(3, 2, 2).unfold(4, 2, 2).permute(0, 2, 3, 4, 1, 5, 6).flatten(4).flatten(1, 3)
+    torch.testing.assert_close(convolution(video).flatten(2).transpose(1, 2), linear(patches))
+
+
 @pytest.mark.system
 def test_what_is_not_tensors_alone_is_refused_and_runs_nothing(tmp_path):
     class Evil:

@@ -22,6 +22,7 @@ KEYS = ("generator_ema", "generator", "generator_lora", "model_ema", "ema", "sta
 WRAPPERS = ("module.", "net.", "model.")  # before all names of some files
 INSIDE = re.compile(r"_fsdp_wrapped_module\.|_orig_mod\.|_checkpoint_wrapped_module\.")
 BLOCK = 128  # rows and columns that share a scale in TurboDiffusion's eight bits
+PATCH = 1, 2, 2  # frames, height and width of Wan's patches
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
@@ -82,13 +83,16 @@ def state_in(content, key: str | None) -> tuple[str, dict]:
 
 
 def weights(tensors: Mapping) -> Iterator[tuple[str, object]]:
-    """Tensors by the names of their modules; eight bits with scales of blocks widened."""
+    """Tensors by the names of their modules; eight bits with scales of blocks widened. A linear layer over patches, as
+    TurboWan has it, becomes the convolution that it is: its inputs are in the order of channels, then of PATCH."""
     named = {INSIDE.sub("", name): tensor for name, tensor in tensors.items()}
     while wrapper := next((one for one in WRAPPERS if all(name.startswith(one) for name in named)), None):
         named = {name.removeprefix(wrapper): tensor for name, tensor in named.items()}
     for name, tensor in named.items():
         module, _, end = name.rpartition(".")
-        if end == "int8_weight":
+        if name == "patch_embedding.weight" and tensor.ndim == 2:
+            yield name, tensor.reshape(len(tensor), -1, *PATCH)
+        elif end == "int8_weight":
             yield f"{module}.weight", widened(tensor, named[f"{module}.scale"])
         elif not (end == "scale" and f"{module}.int8_weight" in named):
             yield name, tensor
