@@ -1,4 +1,8 @@
 """Videos longer than a model was trained for."""
+import threading
+import tracemalloc
+
+import jax
 import numpy
 import pytest
 import torch
@@ -9,10 +13,15 @@ from PIL import Image
 from tests import given, reference, tiny
 from tests.conftest import make_config, results, run_into
 from tests.test_family import NO_PICTURES
+from wan_torchax import events
 from wan_torchax.config.long import long_warnings, passes, window_tables
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
 from wan_torchax.models.wan import geometry
+from wan_torchax.records.files import Spool
+from wan_torchax.records.media import MOST_QUEUED, Encoder, Encoding
+from wan_torchax.records.results import read, save
+from wan_torchax.session import Session
 
 SIZE = ["resolution.height=64", "resolution.width=80", "steps=2"]
 
@@ -204,3 +213,78 @@ REFUSED = [
 def test_what_does_not_go_with_windows_is_told(overrides, message):
     with pytest.raises(ConfigError, match=message):
         validate(make_config("model=wan21_t2v_14b", "resolution=704p", "windows=static", *overrides), files="none")
+
+
+# ---------------------------------------------------------------- memory
+
+
+def decode(frames: int) -> tuple[int, list[int], numpy.ndarray]:
+    """Decode a video's latents: most bytes on the host, besides what was there at the first chunk; bytes on the devices
+    at each chunk; the frames."""
+    config = make_config(*tiny.model(), *SIZE, f"resolution.frames={frames}", "windows=static", "windows.overlap=5")
+    session, on_devices = Session(), []
+    resolved = session.resolve(config, ["decode"])
+    values = {"latents": numpy.random.default_rng(0).normal(size=resolved.latent_shape).astype("float32")}
+
+    def listener(event):
+        if isinstance(event, events.Decoded):
+            on_devices.append(sum(array.nbytes for array in jax.live_arrays()))
+            tracemalloc.start()  # from the first chunk on: weights are loaded, programs compiled
+
+    made = session.run(resolved, ["decode"], values, listener)["frames"]
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return most, on_devices, made
+
+
+@pytest.mark.system
+def test_decoding_takes_the_memory_of_a_chunk_however_long_the_video_is(monkeypatch):
+    """Frames that are too many for memory are in a file; those of a video that is not are the same."""
+    size = 3 * 64 * 80
+    held, _, expected = decode(101)
+    monkeypatch.setattr("wan_torchax.stages.decode.IN_MEMORY", 0)
+    short, _, _ = decode(41)
+    longer, on_devices, frames = decode(101)
+    assert isinstance(frames, numpy.memmap) and numpy.array_equal(frames, expected)
+    assert held > 101 * size and longer < short + 20 * size
+    assert max(on_devices[5:10]) >= max(on_devices[-5:])
+
+
+def test_frames_in_a_file_are_saved_without_a_copy(tmp_path):
+    spool = Spool(100_000)
+    for number in range(40):
+        spool.append(numpy.full((5, 64, 64, 3), number, "uint8"))
+    frames, given = spool.array(), {"seed": 3}
+    tracemalloc.start()
+    save(tmp_path / "decode.safetensors", {"frames": frames, "counts": numpy.arange(3)}, given)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert frames.shape == (200, 64, 64, 3) and most < frames.nbytes / 10
+    shapes = {"frames": frames.shape, "counts": (3,)}
+    values, settings = read(tmp_path / "decode.safetensors", shapes)
+    assert settings == given and numpy.array_equal(values["frames"], frames)
+    assert values["frames"][199].max() == values["frames"][199].min() == 39 and list(values["counts"]) == [0, 1, 2]
+
+
+def test_many_frames_are_in_the_video_alone(generate, monkeypatch):
+    monkeypatch.setattr("wan_torchax.stages.decode.IN_MEMORY", 0)
+    folder = generate("output.keep_frames=false")
+    assert (folder / "video.mp4").stat().st_size > 1000 and (folder / "poster.png").is_file()
+    assert (folder / "denoise.safetensors").is_file() and not (folder / "decode.safetensors").exists()
+
+
+def test_frames_wait_for_a_slow_encoder(tmp_path, monkeypatch):
+    """What is queued is in memory."""
+    written, going_on = [], threading.Event()
+    encoder = Encoder(tmp_path / "video.mp4", Encoding(8, 18))
+    monkeypatch.setattr(encoder, "write", lambda frames: (going_on.wait(60), written.append(frames)))
+    frames = numpy.zeros((1, 64, 64, 3), numpy.uint8)
+    adding = threading.Thread(target=lambda: [encoder.add(frames) for _ in range(3 * MOST_QUEUED)])
+    adding.start()
+    adding.join(1)
+    assert adding.is_alive() and len(encoder.queued) <= MOST_QUEUED + 1
+    going_on.set()
+    adding.join(60)
+    assert not adding.is_alive()
+    encoder.close()
+    assert len(written) >= 2 * MOST_QUEUED
