@@ -68,7 +68,7 @@ def test_a_scale_of_one_is_the_prompt_alone(name):
 
 def test_the_first_steps_change_nothing():
     config = make_config("guider=cfg_zero", "guider.zero_steps=2", "steps=5")
-    assert list(schedule_rows(config, scheduler_table(config, None))["zeroed"]) == [1, 1, 0, 0, 0]
+    assert list(schedule_rows(config, scheduler_table(config, None), None)["zeroed"]) == [1, 1, 0, 0, 0]
 
 
 @pytest.mark.system

@@ -43,6 +43,7 @@ OTHERS = {
     r"scheduler\.round_times": "integer",
     r"compile\.matmul_precision": "highest",
     r"compile\.store": None,
+    r"(vae|preview)\.component": "tiny_vae",
     r"resolution\.(height|width)": 128,
     r"resolution\.frames": 9,
     r"attention\..*\.block_(q|kv)": 8,
@@ -105,7 +106,7 @@ def check_nothing(monkeypatch):
 @functools.cache  # no leaf that is changed below says where the checkpoint is
 def checkpoints(path, changed_at):
     config = make_config(*tiny.overrides(path))
-    return find_all(config, list(config.model.architecture))
+    return find_all(config, [name for name in config.model.architecture if (path / name).is_dir()])
 
 
 def resolve_all(config):

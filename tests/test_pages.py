@@ -25,7 +25,7 @@ FILES = "resume|replay|prompts|image|last_image|video|pose|face|background|mask|
 NOT_HERE = re.compile(rf"({FILES})=|model\.\w+=.*\.(safetensors|gguf)$|.*(=choice\(|…)")
 GROUPS = (
     "pipeline", "model", "mesh", "distributed", "sharding", "attention", "resolution", "scheduler", "ops", "cache",
-    "adapter", "sampling", "sparse", "guider", "live", "vae", "preview",
+    "adapter", "sampling", "sparse", "guider", "live", "vae", "preview", "windows",
 )
 
 spec = importlib.util.spec_from_file_location("figures", ROOT / "benchmarks/figures.py")

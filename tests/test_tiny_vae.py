@@ -139,6 +139,7 @@ def test_previews_show_every_frame_of_a_video(two_layers, file):
     assert numpy.array_equal(plain["frames"], values["frames"]), "the video is not changed by how it is previewed"
 
 
+@pytest.mark.system
 def test_a_preview_of_several_frames_moves(generate, file, two_layers):
     folder = generate(*PREVIEWS, f"model.tiny_vae={file}")
     with Image.open(folder / "preview.png") as preview:
@@ -163,6 +164,7 @@ def test_it_is_recognized(tmp_path):
     assert make_config(*exact).vae.component == "vae"
 
 
+@pytest.mark.system
 def test_a_published_file_goes_through_the_converter(tmp_path):
     """Every name and shape of it, for both of Wan's VAEs."""
     for model, channels, patch in (("wan21_t2v_1_3b", 16, 1), ("wan22_ti2v_5b", 48, 2)):

@@ -19,12 +19,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 
-def command_line(about: str, name: str, flag: str | None = None, **how) -> tuple[argparse.Namespace, DictConfig]:
-    """A tool's arguments, of which `flag` may be its own, and the config tools/conf/<name>.yaml with its overrides."""
+def command_line(about: str, name: str, flag: str, **how) -> tuple[argparse.Namespace, DictConfig]:
+    """A tool's arguments, of which `flag` is its own, and the config tools/conf/<name>.yaml with its overrides."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a few steps on the CPU")
-    if flag:
-        parser.add_argument(flag, **how)
+    parser.add_argument(flag, **how)
     parser.add_argument("overrides", nargs="*", help=f"key=value, as in tools/conf/{name}.yaml")
     arguments = parser.parse_args()
     with initialize_config_dir(str(Path(__file__).parent.resolve() / "conf"), version_base="1.3"):

@@ -245,8 +245,8 @@ def seen_settings(step: RunStep) -> dict[str, Any]:
 # The keys that determine a run's programs, as far as they are known before devices start and `resolve` runs.
 START_KEYS = (
     "pipeline.name", "model.name", "model.path", "model.paths", "model.dtype", "model.scan_blocks", "vae", "mesh.name",
-    "sharding.name", "resolution", "ops", "guidance", "guider", "scheduler", "steps", "compile.xla_flags",
-    "compile.matmul_precision",
+    "sharding.name", "resolution", "windows", "riflex", "ops", "guidance", "guider", "scheduler", "steps",
+    "compile.xla_flags", "compile.matmul_precision",
 )
 
 

@@ -25,6 +25,7 @@ from wan_torchax.config import attention, validation
 from wan_torchax.config.commandline import literal
 from wan_torchax.config.geometry import Geometry, is_segmented, previewer_of, segment_count
 from wan_torchax.config.graph import Graph
+from wan_torchax.config.long import seen_at_once
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ConfigError
 
@@ -129,8 +130,8 @@ class Job:
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Frames, height and width of the tokens."""
-        return self.geometry.grid(self.config.resolution, self.family.extra_frames(self.config))
+        """Frames, height and width of the tokens that the transformer sees at once."""
+        return self.geometry.grid(seen_at_once(self.config), self.family.extra_frames(self.config))
 
     @property
     def tokens(self) -> int:

@@ -170,6 +170,7 @@ class Model:
     min_size: int = 256
     max_size: int = 1280
     max_frames: int = 121
+    riflex_frequency: Optional[int] = None  # of time, counted from 1: the one that riflex=true slows down
     architecture: dict[str, dict[str, Any]] = field(default_factory=dict)  # by component
 
 
@@ -333,6 +334,18 @@ class Live:
     positions: str = offered("absolute")  # one of POSITIONS
     prompts: list[str] = offered(list)  # "<second>: <prompt>"
     recache: bool = offered(True)
+
+
+@dataclass
+class Windows:
+    """How the transformer sees a video that is longer than it was trained for; conf/windows explains each key."""
+
+    name: str = ""
+    mode: Optional[str] = offered(None)  # static | uniform; null: as a whole
+    frames: int = offered(81)
+    overlap: int = offered(30)
+    weights: str = offered("pyramid")
+    free_noise: bool = offered(True)
 
 
 @dataclass
@@ -520,6 +533,7 @@ class Config:
     references: list[str] = field(default_factory=list)
     fit: str = offered("cover")
     strength: Optional[float] = offered(None)
+    riflex: bool = offered(False)
     coarse_delta: Optional[float] = offered(None)
     conditioning_scale: Any = offered(None, Union[float, list[float], None])
     prompts: Optional[str] = None
@@ -543,6 +557,7 @@ class Config:
     cache: Cache = group(Cache)
     live: Live = group(Live)
     guider: Guider = group(Guider)
+    windows: Windows = group(Windows)
     # Rows of Adapter by name; Any, so that a command line can add one.
     adapter: dict[str, Any] = group(lambda: dict(ADAPTER_SETTINGS), rows=Adapter)
     prompt: Prompt = group(Prompt)

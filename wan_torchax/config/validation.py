@@ -28,6 +28,7 @@ from wan_torchax.config.geometry import guided, steps_skipped
 from wan_torchax.config.graph import Graph
 from wan_torchax.config.keys import key_problems
 from wan_torchax.config.live import live_problems
+from wan_torchax.config.long import long_problems, long_warnings, most_frames
 from wan_torchax.config.registry import FAMILIES, STAGES, TASKS, family_of
 from wan_torchax.config.schema import (
     DTYPES,
@@ -97,6 +98,8 @@ def validate_resolved(config: DictConfig, devices) -> None:
     raise_problems([*problems, *platform_problems(config, devices.platform, devices.kind)])
     if idle := idle_axis(config):
         log.warning(idle)
+    for warning in long_warnings(config):
+        log.warning(warning)
 
 
 def choice_problems(config: DictConfig) -> Iterator[str]:
@@ -231,8 +234,8 @@ def resolution_problems(config: DictConfig) -> Iterator[str]:
     frames, scale = resolution.frames, geometry.frame_scale
     if frames < 1 or ((frames - 1) % scale and not config.pipeline.segments.whole):
         yield f"resolution.frames={frames}: must be {scale}n+1; {nearest_multiple(frames, scale, 1)}"
-    elif resolution.frames > model.max_frames:
-        yield f"resolution.frames={resolution.frames}: {model.name} takes at most {model.max_frames}"
+    elif frames > most_frames(config):
+        yield f"resolution.frames={frames}: {model.name} takes at most {most_frames(config)}"
     if not 1 <= resolution.fps <= 120:
         yield f"resolution.fps={resolution.fps}: must be from 1 to 120; usual 16"
     if not 0 < resolution.flow_shift <= MOST_SHIFT:
@@ -687,6 +690,6 @@ CHECKS = (
     plan_problems, adapter_problems, serve_problems, verify_problems,
 )
 LATER_CHECKS = (
-    cache_problems, coarse_problems, live_problems,
+    cache_problems, coarse_problems, live_problems, long_problems,
     missing_problems, family_problems, kernel_problems, product_problems, precision_problems, vmem_problems,
 )

@@ -19,6 +19,7 @@ import numpy
 
 from wan_torchax import private
 from wan_torchax.config.geometry import Geometry
+from wan_torchax.config.long import seen_at_once
 from wan_torchax.kernels.settings import Kernel, Parallel, Products, Question
 
 if TYPE_CHECKING:
@@ -140,6 +141,9 @@ class Condition:
     by_prompt: bool = False  # one per prompt, negative prompts last
     # For a value that comes from the user, or may be absent: (value, shape) -> array.
     prepare: Callable[[Any, tuple[int, ...]], Any] = lambda value, shape: value
+    # What a window of the video sees of it (conf/windows): (value, the window's latent frames) -> its part. None: it
+    # cannot be cut.
+    window: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
 
 @dataclass(frozen=True)
@@ -206,6 +210,7 @@ class Forward:
     same_video: bool = False  # the batch is one video at one timestep; only the prompts differ
     multiple: int = 1  # tokens are padded to a multiple of this inside the blocks
     fillings: tuple[int, ...] = ()  # tokens to attend to, by the number of chunks; empty: all are made at once
+    riflex: int | None = None  # the frequency of time, counted from 1, that has not repeated by the video's end
     pinned: bool = False  # constrain the tokens' sharding in every block, where the compiler would choose another
     nag: Nag | None = None  # with it, conditions of negative prompts come too, named negative_…
 
@@ -279,7 +284,7 @@ class Family:
     def questions(self, config: DictConfig) -> dict[str, Question]:
         """The attention its blocks need: self-attention, and cross-attention to text."""
         heads = self.heads(config.model.architecture)
-        grid = self.geometry(config.model.architecture).grid(config.resolution, self.extra_frames(config))
+        grid = self.geometry(config.model.architecture).grid(seen_at_once(config), self.extra_frames(config))
         return {
             "self": Question(*heads, grid, self.norm, self.beside(config), self.sparse), "cross": Question(*heads),
         }

@@ -1,9 +1,13 @@
-"""Atomic file writes and folder locks."""
+"""Atomic file writes, arrays in files, and folder locks."""
 import contextlib
 import fcntl
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
+
+import numpy
 
 from wan_torchax.config.schema import FolderError
 
@@ -23,6 +27,31 @@ def atomic(path: Path) -> Iterator[Path]:
 def write_text(path: Path, text: str) -> None:
     with atomic(path) as partial:
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")  # a prompt may have lone surrogates
+
+
+class Spool:
+    """Rows of an array, in memory; if they are more than `most` bytes, in a temporary file (in TMPDIR), which is gone
+    when nobody has the array any longer."""
+
+    def __init__(self, most: int):
+        self.most, self.held, self.rows, self.bytes = most, list[numpy.ndarray](), 0, 0
+        self.file: IO[bytes] | None = None
+
+    def append(self, rows: numpy.ndarray) -> None:
+        self.held.append(rows)
+        self.rows, self.bytes = self.rows + len(rows), self.bytes + rows.nbytes
+        if self.bytes > self.most:
+            self.file = self.file or tempfile.TemporaryFile(prefix="wan-")  # noqa: SIM115 - closed with the array
+            for part in self.held:
+                self.file.write(numpy.ascontiguousarray(part).data)
+            self.held = [rows[:0]]
+
+    def array(self) -> numpy.ndarray:
+        """What was appended; a part that is in a file is read where it is used."""
+        if self.file is None:
+            return numpy.concatenate(self.held)
+        self.file.flush()
+        return numpy.memmap(self.file, self.held[0].dtype, "r", shape=(self.rows, *self.held[0].shape[1:]))
 
 
 def own_file(folder: Path, name: str) -> Path | None:

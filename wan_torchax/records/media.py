@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import tempfile
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from wan_torchax.records.files import atomic
 SHEET_FRAMES = 9
 SHEET_WIDTH = 1920  # pixels, at most
 PREVIEW_FRAMES, PREVIEW_SIDE = 16, 320  # of an animated preview, at most
+MOST_QUEUED = 8  # chunks of frames that wait for the encoder
 READ_SECONDS = 60  # timeout for ffmpeg to read a file's metadata
 
 
@@ -52,14 +54,17 @@ class Encoder:
     def __init__(self, path: Path, encoding: Encoding):
         self.path, self.encoding, self.frames = path, encoding, 0
         self.stream = path.with_name(f".encoding-{path.name}")
-        self.process, self.writer = None, ThreadPoolExecutor(1)
+        self.process, self.writer, self.queued = None, ThreadPoolExecutor(1), deque()
 
     def add(self, frames: numpy.ndarray) -> None:
-        """Queue frames (frames, height, width, 3) for encoding; does not block."""
+        """Queue frames (frames, height, width, 3) for encoding. Waits where the encoder has fallen far behind: what is
+        queued is in memory."""
         if self.process is None:
             self.process = self.start(*frames.shape[1:3])
         self.frames += len(frames)
-        self.writer.submit(self.write, numpy.ascontiguousarray(frames))
+        self.queued.append(self.writer.submit(self.write, numpy.ascontiguousarray(frames)))
+        while len(self.queued) > MOST_QUEUED:
+            interruption.wait([self.queued.popleft()])
 
     def start(self, height: int, width: int) -> subprocess.Popen:
         command = [ffmpeg(), "-y", "-v", "error", *raw_source(self.encoding, height, width), "-i", "-"]

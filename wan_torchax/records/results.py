@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import listed
@@ -26,7 +25,24 @@ def save(path: Path, values: dict[str, numpy.ndarray], settings: dict) -> None:
     """Write a stage's values with the settings that produced them."""
     arrays = {name: numpy.ascontiguousarray(value) for name, value in values.items()}
     with atomic(path) as partial:
-        save_file(arrays, partial, metadata={"settings": json.dumps(settings), "checksum": checksum(arrays)})
+        write(partial, arrays, {"settings": json.dumps(settings), "checksum": checksum(arrays)})
+
+
+def write(path: Path, arrays: dict[str, numpy.ndarray], metadata: dict[str, str]) -> None:
+    """A safetensors file. The library would copy every array first, and frames may be larger than memory."""
+    layout, end = {}, 0
+    names = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))  # keeps them aligned
+    for name in names:
+        begin, end = end, end + arrays[name].nbytes
+        dtype = arrays[name].dtype  # float32 is F32, uint8 U8
+        called = "BOOL" if dtype.kind == "b" else f"{dtype.kind.upper()}{8 * dtype.itemsize}"
+        layout[name] = {"dtype": called, "shape": list(arrays[name].shape), "data_offsets": [begin, end]}
+    header = json.dumps({"__metadata__": metadata, **layout}).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for name in names:
+            file.write(arrays[name].data)
 
 
 def checksum(arrays: dict[str, numpy.ndarray]) -> str:

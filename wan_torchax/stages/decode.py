@@ -5,9 +5,12 @@ import numpy
 from wan_torchax.config.geometry import device_count
 from wan_torchax.devices.sharding import struct
 from wan_torchax.events import Advanced, Decoded
+from wan_torchax.records.files import Spool
 from wan_torchax.runtime.programs import NotFinite
 from wan_torchax.stages.chunks import add_chunks
 from wan_torchax.stages.stage import Stage
+
+IN_MEMORY = 2**30  # bytes of frames; more are in a file
 
 
 class Decode(Stage):
@@ -103,7 +106,7 @@ class Decoding:
 
     def __init__(self, stage: Decode, view, emit):
         self.stage, self.view, self.emit = stage, view, emit
-        self.chunks: list[numpy.ndarray] = []
+        self.frames, self.latents = Spool(IN_MEMORY), 0
         self.caches = None
         self.kept, self.recent = stage.recipe.derived["frames_kept"], []  # pixels of the last chunks, on the devices
 
@@ -126,12 +129,13 @@ class Decoding:
 
     def fetch(self, frames, finite) -> None:
         if not bool(finite):
-            place = f"at latent frame {len(self.chunks)}"
+            place = f"at latent frame {self.latents}"
             raise NotFinite(f"the decoded frames are not finite {place}", self.view.config, "vae")
-        self.chunks.append(numpy.asarray(frames))
-        self.emit(Advanced(self.stage.name, len(self.chunks[-1])))
-        self.emit(Decoded(self.chunks[-1]))
+        chunk, self.latents = numpy.asarray(frames), self.latents + 1
+        self.frames.append(chunk)
+        self.emit(Advanced(self.stage.name, len(chunk)))
+        self.emit(Decoded(chunk))
 
     def result(self) -> dict[str, numpy.ndarray]:
         last = numpy.concatenate(self.recent, axis=2)[:, :, -self.kept :] if self.kept else None
-        return {"frames": numpy.concatenate(self.chunks)} | ({} if last is None else {"last_pixels": last})
+        return {"frames": self.frames.array()} | ({} if last is None else {"last_pixels": last})

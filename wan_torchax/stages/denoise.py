@@ -12,6 +12,7 @@ import numpy
 from wan_torchax.config import caches, coarse
 from wan_torchax.config.attention import parallel_of
 from wan_torchax.config.geometry import device_count, expert_at, prompt_count, text_count
+from wan_torchax.config.long import is_windowed, latent_frames, passes, window_tables
 from wan_torchax.config.resolve import plain
 from wan_torchax.config.validation import SEEDS
 from wan_torchax.devices.mesh import memory_bytes
@@ -25,7 +26,7 @@ from wan_torchax.runtime.programs import NotFinite, Program, own_compilation, pu
 from wan_torchax.stages import caching
 from wan_torchax.stages.enlarge import enlarged
 from wan_torchax.stages.guidance import Guider
-from wan_torchax.stages.sampling import Table, coarse_steps, noises, scheduler_table
+from wan_torchax.stages.sampling import Table, coarse_steps, free_noise, noises, scheduler_table
 from wan_torchax.stages.stage import Stage
 from wan_torchax.stages.step import Step
 
@@ -57,12 +58,12 @@ class Denoise(Stage):
     label, share = "denoising", 85.0
     settings = (
         "attention.self", "attention.cross", "products", "guidance", "guider", "model.text_tokens",
-        "model.scan_blocks", "sharding.attention",
+        "model.scan_blocks", "sharding.attention", "riflex", "model.riflex_frequency",
     )
     reads = (
         "seed", "steps", "strength", "guidance_scale", "guidance_scale_2", "model.experts", "model.boundary",
         "scheduler", "resolution.height", "resolution.width", "resolution.frames", "resolution.flow_shift", "cache",
-        "pipeline.inputs", "model.noise_dtype",
+        "pipeline.inputs", "model.noise_dtype", "windows",
     )
     reads_beside = ("expert_weights", "mesh.chip", "model.name", "model.curve")
 
@@ -75,6 +76,7 @@ class Denoise(Stage):
             "videos": job.videos,
             "latent_shape": (job.videos, *job.denoised_shape[1:]),
             "grid": job.grid,
+            "windows": windows_shape(job),
             "extra_frames": job.family.extra_frames(job.config),
             "slots": slots,
             "renoised": terms == slots + 2,
@@ -141,6 +143,7 @@ class Denoise(Stage):
             denoiser, config.model.dtype.transformer, prompts, config.guidance == "batched",
             tuple(name for name in derived["conditions"] if conditions[name].by_prompt), derived["extra_frames"],
             replicated(self.mesh), derived["mode"], derived["rests"], guider_of(config),
+            windows={name: conditions[name].window for name in derived["conditions"]} if derived["windows"] else {},
         )
 
     def forward(self, prompts: int) -> Forward:
@@ -155,6 +158,7 @@ class Denoise(Stage):
             cross_attention=Kernel.of(config.attention.cross), products=Products(**config.products),
             precision=config.precision, gather=config.sharding.gather, scan=config.model.scan_blocks,
             same_video=derived["videos"] == 1 and not spread, multiple=self.multiple(parallel),
+            riflex=config.model.riflex_frequency if config.riflex else None,
             pinned=prompts == 1 and derived["rests"],  # its state comes from the two-prompt program
             nag=Nag.of(config.guider),
         )
@@ -200,6 +204,9 @@ class Denoise(Stage):
             schedule["skipped"] = array(derived["layers"])
         if rank := self.components[derived["uses"][0]].rank:
             schedule["strengths"] = array(rank)
+        if derived["windows"]:
+            shape = derived["windows"]
+            schedule |= {"windows": array(*shape, dtype="int32"), "window_weights": array(*shape)}
         conditions = {}
         for name, shape in derived["conditions"].items():
             condition = self.family.conditions[name]
@@ -270,7 +277,7 @@ class Denoise(Stage):
         seeds = [(seed + SEED_ENLARGED) % SEEDS if "coarse_latents" in values else seed for seed in view.seeds]
         draws = map(numpy.concatenate, zip(*(self.noises(view, seed, table) for seed in seeds)))
         state, schedule, conditions = self.first_arguments(config, table, values, draws)
-        rows = schedule_rows(config, table, self.recipe.derived["layers"])
+        rows = schedule_rows(config, table, view.geometry, self.recipe.derived["layers"])
         experts = [expert_at(config, timestep) for timestep in table.timesteps]
         for name in set(experts[1:]):
             if not self.components[name].is_loaded():
@@ -311,7 +318,12 @@ class Denoise(Stage):
         """The initial noise of a video, then the noise of each step. Segments of a video continue one generator."""
         shape = 1, *self.recipe.derived["latent_shape"][1:]
         drawn = 1 + (len(table.timesteps) if self.recipe.derived["renoised"] else 0)
-        return itertools.islice(noises(seed, shape, view.config.model.noise_dtype), view.segment * drawn, None)
+        own = itertools.islice(noises(seed, shape, view.config.model.noise_dtype), view.segment * drawn, None)
+        if is_windowed(view.config) and view.config.windows.free_noise:
+            windows, scale = view.config.windows, view.geometry
+            sizes = (latent_frames(frames, scale) for frames in (windows.frames, windows.overlap))
+            return itertools.chain([free_noise(next(own), *sizes, seed)], own)
+        return own
 
     def first_arguments(self, config, table, values, draws):
         """State, schedule and conditions of the first step, on the devices."""
@@ -331,13 +343,15 @@ class Denoise(Stage):
     def flops(cls, job) -> dict[str, int]:
         """FLOPs of a step's forward passes, by part."""
         flops = job.family.flops(job.config, job.tokens)
-        flops = {name: count * prompt_count(job.config) for name, count in flops.items()}
+        forwards = prompt_count(job.config) * passes(job.config, job.geometry)
+        flops = {name: int(count * forwards) for name, count in flops.items()}
         return flops | {"total": sum(flops.values())}
 
     @classmethod
     def product_flops(cls, job) -> dict[str, int]:
         """FLOPs of a step's linear layers in the Pallas kernel, by the chip's key for their share of peak."""
         config, precision, counts = job.config, job.config.precision, {}
+        forwards = prompt_count(config) * passes(config, job.geometry)
         if config.products.kernel != "pallas":
             return {}
         rules = [config.model.weights.transformer[rule].pattern for rule in precision.layers]
@@ -348,7 +362,7 @@ class Denoise(Stage):
             is_quantized = precision.weights and any(re.fullmatch(pattern, source) for pattern in rules)
             quantized = layers - precision.first - precision.last if is_quantized else 0
             for fact, count in ((f"{format_}_{kind}", quantized), (kind, layers - quantized)):
-                counts[fact] = counts.get(fact, 0) + count * flops * job.tokens * prompt_count(config)
+                counts[fact] = counts.get(fact, 0) + int(count * flops * job.tokens * forwards)
         return {name: count for name, count in counts.items() if count}
 
     @classmethod
@@ -381,6 +395,11 @@ class Denoise(Stage):
         return rows * (widest / size(parallel.heads) * 2 + dim * (4 + 2 * 4))
 
 
+def windows_shape(job) -> tuple[int, int] | None:
+    """Windows of a step, at most, and their latent frames; None if there is one forward pass."""
+    return window_tables(job.config, job.geometry, job.config.steps)[0].shape[1:] if is_windowed(job.config) else None
+
+
 def width_of(family, config) -> int:
     """Channels of the transformer's tokens."""
     return math.prod(family.heads(config.model.architecture))
@@ -395,12 +414,14 @@ def first_latents(config, values, noise: numpy.ndarray, sigma: float) -> numpy.n
     return (1 - sigma) * values["video_latents"] + sigma * noise
 
 
-def schedule_rows(config, table, layers: int = 0) -> dict[str, numpy.ndarray]:
+def schedule_rows(config, table, geometry, layers: int = 0) -> dict[str, numpy.ndarray]:
     """The schedule arguments, one row per step."""
     count = len(table.timesteps)
     scales = [caching.guidance_of(config, place, time, count) for place, time in enumerate(table.timesteps)]
     skipped = numpy.isin(numpy.arange(layers), list(config.guider.skip_layers))
-    return {
+    tables = window_tables(config, geometry, config.steps) if is_windowed(config) else ()
+    windowed = {name: column[:count] for name, column in zip(("windows", "window_weights"), tables)}
+    return windowed | {
         "timestep": table.timesteps, "next_timestep": numpy.append(table.timesteps[1:], numpy.float32(0)),
         "coefficients": table.coefficients, "guidance_scale": numpy.float32(scales),
         "rest_weights": caching.rest_weights(config, count),

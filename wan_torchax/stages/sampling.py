@@ -268,3 +268,18 @@ ROUNDINGS = {"bfloat16": rounded, "integer": numpy.rint}  # of times, by schema.
 NORMALS = {  # dtype -> how normal values are made, from how many bits
     "float32": (normal, 24), "bfloat16": (normal_bfloat16, 24), "bfloat16_8bit": (normal_bfloat16_8bit, 8),
 }
+
+
+def free_noise(noise: numpy.ndarray, length: int, overlap: int, seed: int) -> numpy.ndarray:
+    """FreeNoise (arXiv 2310.15169): noise (1, channels, frames, …) whose frames behind the first window are those of
+    earlier windows, in another order."""
+    import torch
+
+    generator, noise = torch.Generator().manual_seed(seed), noise.copy()
+    frames, new = noise.shape[2], length - overlap
+    for start in range(0, frames - length, new):
+        place = start + length
+        count = min(new, frames - place)
+        order = torch.randperm(count, generator=generator).numpy()
+        noise[:, :, place : place + count] = noise[:, :, start + order]
+    return noise

@@ -8,8 +8,8 @@ host picks one per step:
     prompt      the prompt only; the negative prompt's velocity is extrapolated from the last step that computed both
     reuse       no blocks: reuses the last residual of the blocks (MagCache) or of the whole model (EasyCache)
 """
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -38,6 +38,7 @@ class Step:
     rests: bool = False  # some steps extrapolate the negative prompt's velocity
     guider: Guider = CFG
     alone: "Step | None" = None  # that of the prompt alone, for `skip`
+    windows: Mapping[str, Callable] = field(default_factory=dict)  # conditions -> what a window sees of them
 
     # ------------------------------------------------------------ the model
 
@@ -50,6 +51,33 @@ class Step:
         # Replicate: it is small, and sharding the rest of the step would only add collectives.
         velocity = jax.lax.with_sharding_constraint(output.velocity.astype(jnp.float32), self.replicated)
         return output._replace(velocity=velocity)
+
+    def by_windows(self, arrays, latents, schedule, conditions) -> Output:
+        """The model on one window of the latents after another; velocities are averaged by the windows' weights. The
+        window's size is the program's, however long the video is."""
+        table, weights = schedule["windows"], schedule["window_weights"]
+
+        def see(window) -> Output:
+            places = table[window]
+            cut = {name: self.windows[name](conditions[name], places) for name in self.windows}
+            output = self.forward(arrays, latents[:, :, places], schedule["timestep"], conditions | cut)
+            return output._replace(residual=None)
+
+        def add(window, sums: Output) -> Output:
+            output = see(window)
+            weighted = output.velocity * weights[window][:, None, None]
+            rescued = None if output.rescued is None else sums.rescued + output.rescued
+            return Output(sums.velocity.at[:, :, table[window]].add(weighted), None, rescued)
+
+        def add_if_counted(window, sums: Output) -> Output:
+            return jax.lax.cond(weights[window].sum() > 0, lambda: add(window, sums), lambda: sums)
+
+        shapes = jax.eval_shape(see, 0)
+        size = shapes.velocity.shape[:2] + latents.shape[2:]
+        empty = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes)._replace(velocity=jnp.zeros(size))
+        sums = jax.lax.fori_loop(0, len(table), add_if_counted, empty)
+        covered = jnp.zeros(latents.shape[2]).at[table].add(weights)
+        return sums._replace(velocity=sums.velocity / covered[:, None, None])
 
     def velocities(self, arrays, latents, schedule, conditions, residual=None, skip_prompt=False):
         """Velocities (prompts · videos, channels, frames, height, width), the blocks' residual, and (2,): how many
@@ -68,6 +96,8 @@ class Step:
         def one(own: dict) -> Output:
             own = dict(own)
             residual = own.pop("residual", None)
+            if "windows" in schedule:
+                return self.by_windows(arrays, latents, schedule, conditions | own)
             return self.forward(arrays, latents, schedule["timestep"], conditions | own, residual)
 
         if self.prompts == 1 or self.batched:
@@ -78,7 +108,7 @@ class Step:
             return array.reshape(self.prompts, len(latents), *array.shape[1:])
 
         output = jax.lax.map(one, jax.tree.map(apart, prompted | kept))
-        velocities, residual = (array.reshape(-1, *array.shape[2:]) for array in output[:2])
+        velocities, residual = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), output[:2])
         return velocities, residual, summed(None if output.rescued is None else output.rescued.sum(axis=0))
 
     # ------------------------------------------------------------ programs

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 from omegaconf import OmegaConf
 
 from wan_torchax.config import inputs, live, trust
@@ -136,8 +137,8 @@ def saver(job: Callable[[], Resolved], folder: Path) -> Listener:
 
     def save(event: Event) -> None:
         if isinstance(event, Previewed):
-            outputs.write_preview(folder, event.frame)
-        elif isinstance(event, Finished) and job().config.output.save_stages:
+            outputs.write_preview(folder, event.frames, job().config.resolution.fps)
+        elif isinstance(event, Finished) and is_saved(event, job().config.output):
             save_result(folder, job(), event)
         elif isinstance(event, Part) and job().config.output.save_stages:
             known = settings(event.stage, tuple(job().config.live.prompts))
@@ -145,6 +146,12 @@ def saver(job: Callable[[], Resolved], folder: Path) -> Listener:
             results.save(results.path_of(folder, event.stage, event.number), event.values, known)
 
     return save
+
+
+def is_saved(event: Finished, output) -> bool:
+    """Frames that are too many for memory are in the video; they would fill the disk."""
+    are_many = any(isinstance(value, numpy.memmap) for value in event.values.values())
+    return output.save_stages and (output.keep_frames or not are_many)
 
 
 def save_result(folder: Path, resolved: Resolved, event: Finished) -> None:

@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from wan_torchax.config import live
 from wan_torchax.config.geometry import Geometry
+from wan_torchax.config.long import seen_at_once
 from wan_torchax.kernels.settings import Kernel
 from wan_torchax.models import t5
 from wan_torchax.models.family import (
@@ -148,10 +149,22 @@ def text_shape(config) -> tuple[int, int]:
     return config.model.text_tokens, config.model.architecture.transformer.text_dim
 
 
+def whole(value, places):
+    """Every window sees all of it."""
+    return value
+
+
+def with_picture(value, places):
+    """Every window begins with the picture, as the videos of the training did."""
+    return value[:, :, places].at[:, :, :1].set(value[:, :, :1])
+
+
 CONDITIONS = {
-    "embeddings": Condition(lambda job: text_shape(job.config), half=True, by_prompt=True),
+    "embeddings": Condition(lambda job: text_shape(job.config), half=True, by_prompt=True, window=whole),
     # Concatenated to the latents along channels.
-    "condition": Condition(lambda job: like_latents(job, job.geometry.channels + job.geometry.frame_scale)),
+    "condition": Condition(
+        lambda job: like_latents(job, job.geometry.channels + job.geometry.frame_scale), window=with_picture,
+    ),
     # The same for Animate: a reference, and the frames of a segment that are given.
     "given_frames": Condition(lambda job: like_latents(job, job.geometry.channels + job.geometry.frame_scale)),
     # Skeletons, added to the video's tokens, and a face's tokens, attended to after some blocks.
@@ -160,7 +173,9 @@ CONDITIONS = {
     # The first latent frame, without noise.
     "first_latent": Condition(first_latent_shape),
     # Image tokens for cross-attention, besides the text's.
-    "image_embeddings": Condition(lambda job: (pictures_given(job), *clip_shape(job.config)), half=True),
+    "image_embeddings": Condition(
+        lambda job: (pictures_given(job), *clip_shape(job.config)), half=True, window=whole,
+    ),
     # The input of VACE's control blocks, and the scale of each block's hint.
     "control": Condition(lambda job: like_latents(job, control_channels(job.geometry))),
     "conditioning_scale": Condition(
@@ -277,7 +292,7 @@ def flops(config, tokens: int) -> dict[str, int]:
     width = transformer.num_attention_heads * transformer.attention_head_dim
     controls = len(transformer.get("vace_layers", ()))
     layers = transformer.num_layers + controls
-    size = geometry(config.model.architecture).grid(config.resolution, reference_count(config))
+    size = geometry(config.model.architecture).grid(seen_at_once(config), reference_count(config))
     sparse = Kernel.of(config.attention.self).sparse
     pairs = sparse.pairs(size) if sparse else tokens * tokens
     texts = text * (1 if config.guider.nag == 1 else 2)  # keys in cross-attention

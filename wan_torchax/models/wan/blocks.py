@@ -194,7 +194,18 @@ def embed(module, arrays: dict, forward: Forward, attention: Attention, time, co
 
 def rotary_tables(arrays: dict, forward: Forward, positions=None) -> list:
     """Cosines and sines (tokens, head_dim)."""
-    return [expanded(arrays[f"rope.{name}"], forward, positions) for name in ("freqs_cos", "freqs_sin")]
+    tables = (arrays["rope.freqs_cos"], numpy.cos), (arrays["rope.freqs_sin"], numpy.sin)
+    return [expanded(slowed(table, wave, forward), forward, positions) for table, wave in tables]
+
+
+def slowed(table, wave: Callable, forward: Forward):
+    """RoPE's table with RIFLEx: one frequency of time, which repeats in a video longer than those of the training, has
+    nine tenths of a period in the whole video instead."""
+    if forward.riflex is None:
+        return table
+    frames, first = forward.grid[0], 2 * (forward.riflex - 1)
+    column = wave(numpy.arange(frames) * 0.9 * 2 * numpy.pi / frames).astype(numpy.float32)
+    return table.at[:frames, first : first + 2].set(column[:, None])
 
 
 def expanded(table, forward: Forward, positions=None):
