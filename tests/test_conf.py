@@ -30,7 +30,7 @@ OWN = {  # pipelines that want files, and most of them a model of their own
 }
 GROUPS = (
     "pipeline", "model", "mesh", "distributed", "sharding", "resolution", "attention", "ops", "scheduler", "prompt",
-    "adapter",
+    "adapter", "vae", "preview", "windows",
 )
 
 
