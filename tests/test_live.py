@@ -335,7 +335,7 @@ REFUSED = {
     "pipeline=t2v": "live=self_forcing: pipeline=t2v makes a video in one piece",
     "live.chunk=null": "has no chunks; choose live=self_forcing",
     "guidance_scale=4": "keeps keys and values of the prompt alone",
-    "guider=nag": "guider.nag=11.0: .* knows the prompt alone; use guider=cfg",
+    "guider=nag": "guider.nag=11.0: pipeline=live knows the prompt alone; use guider=cfg",
     "adapter.mode=beside": "has no strengths for its steps; use adapter.mode=merge",
     "scheduler=unipc cache=easycache": "cache=easycache: pipeline=live computes every step",
     "resolution.frames=17": "nearest 13 or 21",
