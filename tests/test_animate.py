@@ -25,6 +25,8 @@ from wan_torchax.models.pictures import read_mirrored, read_video
 from wan_torchax.models.wan import face
 from wan_torchax.models.wan.adapters import translate
 from wan_torchax.records import media
+from wan_torchax.runtime.jobs import find_job
+from wan_torchax.stages.stage import find
 
 FULL = pytest.mark.full
 OVERLAP = ["pipeline.segments.frames=13", "pipeline.segments.overlap=5"]
@@ -44,6 +46,16 @@ def test_a_face_is_encoded_as_in_diffusers():
     assert tokens.shape == (2, 5, 4, 128) and not tokens[:, 0].any()
     assert relative_error(tokens[:, 1:], expected) < 1e-5
     assert numpy.array_equal(tokens[:1], face.encode(module, arrays, jnp.array(frames), 1))
+
+
+@pytest.mark.parametrize("guidance", [["guidance_scale=1"], ["guidance_scale=3"], ["guidance_scale=1", "guider=nag"]])
+def test_the_face_has_what_denoising_takes_of_it(guidance):
+    """One for each prompt that is encoded: NAG has a negative one without guidance too."""
+    job = find_job(make_config(*SMALL, *tiny.model("animated"), *SEGMENTS, *driven("animate", 9), *guidance))
+    part, derived = job.segments()[0], find("denoise").derived("denoise", job.segments()[0])
+    shape = find("face").result_shapes("face", part)["face_embeddings"]
+    assert shape == (derived["texts"], *derived["conditions"]["face_embeddings"])
+    assert shape == (1 if guidance == ["guidance_scale=1"] else 2, 3, 4, 128)
 
 
 def driven(pipeline, frames):
