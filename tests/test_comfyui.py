@@ -34,7 +34,7 @@ from tests import flux, hunyuan15, tiny
 from tests.conftest import ROOT, results, run_into
 from wan_torchax import patches
 from wan_torchax.config.commandline import options
-from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.schema import ADAPTER_SETTINGS, ConfigError
 from wan_torchax.runtime import programs, weights
 from wan_torchax.session import session
 from wan_torchax.stages import step
@@ -159,7 +159,7 @@ def adapt(config, *adapters, strength=1.0, target=settings.UNCHANGED):
 
 def rows_of(chosen) -> dict:
     """The adapters of a config, by name."""
-    return {name: row for name, row in settings.compose(chosen.overrides).adapter.items() if name != "allow_unmatched"}
+    return {name: row for name, row in settings.compose(chosen.overrides).adapter.items() if name not in ADAPTER_SETTINGS}
 
 
 def test_an_adapter_node_chooses_among_the_owners_files(tmp_path, loras):
@@ -183,7 +183,7 @@ def test_an_adapter_node_chooses_among_the_owners_files(tmp_path, loras):
             nodes.Wan21Adapter().adapt(*wrong)
 
 
-NAMES = ["a-b", "a_b", "a b", "猫", "犬", "4steps", "null", "allow_unmatched", "x" * 200, "it's ${here}, \\"]
+NAMES = ["a-b", "a_b", "a b", "猫", "犬", "4steps", "null", *ADAPTER_SETTINGS, "x" * 200, "it's ${here}, \\"]
 
 
 def test_every_lora_has_a_row_of_its_own_whatever_it_is_called(tmp_path, loras):

@@ -15,6 +15,7 @@ from tests import reference, tiny
 from tests.conftest import ROOT, SMALL, make_config, results, run_into
 from tests.reference import TEXTS, assert_same
 from wan_torchax.config.registry import family_of
+from wan_torchax.config.schema import ADAPTER_SETTINGS
 from wan_torchax.runtime.adapters import parse, place_one
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -167,7 +168,7 @@ def test_outlines_are_hollow_and_move_as_told():
 def test_four_steps_bring_their_recipe():
     config = make_config("adapter=[demo_4step,demo_outline]")
     assert (config.steps, config.guidance_scale, config.scheduler.name) == (4, 1.0, "euler")
-    assert set(config.adapter) == {"allow_unmatched", "demo_4step", "demo_outline"}
+    assert set(config.adapter) == {*ADAPTER_SETTINGS, "demo_4step", "demo_outline"}
 
 
 @pytest.mark.full

@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-import numpy
+from typing import TYPE_CHECKING
 
 from wan_torchax.config import caches, coarse, live
 from wan_torchax.config.geometry import Geometry
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import Resolution
 from wan_torchax.config.wording import nearest_multiple, one_of
+
+if TYPE_CHECKING:  # imported where it is used: most commands need none
+    import numpy
 
 MODES = ("static", "uniform")
 WEIGHTS = ("pyramid", "linear", "flat")
@@ -54,6 +56,8 @@ def latent_frames(frames: int, geometry: Geometry) -> int:
 def window_tables(config, geometry: Geometry, steps: int) -> tuple[numpy.ndarray, numpy.ndarray]:
     """For each step the latent frames of its windows (steps, windows, frames), and how much each counts: windows that a
     step has less than others count nothing."""
+    import numpy
+
     sizes = (config.resolution.frames, config.windows.frames, config.windows.overlap)
     frames, length, overlap = (latent_frames(size, geometry) for size in sizes)
     starts = [window_starts(config.windows.mode, frames, length, overlap, step) for step in range(steps)]
@@ -88,6 +92,8 @@ def window_starts(mode: str, frames: int, length: int, overlap: int, step: int) 
 
 def window_weights(kind: str, start: int, frames: int, length: int, overlap: int) -> numpy.ndarray:
     """How much a window's prediction counts, by its frames."""
+    import numpy
+
     places = numpy.arange(length)
     if kind == "pyramid":
         return numpy.minimum(places + 1, length - places)

@@ -20,6 +20,8 @@ from wan_torchax.stages.denoise import Denoise, log_rescued, width_of
 from wan_torchax.stages.sampling import advance
 from wan_torchax.stages.step import summed
 
+PLACED = ("start", "filling", "positions", "kept_positions")  # of a Chunk, in its schedule
+
 
 class Live(Denoise):
     """Embeddings to latents (1, channels, frames, height, width); each chunk is a part of the result.
@@ -104,7 +106,7 @@ class Live(Denoise):
         def step(arrays, slots, kept, schedule, conditions):
             begun = jnp.zeros_like(slots).at[0].set(derived["noise_scale"] * noise(schedule, 0, slots.shape[1:]))
             slots = jnp.where(schedule["step"] == 0, begun, slots)
-            chunk = Chunk(**kept, **{name: schedule[name] for name in Chunk._fields if name in schedule})
+            chunk = Chunk(**kept, **{name: schedule[name] for name in PLACED if name in schedule})
             output, chunk = denoiser(arrays, slots[0].astype(dtype), schedule["timestep"], conditions, chunk)
             velocity = output.velocity.astype(jnp.float32)
             velocity = jax.lax.with_sharding_constraint(velocity, replicated(self.mesh))
