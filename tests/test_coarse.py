@@ -204,6 +204,7 @@ REFUSED = {
     "numbers": ([*SHORT, "model.spectrum=[1,2,3]"], "an amplitude and an exponent"),
     "size": (["model=wan21_t2v_14b", "resolution=720p"], "resolution.height=720: must be a multiple of 32"),
     "guidance": ([*SHORT, "cache=guidance"], "cache=guidance lets guidance rest"),
+    "zero steps": ([*SHORT, "guider=cfg_zero"], "guider.zero_steps=1: counts a video's first steps"),
     "calibrate": ([*SHORT, "task=calibrate"], "a curve is of steps of one size"),
     "delta": ([*SHORT, "coarse_delta=2"], "coarse_delta=2"),
 }

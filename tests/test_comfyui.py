@@ -159,7 +159,8 @@ def adapt(config, *adapters, strength=1.0, target=settings.UNCHANGED):
 
 def rows_of(chosen) -> dict:
     """The adapters of a config, by name."""
-    return {name: row for name, row in settings.compose(chosen.overrides).adapter.items() if name not in ADAPTER_SETTINGS}
+    adapters = settings.compose(chosen.overrides).adapter
+    return {name: row for name, row in adapters.items() if name not in ADAPTER_SETTINGS}
 
 
 def test_an_adapter_node_chooses_among_the_owners_files(tmp_path, loras):

@@ -149,7 +149,9 @@ NAMES = ("text_encoder", "transformer", "vae", "text", "denoise", "decode")
 
 @pytest.fixture(scope="module")
 def keys(config):
-    return keys_of(config)
+    keys = keys_of(config)
+    assert keys.keys() >= set(NAMES)
+    return keys
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +160,7 @@ def keys_by_leaf(config):
     with pytest.MonkeyPatch.context() as monkeypatch:
         check_nothing(monkeypatch)
         base, found = keys_of(config), {}
+        assert base.keys() >= set(NAMES)
         for _, named in itertools.groupby(leaves(config), lambda leaf: leaf.partition(".")[0]):
             group = list(named)
             if len(group) > 1 and keys_of(functools.reduce(changed, group, config)) == base:

@@ -46,5 +46,8 @@ def coarse_problems(config) -> Iterator[str]:
     if caches.rests(config):
         reason = f"cache={config.cache.name} lets guidance rest in a share of all steps, of which these are two parts"
         yield f"{pipeline}: {reason}; use cache=none, magcache or easycache"
+    if config.guider.zero_steps:
+        reason = f"counts a video's first steps, and {pipeline} has two parts with a first one each"
+        yield f"guider.zero_steps={config.guider.zero_steps}: {reason}; set guider.zero_steps=0"
     if config.task == "calibrate":
         yield f"task=calibrate: a curve is of steps of one size, and {pipeline} has two; use the pipeline without"
