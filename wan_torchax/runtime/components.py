@@ -171,7 +171,7 @@ class Component:
 
     def stale(self) -> list[str]:
         """Arrays that were loaded with other adapters."""
-        return [name for name in self.arrays if self.origins[name] != self.changes_of(name)]
+        return [name for name in self.arrays if self.origins.get(name, []) != self.changes_of(name)]
 
     def is_loaded(self) -> bool:
         return bool(self.arrays) and not self.stale()
