@@ -27,6 +27,7 @@ ENDS = {  # the last line's keys, where it is JSON
     "sanitize.py": {"command", "versions", "device", "n", "rows"},
     "port.py": {"command", "versions", "device", "n", "models", "rows"},
 }
+LONG = ("families_gpu.py", "quality.py", "outliers.py")  # a minute and more
 
 
 def test_every_benchmark_is_here():
@@ -34,7 +35,7 @@ def test_every_benchmark_is_here():
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("script", ENDS)
+@pytest.mark.parametrize("script", [pytest.param(one, marks=pytest.mark.full if one in LONG else ()) for one in ENDS])
 def test_a_smoke_test_runs_through(script, tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks" / script), "--smoke"]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
