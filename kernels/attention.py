@@ -326,11 +326,11 @@ def gpu_listed(query, key, value, chosen, query_blocks, key_blocks, head_dim, ke
 
 def sla(attend: Attend, query, key, value, keys, weight, bias):
     """Sparse-linear attention: softmax over the highest key blocks, plus a linear attention over all keys."""
-    settings = attend.kernel.sparse
     if attend.kernel.kernel == "splash":
         value_t = value.swapaxes(1, 2)
         out_t, rescued = splash_lists.sla(query, key, value_t, keys, weight, bias, attend.head_dim, attend.kernel)
         return out_t.swapaxes(1, 2), rescued
+    settings = attend.kernel.sparse
     # Padding after the valid tokens is in no block; what comes out for it is dropped.
     query_blocks, key_blocks = (sparse.Blocks.even(keys, size) for size in (settings.block_q, settings.block_kv))
     with jax.named_scope("lists"):

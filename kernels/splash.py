@@ -47,12 +47,8 @@ def attention(query, key, value_t, keys, head_dim, kernel, before=(), dtype=None
     """The fast kernel, with the exact one as fallback if the result is not finite."""
     batch, queries, width = query.shape
     heads = width // head_dim
-    if head_dim % 128:  # a block's last dimension must be whole lanes or the whole array: fold the heads into the batch
-        query, key = (
-            array.reshape(batch, -1, heads, head_dim).swapaxes(1, 2).reshape(batch * heads, -1, head_dim)
-            for array in (query, key)
-        )
-        value_t = value_t.reshape(batch * heads, head_dim, -1)
+    if head_dim % 128:
+        query, key, value_t = heads_as_rows(query, key, value_t, head_dim)
     if before:
         out_t, log_sum = before
         before = out_t.reshape(len(query), -1, queries), log_sum.reshape(len(query), -1, 1, queries)
@@ -134,6 +130,17 @@ def outline(query, key, value_t, before, out_t, rows, *scratch):
     """A stub with the kernel's operands: the program around it compiles to the same code."""
     out_t[...] = jnp.zeros_like(out_t)
     rows[...] = jnp.zeros_like(rows)
+
+
+def heads_as_rows(query, key, value_t, head_dim):
+    """Heads as rows of the batch, for heads of other than whole lanes: a block's last dimension must be whole lanes or
+    the whole array."""
+    batch, _, width = query.shape
+    query, key = (
+        array.reshape(batch, -1, width // head_dim, head_dim).swapaxes(1, 2).reshape(-1, array.shape[1], head_dim)
+        for array in (query, key)
+    )
+    return query, key, value_t.reshape(len(query), head_dim, -1)
 
 
 def fitting(block, part, tokens):

@@ -10,8 +10,8 @@
 
 All keys and values of a head lie in VMEM, so that an entry of a list is a slice of them. Two lists are computed in
 turns: while one's scores become weights, the MXU has the other's products. SLA reads queries, keys and values once more
-before, for the means of blocks and the sums of its linear branch, and the kernel adds that branch to its output: XLA
-takes 10 ms for it at 75,600 tokens and 5 heads by its estimate, three times as long as the lists.
+before, for the means of blocks and the sums of its linear branch, and the kernel adds that branch to its output. Left
+to XLA, both take longer than the lists, by its own estimate: it makes a dozen passes.
 """
 from functools import partial
 
@@ -30,6 +30,7 @@ from wan_torchax.kernels.splash import (
     State,
     add_chunks,
     fitting,
+    heads_as_rows,
     keep_query,
     scores_of,
 )
@@ -60,7 +61,7 @@ def attention(query, key, value_t, chosen, query_blocks, key_blocks, head_dim, k
         linear.sums.swapaxes(2, 3), linear.total[:, :, None], linear.bias.astype(jnp.float32)[:, None]
     )
     if head_dim % 128:
-        query, key, value_t = a_head_a_row(query, key, value_t, head_dim)
+        query, key, value_t = heads_as_rows(query, key, value_t, head_dim)
         lists, *per_head = (
             array.reshape(batch * heads, 1, *array.shape[2:]) for array in (lists, *branch[:2])
         )
@@ -68,17 +69,6 @@ def attention(query, key, value_t, chosen, query_blocks, key_blocks, head_dim, k
     arrays = query, key, value_t
     out_t, flags = call(arrays, lists, keys, head_dim, query_blocks.size, key_blocks.size, kernel, branch)
     return out_t.reshape(batch, width, queries), jnp.sum(flags > 0, dtype=jnp.int32)
-
-
-def a_head_a_row(query, key, value_t, head_dim):
-    """Heads as rows of the batch: blocks of other than 128 lanes must span an array's last dimension."""
-    batch, _, width = query.shape
-    heads = width // head_dim
-    query, key = (
-        array.reshape(batch, -1, heads, head_dim).swapaxes(1, 2).reshape(batch * heads, -1, head_dim)
-        for array in (query, key)
-    )
-    return query, key, value_t.reshape(batch * heads, head_dim, -1)
 
 
 # ---------------------------------------------------------------- one pass over queries, keys and values
@@ -90,7 +80,7 @@ def passed(query, key, value_t, query_blocks, key_blocks, head_dim, kernel):
     batch, _, width = query.shape
     heads = width // head_dim
     if head_dim % 128:
-        query, key, value_t = a_head_a_row(query, key, value_t, head_dim)
+        query, key, value_t = heads_as_rows(query, key, value_t, head_dim)
     keys, sizes = sum(key_blocks.sizes), (query_blocks.size, key_blocks.size)
     rows, parts = SUBLANES * max(sizes), query.shape[2] // head_dim
     steps = pl.cdiv(keys, rows)
@@ -127,7 +117,7 @@ def passed(query, key, value_t, query_blocks, key_blocks, head_dim, kernel):
 def sums_kernel(query, key, value_t, query_sums, key_sums, products_t, total, *, keys, sizes):
     """query, key (rows, head_dim)   value_t (head_dim, rows)   query_sums, key_sums (blocks of rows, head_dim)
     products_t (head_dim of values, head_dim of features) and total (1, head_dim), summed over all rows"""
-    rows = query.shape[0]
+    rows, stretch = query.shape[0], max(sizes)
 
     @pl.when(pl.program_id(2) == 0)
     def start():
@@ -136,15 +126,15 @@ def sums_kernel(query, key, value_t, query_sums, key_sums, products_t, total, *,
 
     left = keys - pl.program_id(2) * rows  # rows beyond have arbitrary values
 
-    @pl.loop(0, rows // max(sizes), unroll=STRETCHES)
+    @pl.loop(0, rows // stretch, unroll=STRETCHES)
     def one_stretch(number):
-        begin = pl.multiple_of(number * max(sizes), max(sizes))
-        some = pl.ds(begin, max(sizes))
-        valid = begin + lax.broadcasted_iota(jnp.int32, (max(sizes), 1), 0) < left
-        along = begin + lax.broadcasted_iota(jnp.int32, (1, max(sizes)), 1) < left
+        begin = pl.multiple_of(number * stretch, stretch)
+        some = pl.ds(begin, stretch)
+        valid = begin + lax.broadcasted_iota(jnp.int32, (stretch, 1), 0) < left
+        along = begin + lax.broadcasted_iota(jnp.int32, (1, stretch), 1) < left
         queries, those = (jnp.where(valid, array[some, :].astype(jnp.float32), 0) for array in (query, key))
         for array, out, size in zip((queries, those), (query_sums, key_sums), sizes):
-            count = max(sizes) // size
+            count = stretch // size
             out[pl.ds(number * count, count), :] = jnp.sum(array.reshape(count, size, -1), axis=1)
         features = exponentials(those)
         features = jnp.where(valid, features / jnp.sum(features, axis=1, keepdims=True), 0).astype(key.dtype)
