@@ -24,7 +24,10 @@ QUICK_PARITY = "tests/test_parity.py::test_every_layout_is_diffusers[one device]
 MIRROR_TORCH = 2.13.0
 COMPILE = uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header
 
-TEST = .venv/bin/python -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations=10
+# For two cores; many tests of whole systems wait for processes that they started.
+WORKERS = 2
+test-system: WORKERS = 3
+TEST = .venv/bin/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
 .PHONY: demo test test-system test-full check lint locks image clean install-from-mirror
 

@@ -32,6 +32,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 
 import wan_torchax
+from wan_torchax import private
 from wan_torchax.config import commandline, jobs
 from wan_torchax.devices import distributed
 from wan_torchax.events import Background, silence
@@ -93,7 +94,8 @@ def run_jobs() -> None:
             from wan_torchax.runtime.recognition import with_models
 
             sys.argv[1:] = with_models(sys.argv[1:])
-        job()
+        with private.quick_hydra():
+            job()
     except Exception as error:
         interruption.check()  # Ctrl-C also reaches a launcher's processes
         failures.append(str(error))

@@ -74,9 +74,9 @@ def make_files(folder: Path, layers: int, small: bool) -> int:
     return sum(file.stat().st_size for file in (folder / "transformer").glob("*.safetensors"))
 
 
-def forget(folder: Path) -> None:
+def forget(folder: Path, pattern: str = "*.safetensors") -> None:
     """Drop the files from the page cache."""
-    for file in folder.rglob("*.safetensors"):
+    for file in folder.rglob(pattern):
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
             os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,5 @@
-"""HunyuanVideo 1.5 and FLUX.1 compared with diffusers on one NVIDIA GPU: one forward pass, and the VAE's decode.
+"""HunyuanVideo 1.5, FLUX.1 and Wan Animate compared with diffusers on one NVIDIA GPU: one forward pass, and
+HunyuanVideo's VAE.
 
     python benchmarks/families_gpu.py                       # peers and project, in turns, each in a process of its own
     python benchmarks/families_gpu.py --smoke               # tiny models, on any machine
@@ -22,6 +23,7 @@ import gpu  # benchmarks/gpu.py
 import torch
 
 VALID = 256  # tokens of a prompt
+LARGE = 30.0  # deviation of quantized values
 SMALL_HUNYUAN = [
     "model.architecture.transformer.num_layers=2", "model.architecture.transformer.num_attention_heads=2",
     "model.architecture.vae.block_out_channels=[16,16,32,32,32]", "model.architecture.vae.layers_per_block=1",
@@ -31,7 +33,21 @@ SMALL_FLUX = [
     "model.architecture.transformer.num_layers=1", "model.architecture.transformer.num_single_layers=1",
     "model.architecture.transformer.num_attention_heads=2", "resolution.height=128", "resolution.width=128",
 ]
+ANIMATE = "animate-14b-720p"
+SMALL_ANIMATE = [
+    "model.architecture.transformer.num_layers=5", "model.architecture.transformer.num_attention_heads=2",
+    "model.architecture.transformer.ffn_dim=64", "model.architecture.transformer.added_kv_proj_dim=256",
+    "model.architecture.transformer.motion_encoder_size=16",
+    "model.architecture.transformer.face_encoder_hidden_dim=16",
+    "resolution.height=64", "resolution.width=64", "resolution.frames=5", "pipeline.segments.frames=5",
+]
+ANIMATE_2 = "animate2-14b-640p"
+SMALL_ANIMATE_2 = [one for one in SMALL_ANIMATE if "motion" not in one and "face" not in one]
 CASES = {
+    ANIMATE_2: (
+        ["model=wan22_animate2_14b_distilled", "resolution.height=640", "resolution.width=800"], SMALL_ANIMATE_2,
+    ),
+    ANIMATE: (["model=wan22_animate_14b", "resolution.height=720", "resolution.width=1280"], SMALL_ANIMATE),
     "hunyuan15-480p": (["model=hunyuan15_t2v_480p", "guidance_scale=1"], SMALL_HUNYUAN),
     "flux1-dev": (["model=flux1_dev"], SMALL_FLUX),
 }
@@ -46,7 +62,8 @@ def config_of(case: str, smoke: bool):
 
 
 def random_arrays(specs):
-    """A component's arrays: normal matrices, ones for what norms multiply, zeros for biases."""
+    """A component's arrays: normal matrices, ones for what norms multiply, zeros for biases; quantized values are large
+    and their scales small."""
     import jax
 
     arrays = {}
@@ -56,18 +73,23 @@ def random_arrays(specs):
             continue
         shape, dtype = spec.struct.shape, spec.struct.dtype
         fill = 1 if "norm" in name and name.endswith("weight") else 0 if name.endswith("bias") else None
+        fill = 0.02 / LARGE if name.endswith(".scale") else fill
         make = random_array(shape, dtype, fill, spec.sharding)
         arrays[name] = make(jax.random.key(number)).block_until_ready()
     return arrays
 
 
 @functools.cache
-def random_array(shape, dtype, fill: int | None, sharding):
+def random_array(shape, dtype, fill: float | None, sharding):
     """A compiled function that makes such an array from a key: models have few shapes."""
     import jax
 
+    deviation = LARGE if dtype.itemsize == 1 else 0.02
+
     def make(key):
-        return jax.random.normal(key, shape, dtype) * 0.02 if fill is None else jax.numpy.full(shape, fill, dtype)
+        if fill is not None:
+            return jax.numpy.full(shape, fill, dtype)
+        return (jax.random.normal(key, shape) * deviation).astype(dtype)
 
     return jax.jit(make, out_shardings=sharding)
 
@@ -104,9 +126,27 @@ def random_values(structs):
     return jax.tree_util.tree_map_with_path(value, structs)
 
 
+def random_arguments(stage):
+    """Of a step, on the device; what is kept of a driving video is too large for the host, and is read from noise."""
+    import jax
+
+    from wan_torchax.runtime import weights
+    from wan_torchax.runtime.programs import put
+
+    state, schedule, conditions = stage.programs.entries["step"].arguments
+    kept = {name: conditions[name] for name in conditions if name == "driving"}
+    structs = state, schedule, {name: conditions[name] for name in conditions if name not in kept}
+    state, schedule, conditions = put(structs, random_values(structs))
+    if kept:
+        empty, driving = stage.programs.entries["read"].arguments
+        zeros = jax.tree.map(weights.zeros, empty)
+        conditions["driving"] = stage("read", zeros, put(driving, random_values(driving)))
+    return state, schedule, conditions
+
+
 def project_step(case: str, smoke: bool, repeats: int) -> None:
-    stage, seconds = built(config_of(case, smoke), "denoise")
-    state, *rest = stage.programs.put("step", random_values(tuple(stage.programs.entries["step"].arguments)))
+    stage, seconds = built(config_of(case, smoke), "driven" if case == ANIMATE_2 else "denoise")
+    state, *rest = random_arguments(stage)
 
     def call():
         nonlocal state
@@ -161,6 +201,33 @@ def check_beside(smoke: bool) -> None:
                      "relative_errors": errors})
 
 
+def check_frames(smoke: bool) -> None:
+    """Attention of each frame to its own of another video: the chip's kernels against plain JAX in float32."""
+    import jax
+    import jax.numpy as jnp
+
+    from wan_torchax.kernels.attention import Attend, OfFrames
+    from wan_torchax.kernels.settings import Kernel
+
+    grid = (3, 5, 8) if smoke else (5, 20, 50)
+    frames, size = grid[0], grid[1] * grid[2]
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = [(2, frames * size, 4 * 128)] * 3 + [(1, 1, (frames - 1) * size, 4 * 128)] * 2
+    arrays = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes)]
+
+    def attend(kernel, dtype):
+        own = [array.astype(dtype) for array in arrays]
+        others = OfFrames(*own[3:], jnp.int32(0))
+        return Attend(128, kernel, grid=grid).counted(*own[:3], others=others)[0].astype(jnp.float32)
+
+    kernel = Kernel(kernel="xla") if smoke else Kernel(kernel="hopper", block_q=128, block_kv=128)
+    truth = jax.jit(lambda: attend(Kernel(kernel="xla"), jnp.float32))()
+    error = float(jnp.linalg.norm(jax.jit(lambda: attend(kernel, jnp.bfloat16))() - truth) / jnp.linalg.norm(truth))
+    print(f"attention to frames of another video, relative error: {error:.5f}", flush=True)
+    gpu.rows.append({"what": "attention to frames", "case": kernel.kernel, "column": "c", "seconds": 0.0,
+                     "relative_errors": [error]})
+
+
 # ---------------------------------------------------------------- diffusers
 
 
@@ -181,6 +248,16 @@ def peer_inputs(case: str, config, masked: bool) -> dict:
             "pooled_projections": noise(1, architecture.pooled_projection_dim),
             "guidance": torch.tensor([3.5], device=device, dtype=dtype),
             "img_ids": torch.zeros(tokens, 3, device=device), "txt_ids": torch.zeros(text, 3, device=device),
+        }
+    if case == ANIMATE:
+        side = architecture.motion_encoder_size
+        return {
+            "hidden_states": noise(1, architecture.in_channels, frames + 1, height, width),
+            "timestep": torch.tensor([500.0], device=device),
+            "encoder_hidden_states": noise(1, config.model.text_tokens, architecture.text_dim),
+            "encoder_hidden_states_image": noise(1, 257, architecture.image_dim),
+            "pose_hidden_states": noise(1, channels, frames, height, width),
+            "face_pixel_values": noise(1, 3, config.resolution.frames, side, side),
         }
     text, glyphs = config.model.text_tokens if masked else VALID, 256 if masked else 1
     mask = (torch.arange(text, device=device) < VALID)[None].long()
@@ -208,13 +285,17 @@ def peer_step(case: str, smoke: bool, repeats: int, column: str) -> None:
     from omegaconf import OmegaConf
 
     config = config_of(case, smoke)
-    kind = diffusers.FluxTransformer2DModel if case == "flux1-dev" else diffusers.HunyuanVideo15Transformer3DModel
+    kind = {ANIMATE: diffusers.WanAnimateTransformer3DModel, "flux1-dev": diffusers.FluxTransformer2DModel}.get(
+        case, diffusers.HunyuanVideo15Transformer3DModel
+    )
     settings = OmegaConf.to_container(config.model.architecture.transformer)
-    model = gpu.random_module(lambda: kind(**settings), torch.bfloat16).to(torch.bfloat16)
+    model = gpu.random_module(lambda: kind(**settings), torch.bfloat16)
+    if case != ANIMATE:  # which takes its inputs to the dtypes of its parts
+        model = model.to(torch.bfloat16)
     if column == "v":
         without_masks()
     if gpu.DEVICE == "cuda":
-        if case.startswith("flux") or column == "v":
+        if case != "hunyuan15-480p" or column == "v":
             model.set_attention_backend("_native_cudnn")
         model.compile_repeated_blocks(fullgraph=True)
     inputs = peer_inputs(case, config, masked=column != "v")
@@ -258,6 +339,10 @@ JOBS = {
     "b-flux": lambda smoke, n: peer_step("flux1-dev", smoke, 4 * n, "b"),
     "v-hunyuan": lambda smoke, n: peer_step("hunyuan15-480p", smoke, n, "v"),
     "b-hunyuan": lambda smoke, n: peer_step("hunyuan15-480p", smoke, min(n, 3), "b"),
+    "check-frames": lambda smoke, n: check_frames(smoke),
+    "c-animate2": lambda smoke, n: project_step(ANIMATE_2, smoke, n),
+    "c-animate": lambda smoke, n: project_step(ANIMATE, smoke, n),
+    "b-animate": lambda smoke, n: peer_step(ANIMATE, smoke, n, "b"),
     "c-decode": lambda smoke, n: project_decode("hunyuan15-480p", smoke, min(n, 3)),
     "b-decode": lambda smoke, n: peer_decode("hunyuan15-480p", smoke, min(n, 3)),
 }

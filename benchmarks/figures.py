@@ -27,7 +27,8 @@ GPU, FAMILY, START = read("gpu_h200"), read("gpu_h200_family"), read("gpu_h200_s
 DENOISE, EIGHT = read("gpu_h200_denoise"), read("precision_h200")
 ATTENTION, PEERS, CPU = read("attention_gpu_h200"), read("peers_h200"), read("start_cpu")
 PLANS, TPU = read("plans")["presets"], read("peers_tpu")
-OTHERS = read("families_gpu")
+SWAPS = {row["what"]: row for row in read("adapter_swap")["rows"]}
+OTHERS, ANIMATE = read("families_gpu"), read("animate_gpu")
 OTHERS["rows"] = [row for row in OTHERS["rows"] if (row["run"], row["case"]) != (2, "flux1-dev")]  # it was in both runs
 
 
@@ -89,6 +90,15 @@ def claims():
         yield results, f"| step with guidance, {name}, bf16 | {{}} s | {{}} s | {{}} |", figures
         if what:
             yield "README.md", f"\n| {what} | {{}} s | {{}} s | {{}} |", figures
+    text = "an exchange takes {} s beside the\nweights and {} s merged, of which {} s is composing the run's config"
+    beside, merged = SWAPS["exchange, beside"], SWAPS["exchange, merge"]
+    composing = beside["strength_seconds"]
+    yield "docs/adapters.md", text, [f"{one:.2f}" for one in (beside["seconds"], merged["seconds"], composing)]
+    each = SWAPS["guided step, beside, factors times every token"]["cost"]
+    yield "docs/adapters.md", "for every token made a step {} % longer", [f"{100 * each:.1f}"]
+    disk = SWAPS["GGUF Q4_K, from disk"]
+    text = "loaded from disk in {} s, {} times as fast as eight threads read it, with\n{} GiB of host memory"
+    yield "docs/adapters.md", text, [f"{disk[key]:.2f}" for key in ("seconds", "share_of_plain", "host_gib")]
     plans = read("families_plans")["presets"]
     large, small, image = (
         plans[name]["seconds_per_step"]
@@ -98,6 +108,12 @@ def claims():
     ends = "likely", "low", "high"
     yield "docs/plans.md", text, [f"{plan[end]:.2f}" for plan in (large, small) for end in ends]
     yield "docs/plans.md", "FLUX.1 dev at 1024 x 1024: {} ms ({} to {})", [f"{1000 * image[end]:.0f}" for end in ends]
+    eight = plans["t2i_flux1_dev_1024_images8_v6e8_v1 images=8"]
+    each = 8 / sum(part["likely"] for name, part in eight["video"].items() if name != "weights from disk")
+    figures = [*(f"{eight['seconds_per_step'][end]:.2f}" for end in ends), f"{each:.1f}"]
+    yield "docs/plans.md", "one on each chip, {} s ({} to {}): {} pictures a second in 28 steps", figures
+    text = "Time: an estimate of {} s a step of all eight ({} to {}), {} pictures a second."
+    yield "conf/preset/t2i_flux1_dev_1024_images8_v6e8_v1.yaml", text, figures
     for name, digits in (("hunyuan15_720p", ".2f"), ("hunyuan15_480p", ".2f"), ("flux1_dev_1024", ".3f")):
         kind = "t2i" if "flux" in name else "t2v"
         plan = plans[f"{kind}_{name}_v6e8_v1"]["seconds_per_step"]
@@ -111,6 +127,9 @@ def claims():
         ("FLUX.1 dev, 1024 x 1024, one forward pass", "one forward", "flux1-dev", "b"),
     ):
         yield results, f"| {name} | {{}} s | {{}} s | {{}} |", compared(OTHERS, what, case, peer)
+    figures = compared(ANIMATE, "one forward", "animate-14b-720p", "b")
+    yield results, "| Wan 2.2 Animate 14B, 1280 x 720 x 77, one forward pass | {} s | {} s | {} |", figures
+    yield "conf/preset/animate_14b_720p_h200_v1.yaml", "Time: {} s a step of a segment of 77 frames.", figures[1:2]
     figures = compared(OTHERS, "one forward", "hunyuan15-480p", "v")
     text = "| HunyuanVideo 1.5, 848 x 480 x 121, one forward pass, diffusers without its mask | {} s | {} s | {} |"
     yield "README.md", text, figures
@@ -154,8 +173,10 @@ def claims():
     yield "kernels/README.md", text, [f"{lead:.2f}" for lead in (min(cudnn), max(cudnn))]
     yield from cache_claims()
     yield from cpu_claims()
+    yield from live_claims()
     yield from precision_claims()
     yield from attention_claims(results)
+    yield from sparse_claims()
     yield from plan_claims()
     for dtype, name in (("bfloat16", "bf16"), ("float32", "float32")):
         figures = [f"{value:.2f}" for value in PEERS["vae_decode_seconds"][dtype].values()]
@@ -223,6 +244,22 @@ def spread(seconds: dict, digits: str = ".2f") -> list[str]:
     return [format(seconds[end], digits) for end in ("likely", "low", "high")]
 
 
+def sparse_claims():
+    """Sparse attention on an H200: benchmarks/sparse_gpu.py."""
+    seconds = {row["case"]: row["seconds"] for row in read("sparse_gpu")["rows"] if "denoising" in row["what"]}
+    large, eight = (f"{seconds[case]:.1f}" for case in ("turbo-14b-720p", "turbo-14b-720p, fp8"))
+    small, tiles = (f"{seconds[case]:.2f}" for case in ("turbo-1.3b-480p", "fastwan-1.3b-480p"))
+    page, preset = "docs/sparse.md", "conf/preset/t2v_{}_h200_v1.yaml"
+    yield page, "| 14B, 720p, keep 0.1 | {} s |", [large]
+    yield page, "| the same with `precision=fp8` | {} s |", [eight]
+    yield page, "| 1.3B, 480p, keep 0.1 | {} s |", [small]
+    yield page, "a list for each tile | {} s |", [tiles]
+    text = "Time: {} s for the four steps, with precision=fp8 on top {} s"
+    yield preset.format("turbo_14b_720p"), text, [large, eight]
+    yield preset.format("turbo_1_3b_480p"), "Time: {} s for the four steps", [small]
+    yield preset.format("fastwan_1_3b_480p"), "Time: {} s for the three steps", [tiles]
+
+
 def plan_claims():
     """Estimates of TPUs: benchmarks/plans.py."""
     page, steps = "docs/plans.md", {name: one["estimate"]["seconds_per_step"] for name, one in PLANS.items()}
@@ -247,17 +284,26 @@ def plan_claims():
     ):
         if of in steps:
             yield f"conf/preset/{name}.yaml", "estimated at {} s ({} to {}); nobody", spread(steps[of])
+    alone = steps["i2v_14b_720p_v6e8_v1 guidance_scale=1 mesh.axes.dp=1 mesh.axes.sp=8"]["likely"]
+    times = f"{steps['animate_14b_720p_v6e8_v1']['likely'] / alone:.2f}"
+    yield page, "Animate's step takes {} times as long as I2V-14B's", [times]
     for name in ("t2v_a14b_720p_v6e8_v1", "i2v_a14b_720p_v6e8_v1"):
         text = "Time: an estimate of {} s a step ({} to {}), that of t2v_14b_720p_v6e8_v1"
         yield f"conf/preset/{name}.yaml", text, spread(steps["t2v_14b_720p_v6e8_v1"])
     exact, eight = "t2v_14b_720p_v6e8_v3", "t2v_14b_720p_int8_v6e8_v2"
+    text = "estimated at {} s ({} to {}) with factors of rank 64 and {} s ({} to {}) without"
+    yield "docs/adapters.md", text, [*spread(steps[f"{exact} adapter.mode=beside"]), *spread(steps[exact])]
     text = "{} s ({} to {}) at 720p where bfloat16 takes {} ({} to {})"
     yield "docs/precision.md", text, [*spread(steps[eight]), *spread(steps[exact])]
+    coarse = steps[f"{exact} resolution.height=352 resolution.width=640"]
+    both = [f"{38 * coarse[end] + 12 * steps[exact][end]:.0f}" for end in ("likely", "low", "high")]
+    text = "on a v6e-8: {} s ({} to {}), where as many exact ones take {} s"
+    yield "docs/quality.md", text, [*both, f"{50 * steps[exact]['likely']:.0f}"]
     text = "| 14B, 720p, v6e-8 | {} s ({} to {}) | {} s (maxdiffusion, Wan 2.2), {} to {} s (the scripts it replaces) |"
     peer, scripts = TPU["steps"]["maxdiffusion"], TPU["steps"]["replaced scripts"]
     measured = {size: [f"{value:.2f}" for value in scripts[size]["seconds_per_step"]] for size in ("720p", "480p")}
     v6e, v7x = (f"{peer[chips]['seconds_per_step']:.2f}" for chips in ("v6e-8", "v7x-8"))
-    yield page, text, [*spread(steps[exact]), v6e, *measured["720p"]]
+    yield page, text, [*spread(steps["t2v_14b_720p_v6e8_v4"]), v6e, *measured["720p"]]
     text = "| 14B, 480p, v6e-8 | {} s ({} to {}) | {} to {} s (the scripts it replaces) |"
     yield page, text, [*spread(steps["t2v_14b_480p_v6e8_v2"]), *measured["480p"]]
     text = "| 14B, 720p, four TPU7x chips | {} s ({} to {}) | {} s (maxdiffusion, Wan 2.2) |"
@@ -300,7 +346,7 @@ def accuracy_claims(page: str, steps: dict, assumed: dict):
     as_theirs = "t2v_hunyuan15_720p_v6e8_v1 sharding=tp products=xla mesh.axes={dp:1,sp:1,tp:8}"
     flux = "FLUX.1 dev, v6e-8: maxdiffusion, batch not stated"
     for what, name, peer, chips in (
-        ("Wan 2.2 A14B, 720p, v6e-8: maxdiffusion", "t2v_14b_720p_v6e8_v3", "maxdiffusion", "v6e-8"),
+        ("Wan 2.2 A14B, 720p, v6e-8: maxdiffusion", "t2v_14b_720p_v6e8_v4", "maxdiffusion", "v6e-8"),
         ("Wan 2.2 A14B, 720p, four TPU7x chips: maxdiffusion", "t2v_14b_720p_v7x8_v3", "maxdiffusion", "v7x-8"),
         (hunyuan, "t2v_hunyuan15_720p_v6e8_v1", "hunyuan scripts", "v6e-8"),
         (layout, as_theirs, "hunyuan scripts", "v6e-8"),
@@ -309,6 +355,14 @@ def accuracy_claims(page: str, steps: dict, assumed: dict):
         measured, found = TPU["steps"][peer][chips]["seconds_per_step"], plans[name]
         figures = [*spread(found, ".3f"), f"{measured:.3f}", f"{measured / found['likely']:.2f}"]
         yield page, f"| {what} | {{}} s ({{}} to {{}}) | {{}} s | {{}} |", figures
+
+
+def live_claims():
+    for name, case in (("1.3B", "1.3b-480p"), ("1.3B, `vae=tiny`", "1.3b-480p, tiny VAE")):
+        (found,) = [row for row in read("live_gpu")["rows"] if row["case"] == case]
+        rates = [f"{found[key]:.1f}" for key in ("frames_per_second", "frames_per_second_between_chunks")]
+        figures = [*rates, f"{found['first_frames_seconds']:.2f}", f"{found['gap_ratio']:.2f}"]
+        yield "docs/live.md", f"\n| {name} | {{}} | {{}} | {{}} s | {{}} medians |", figures
 
 
 def cpu_claims():

@@ -4,11 +4,13 @@
     python benchmarks/sparse_gpu.py --smoke                 # tiny shapes, on any machine
 
 `check` compares the kernel with plain JAX in float32, given equal lists. `kernels` times dense and lists in turns, and
-the parts of SLA beside them; its TFLOP/s count the blocks that the lists name. The others are all steps of a video with
-random weights: medians of synchronised calls. Random weights have no structure, so nothing is said about quality.
+the parts of SLA beside them, `vsa` those of VSA; TFLOP/s count the blocks that the lists name. The others are all steps
+of a video with random weights: medians of synchronised calls. Random weights have no structure, so nothing is said
+about quality. `coarse-…` are steps of pipeline=t2v_coarse at both sizes, with dense attention.
 """
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -31,6 +33,18 @@ CASES = {
     ],
     "turbo-14b-720p, fp8": ["model=turbowan21_t2v_14b", "resolution=720p", *TURBO, "precision=fp8"],
     "turbo-1.3b-480p": ["model=turbowan21_t2v_1_3b", "resolution=480p", *TURBO],
+    "fastwan-1.3b-480p": ["preset=t2v_fastwan_1_3b_480p_h200_v1"],
+    "fastwan-5b-704p": ["preset=t2v_fastwan_5b_704p_h200_v1"],
+    "fastwan-14b-720p": ["preset=t2v_fastwan_14b_720p_h200_v1"],
+    "fastwan-14b-720p, pairs": ["preset=t2v_fastwan_14b_720p_h200_v1", "attention.self.sparse.block_q=128"],
+    "fastwan-1.3b-480p, pairs": ["preset=t2v_fastwan_1_3b_480p_h200_v1", "attention.self.sparse.block_q=128"],
+    "fastwan-14b-720p, fp8": ["preset=t2v_fastwan_14b_720p_h200_v1", "precision=fp8"],
+}
+COARSE = {
+    "coarse-1.3b-480p": ["pipeline=t2v_coarse", "model=wan21_t2v_1_3b", "resolution=480p", "steps=50"],
+    "coarse-14b-704p": [
+        "pipeline=t2v_coarse", "model=wan21_t2v_14b", "resolution=720p", "resolution.height=704", "steps=50"
+    ],
 }
 
 
@@ -39,32 +53,46 @@ def check(smoke: bool, repeats: int) -> None:
     import jax.numpy as jnp
 
     from wan_torchax.kernels import sparse
+    from wan_torchax.kernels.settings import TILE
 
-    shapes = (5000, 0.2, 64, 1), (4097, 0.5, 128, 1), (300, 0.3, 64, 1), (5000, 0.2, 64, 12)
-    for tokens, keep, block_kv, scale in shapes:
-        inputs, blocks, chosen = listed_inputs(tokens, 2, keep, block_kv, scale)
+    even = [
+        (sparse.Blocks.even(tokens, block_q), sparse.Blocks.even(tokens, block_kv), keep, scale)
+        for tokens, keep, block_q, block_kv, scale in (
+            (5000, 0.2, 128, 64, 1), (4097, 0.5, 128, 128, 1), (300, 0.3, 128, 64, 1), (5000, 0.2, 128, 64, 12),
+            (5000, 0.2, 64, 64, 1), (300, 0.2, 64, 64, 1),
+        )
+    ]
+    # Full tiles, half full ones, those of a quarter and fewer tokens; an odd number of them; rows that are lost.
+    tiles = [
+        (sparse.Blocks.tiles(grid, TILE),) * 2 + (keep, scale)
+        for grid, keep, scale in (((9, 10, 11), 0.3, 1), ((21, 30, 20), 0.2, 1), ((9, 14, 11), 0.3, 12))
+    ]
+    for *blocks, keep, scale in even + tiles:
+        inputs, chosen = listed_inputs(blocks, 2, keep, scale)
         out, rescued = attend(smoke)(*inputs, chosen, *blocks)
         exact = sparse.listed(*(array.astype(jnp.float32) for array in inputs), chosen, *blocks, 128)
         error = float(jnp.linalg.norm(out.astype(jnp.float32) - exact) / jnp.linalg.norm(exact))
-        case = f"{tokens} tokens, {block_kv} keys, keep {keep}, scale {scale}"
+        kind = "tiles" if len(set(blocks[1].sizes)) > 2 else "blocks"
+        case = f"{len(blocks[0].sizes)} x {len(blocks[1].sizes)} {kind} of {blocks[0].size} x {blocks[1].size}, "
+        case += f"keep {keep}, scale {scale}"
         gpu.record("kernel given lists", case, "c", 0.0)
         gpu.rows[-1] |= {"relative_error": error, "rescued": int(rescued)}
         assert error < 4e-3, f"{case}: {error}"
 
 
-def listed_inputs(tokens, heads, keep, block_kv, scale=1.0):
+def listed_inputs(blocks, heads, keep, scale=1.0):
+    """Queries, keys and values, and lists chosen by SLA's scores."""
     import jax
 
     from wan_torchax.kernels import sparse
     from wan_torchax.kernels.settings import Sparse
 
     query, key, value = (
-        (jax.random.normal(jax.random.key(seed), (1, tokens, heads * 128)) * size).astype("bfloat16")
+        (jax.random.normal(jax.random.key(seed), (1, sum(blocks[0].sizes), heads * 128)) * size).astype("bfloat16")
         for seed, size in enumerate((scale, scale, 1))
     )
-    blocks = sparse.Blocks.even(tokens, 128), sparse.Blocks.even(tokens, block_kv)
     scores = sparse.sla_scores(query, key, *blocks, 128)
-    return (query, key, value), blocks, sparse.top(scores, Sparse("sla", keep).count(len(blocks[1].sizes)))
+    return (query, key, value), sparse.top(scores, Sparse("sla", keep).count(len(blocks[1].sizes)))
 
 
 def attend(smoke: bool):
@@ -81,6 +109,49 @@ def kernels(smoke: bool, repeats: int) -> None:
         time_kernels(smoke, repeats, *shape)
 
 
+def vsa(smoke: bool, repeats: int) -> None:
+    """VSA's parts: the coarse branch, choosing by it, and the lists, for pairs of tiles and for each tile."""
+    import jax
+
+    from wan_torchax.kernels import sparse
+    from wan_torchax.kernels.settings import TILE, Sparse
+
+    small, full = [((5, 6, 9), 2, 0.3)], [((21, 30, 52), 12, 0.2), ((21, 45, 80), 40, 0.1)]
+    for grid, heads, keep in small if smoke else full:
+        tokens, settings, tiles = math.prod(grid), Sparse("vsa", keep, 128, 64), sparse.Blocks.tiles(grid, TILE)
+        blocks = sparse.Blocks.even(tokens, 128), sparse.Blocks.even(tokens, 64)
+        inputs = [
+            jax.random.normal(jax.random.key(seed), (1, tokens, heads * 128)).astype("bfloat16") for seed in range(3)
+        ]
+        coarse = jax.jit(partial(sparse.coarse_branch, blocks=tiles, head_dim=128))
+        count = settings.count(len(blocks[1].sizes))
+        choose = jax.jit(partial(chosen_by_share, tiles=tiles, blocks=blocks, count=count))
+        choose_tiles = jax.jit(partial(sparse.top, count=settings.count(len(tiles.sizes))))
+        scores, _ = coarse(*inputs)
+        chosen, of_tiles = choose(scores), choose_tiles(scores)
+        calls = {
+            "vsa coarse": partial(coarse, *inputs),
+            "vsa choice": partial(choose, scores), "vsa choice of tiles": partial(choose_tiles, scores),
+            "vsa lists": partial(jax.jit(partial(on_lists, smoke, blocks)), *inputs, chosen),
+            "vsa lists of tiles": partial(jax.jit(partial(on_lists, smoke, (tiles, tiles))), *inputs, of_tiles),
+        }
+        pairs = {
+            "vsa lists": len(blocks[0].sizes) * 128 * chosen.shape[-1] * 64,
+            "vsa lists of tiles": len(tiles.sizes) * 64 * of_tiles.shape[-1] * 64,
+        }
+        time_calls(calls, pairs, repeats, f"{tokens} tokens, {heads} heads, keep {keep}", heads)
+
+
+def chosen_by_share(scores, tiles, blocks, count):
+    from wan_torchax.kernels import sparse
+
+    return sparse.top(sparse.vsa_shares(scores, tiles, *blocks), count)
+
+
+def on_lists(smoke, blocks, query, key, value, chosen):
+    return attend(smoke)(query, key, value, chosen, *blocks)
+
+
 def time_kernels(smoke: bool, repeats: int, tokens: int, heads: int, keep: float) -> None:
     import jax
 
@@ -88,49 +159,83 @@ def time_kernels(smoke: bool, repeats: int, tokens: int, heads: int, keep: float
     from wan_torchax.kernels.attention import Attend
     from wan_torchax.kernels.settings import Kernel
 
-    inputs, blocks, chosen = listed_inputs(tokens, heads, keep, 64)
+    blocks = sparse.Blocks.even(tokens, 128), sparse.Blocks.even(tokens, 64)
+    inputs, chosen = listed_inputs(blocks, heads, keep)
     dense = Attend(128, Kernel(kernel="xla") if smoke else Kernel(kernel="hopper", block_q=128, block_kv=128))
     weight, bias = jax.numpy.zeros((128, 128), "bfloat16"), jax.numpy.zeros(128, "bfloat16")
     scores = jax.jit(partial(sparse.sla_scores, query_blocks=blocks[0], key_blocks=blocks[1], head_dim=128))
     calls = {
         "dense": partial(jax.jit(dense), *inputs),
-        "lists": partial(jax.jit(lambda *x: attend(smoke)(*x, *blocks)), *inputs, chosen),
+        "lists": partial(jax.jit(partial(on_lists, smoke, blocks)), *inputs, chosen),
         "scores": partial(scores, *inputs[:2]),
         "top": partial(jax.jit(partial(sparse.top, count=chosen.shape[-1])), scores(*inputs[:2])),
         "linear": partial(jax.jit(lambda *x: sparse.linear_branch(*x, tokens, weight, bias, 128)), *inputs),
     }
+    pairs = {"dense": tokens**2, "lists": len(blocks[0].sizes) * 128 * chosen.shape[-1] * 64}
+    time_calls(calls, pairs, repeats, f"{tokens} tokens, {heads} heads, keep {keep}", heads)
+
+
+def time_calls(calls: dict, pairs: dict, repeats: int, case: str, heads: int) -> None:
+    """Medians of synchronised calls, in turns; TFLOP/s of those with `pairs` of a query and a key."""
+    import jax
+
     times = {name: [] for name in calls}
     for turn in range(repeats + 1):
         for name, call in calls.items():
             began = time.perf_counter()
             jax.block_until_ready(call())
             times[name] += [time.perf_counter() - began] if turn else []
-    pairs = {"dense": tokens**2, "lists": len(blocks[0].sizes) * 128 * chosen.shape[-1] * 64}
     for name, seconds in times.items():
-        gpu.record(f"attention: {name}", f"{tokens} tokens, {heads} heads, keep {keep}", "c", gpu.median_of(seconds))
+        gpu.record(f"attention: {name}", case, "c", gpu.median_of(seconds))
         if name in pairs:
             rate = 4 * pairs[name] * heads * 128 / statistics.median(seconds) / 1e12
             gpu.rows[-1]["tflops"] = round(rate, 1)
 
 
-def denoising(case: str, smoke: bool, repeats: int) -> None:
-    """All steps of a video, one program, from noise to latents."""
-    config = gpu.configure(*CASES[case], *(SMALL if smoke else []))
-    stage, seconds = families_gpu.built(config, "denoise")
+def steps_of(config, name: str):
+    """A function that runs this many steps of a stage and waits for them, and the compile seconds."""
+    stage, seconds = families_gpu.built(config, name)
     arguments = tuple(stage.programs.entries["step"].arguments)
     state, *rest = stage.programs.put("step", families_gpu.random_values(arguments))
 
-    def call():
+    def run(count: int) -> bool:
         nonlocal state
-        for _ in range(config.steps):
+        for _ in range(count):
             state, report, _ = stage("step", state, *rest)
         return bool(report["finite"])
 
-    median, peak = gpu.watched(call, repeats, 0.0)
+    return run, seconds
+
+
+def denoising(case: str, smoke: bool, repeats: int) -> None:
+    """All steps of a video, one program, from noise to latents."""
+    config = gpu.configure(*CASES[case], *(SMALL if smoke else []))
+    run, seconds = steps_of(config, "denoise")
+    median, peak = gpu.watched(partial(run, config.steps), repeats, 0.0)
     gpu.record(f"denoising, {config.steps} steps", case, "c", median, seconds, peak)
 
 
-JOBS = {"check": check, "kernels": kernels} | {case: partial(denoising, case) for case in CASES}
+def coarse_first(case: str, smoke: bool, repeats: int) -> None:
+    """A guided step at half height and width and one of the full size; what a video takes is added up from both."""
+    from wan_torchax.config.registry import family_of
+    from wan_torchax.stages.sampling import coarse_steps
+
+    config, medians = gpu.configure(*COARSE[case], *(SMALL if smoke else [])), {}
+    for name, what in (("coarse", "a coarse step"), ("denoise", "a full step")):
+        run, seconds = steps_of(config, name)
+        medians[name], peak = gpu.watched(partial(run, 1), repeats, 0.0)
+        gpu.record(what, case, "c", medians[name], seconds, peak)
+    *_, height, width = family_of(config).geometry(config.model.architecture).latent_shape(config.resolution)
+    count = coarse_steps(config, height // 2, width // 2)
+    total = count * medians["coarse"] + (config.steps - count) * medians["denoise"]
+    gpu.record(f"{config.steps} steps by these", case, "c", total)
+    faster = round(config.steps * medians["denoise"] / total, 3)
+    gpu.rows[-1] |= {"coarse_steps": count, "times_as_fast": faster}
+
+
+JOBS = {"check": check, "kernels": kernels, "vsa": vsa} | {case: partial(denoising, case) for case in CASES}
+JOBS |= {case: partial(coarse_first, case) for case in COARSE}
+SMOKE = ["check", "kernels", "vsa", "turbo-1.3b-480p", "fastwan-1.3b-480p", "coarse-1.3b-480p"]
 
 
 def main() -> None:
@@ -147,7 +252,7 @@ def main() -> None:
         print("ROWS " + json.dumps(gpu.rows), flush=True)
         return
     rows, report = [], {}
-    for job in options.only or (["check", "kernels", "turbo-1.3b-480p"] if options.smoke else JOBS):
+    for job in options.only or (SMOKE if options.smoke else JOBS):
         command = [sys.executable, __file__, "--job", job, "--repeats", str(options.repeats)]
         command += ["--smoke"] * options.smoke
         answer = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,5 +1,6 @@
-"""A workflow's pictures and videos as files, the form in which the runner takes them: in a private folder that is
-deleted when the node is done."""
+"""A workflow's pictures, videos and sounds as files, the form in which the runner takes them: in a private folder that
+is deleted when the node is done."""
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import imageio_ffmpeg
 import numpy
 from PIL import Image
 
+from wan_torchax.config.clips import ffmpeg
 from wan_torchax.config.schema import ConfigError
 
 PREFIX = "wan-torchax-comfyui-"
@@ -35,6 +37,21 @@ def write_video(path: Path, frames: numpy.ndarray, fps: int) -> str:
         writer.send(numpy.ascontiguousarray(frame))
     writer.close()
     return str(path)
+
+
+def write_sound(path: Path, sound) -> str:
+    """Write ComfyUI's AUDIO, a waveform (1, channels, samples) and its rate, as WAV; returns its path."""
+    wave, rate = (sound.get(part) if isinstance(sound, dict) else None for part in ("waveform", "sample_rate"))
+    shape = tuple(getattr(wave, "shape", ()))
+    if len(shape) != 3 or shape[0] != 1 or 0 in shape or not isinstance(rate, int):
+        given = f"a waveform of shape {shape}" if shape else f"a {type(sound).__name__}"
+        raise ConfigError(f"audio: {given}; it takes ComfyUI's AUDIO, one sound (1, channels, samples) and its rate")
+    samples = numpy.ascontiguousarray(wave[0].detach().float().cpu().numpy().T, "<f4")
+    raw = ["-f", "f32le", "-ac", str(shape[1]), "-ar", str(rate), "-i", "-"]
+    file = str(path.with_suffix(".wav"))
+    command = [ffmpeg(), "-y", "-v", "error", *raw, "-c:a", "pcm_f32le", file]
+    subprocess.run(command, input=samples.tobytes(), check=True)
+    return file
 
 
 def pixels(name: str, tensor, dimensions: int) -> numpy.ndarray:

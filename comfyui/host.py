@@ -2,7 +2,7 @@
 import functools
 import logging
 
-from wan_torchax.events import Advanced, Began, Compiled, Previewed
+from wan_torchax.events import Advanced, Began, Compiled, Decoded, Previewed, Queued
 
 try:
     import comfy.model_management as management
@@ -22,7 +22,8 @@ class Listener:
     """Shows a Session's events on the running node. If the prompt is cancelled, it raises here, between steps."""
 
     def __init__(self, steps: int):
-        self.steps, self.bar = steps, None
+        self.steps, self.bar, self.phase, self.done = steps, None, Began(""), 0
+        self.is_live = False  # whether frames come while others are made
 
     def __call__(self, event) -> None:
         raise_if_cancelled()
@@ -30,8 +31,14 @@ class Listener:
             log.info("compiled %s in %.1f s", event.program, event.seconds)
         elif isinstance(event, Began):
             self.bar = ProgressBar(event.total) if ProgressBar is not None and event.total else None
-        elif isinstance(event, Advanced) and self.bar is not None and event.count:
+            self.phase, self.done = event, 0
+        elif isinstance(event, Advanced) and self.bar is not None and event.count and event.phase == self.phase.phase:
+            self.done += event.count
             self.bar.update(event.count)
+        elif isinstance(event, Queued):
+            self.is_live = True
+        elif isinstance(event, Decoded) and self.is_live:
+            show_preview(self.phase.total or self.done, self.done, event.frames[-1])
         elif isinstance(event, Previewed):
             show_preview(self.steps, event.step, event.frames[len(event.frames) // 2])
 

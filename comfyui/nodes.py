@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from wan_torchax.config import commandline, inputs
 from wan_torchax.config.geometry import Geometry, text_count
+from wan_torchax.config.long import MOST_FRAMES
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import SEEDS
@@ -62,6 +63,9 @@ def compose_part(overrides):
     config = compose(overrides)
     if taken := inputs.taken(config):
         raise ConfigError(f"{config.model.name} starts from {', '.join(taken)}: use Wan 2.1 TPU Full Pipeline for it")
+    if "denoise" not in config.pipeline.stages:
+        pipeline = f"pipeline={config.pipeline.name}"
+        raise ConfigError(f"{config.model.name} has {pipeline}: use Wan 2.1 TPU Full Pipeline for it")
     if more := [value for value in config.pipeline.stages["denoise"].takes if value != "embeddings"]:
         raise ConfigError(f"{config.model.name} takes {', '.join(more)} too: use Wan 2.1 TPU Full Pipeline for it")
     return config
@@ -117,7 +121,7 @@ def sampling_widgets() -> dict:
     return {
         "height": number(size.height, f"Pixels; {model_sizes}", **sides, step=multiples["height"]),
         "width": number(size.width, f"Pixels; {model_sizes}", **sides, step=multiples["width"]),
-        "num_frames": number(size.frames, f"Frames: a multiple of {scale}, plus 1", min=1, max=121, step=scale),
+        "num_frames": number(size.frames, f"Frames: a multiple of {scale}, plus 1", min=1, max=MOST_FRAMES, step=scale),
         "num_inference_steps": number(START.steps, "Denoising steps: more take longer and look better", min=1, max=100),
         "guidance_scale": number(
             START.guidance_scale, "How closely the video follows the prompt; 1 turns guidance off: half the work",
@@ -153,13 +157,14 @@ def file_inputs() -> dict:
     tooltips = {
         "image": ("IMAGE", "The picture that the video starts with, for image-to-video models"),
         "last_image": ("IMAGE", "The picture that it ends with, for first-and-last-frame models"),
-        "video": ("IMAGE", "Frames of a video to change, or to be guided by, for video-to-video and VACE"),
+        "video": ("IMAGE", "Frames of a video to change, be guided by or move like, for models that take one"),
         "mask": ("MASK", "The parts to regenerate, for VACE and pipeline=replace: a mask per frame, or one for all"),
-        "references": ("IMAGE", "Pictures of what should appear, for VACE: a batch"),
+        "references": ("IMAGE", "Pictures of what should appear, for VACE: a batch; one for Fun-Control"),
         # At the end: saved workflows know inputs by their order.
         "pose": ("IMAGE", "Frames of skeletons that the character moves like, for Animate"),
         "face": ("IMAGE", "Frames of the face, square, whose expressions it has, for Animate"),
         "background": ("IMAGE", "Frames of the video that it is put into, for Animate's pipeline=replace"),
+        "audio": ("AUDIO", "What is said or sung, for speech-to-video"),
     }
     return {name: (kind, {"tooltip": tooltip}) for name, (kind, tooltip) in tooltips.items()}
 
@@ -367,14 +372,14 @@ class Wan21TPUPipeline:
     def generate(self, prompt, negative_prompt, height, width, num_frames, num_inference_steps, guidance_scale, seed,
                  model_id=MODEL_ID, fps=START.resolution.fps, flow_shift=START.resolution.flow_shift, config=None,
                  image=None, last_image=None, video=None, mask=None, references=None, pose=None, face=None,
-                 background=None):
+                 background=None, audio=None):
         sampling = from_widgets(
             config, height=height, width=width, num_frames=num_frames, num_inference_steps=num_inference_steps,
             guidance_scale=guidance_scale, seed=seed, flow_shift=flow_shift, fps=fps,
         )
         given = {
             "image": image, "last_image": last_image, "video": video, "pose": pose, "face": face,
-            "background": background, "mask": mask, "references": references,
+            "background": background, "mask": mask, "references": references, "audio": audio,
         }
         overrides = [*choose(config, model_id), *from_prompts(prompt, negative_prompt), *sampling]
         check_files(compose(overrides), given)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from wan_torchax.config import commandline, inputs, trust
+from wan_torchax.config import commandline, inputs, live, trust
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
 from wan_torchax.config.wording import flatten
@@ -65,7 +65,10 @@ def compose(overrides=(), files="none"):
 
 def compose_unchecked(overrides):
     owner = commandline.rewrite(shlex.split(os.environ.get(OWNER, "")))
-    return commandline.compose([*SERVER_DEFAULTS, *owner, *overrides])
+    config = commandline.compose([*SERVER_DEFAULTS, *owner, *overrides])
+    if live.is_on(config):  # it shows its frames themselves, as they come
+        config = commandline.compose([*SERVER_DEFAULTS, "preview_every=0", *owner, *overrides])
+    return config
 
 
 def check_files(config, given) -> None:
@@ -85,7 +88,11 @@ def from_files(folder, fps, given) -> list[str]:
     for name, tensor in given.items():
         if tensor is None:
             continue
-        path, frames = Path(folder) / name, files.pixels(name, tensor, 3 if name == "mask" else 4)
+        path = Path(folder) / name
+        if name in inputs.SOUNDS:
+            said[name] = files.write_sound(path, tensor)
+            continue
+        frames = files.pixels(name, tensor, 3 if name == "mask" else 4)
         if name == "references":
             said[name] = [files.write_picture(Path(f"{path}_{k}"), frame) for k, frame in enumerate(frames)]
         elif name in ("image", "last_image") or (name == "mask" and len(frames) == 1):
@@ -200,9 +207,10 @@ def checked(config) -> Chosen:
 
 
 def model_paths() -> dict[str, str]:
-    """Models' names -> their paths in conf/model."""
+    """Models' names -> their paths in conf/model, those with a transformer from elsewhere last."""
     folder = commandline.CONF / "model"
-    return {name: OmegaConf.load(folder / f"{name}.yaml").path for name in commandline.options("model")}
+    files = {name: OmegaConf.load(folder / f"{name}.yaml") for name in commandline.options("model")}
+    return {name: files[name].path for name in sorted(files, key=lambda name: "paths" in files[name])}
 
 
 @contextlib.contextmanager

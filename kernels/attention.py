@@ -17,9 +17,9 @@ import numpy as np
 from jax import lax
 
 from wan_torchax import private
+from wan_torchax.kernels import masks, sparse, splash, splash_lists
 from wan_torchax.kernels import parallel as schemes
-from wan_torchax.kernels import sparse, splash, splash_lists
-from wan_torchax.kernels.rotary import normalized, rotate
+from wan_torchax.kernels.rotary import normalized, rotate, rotate_both
 from wan_torchax.kernels.settings import TILE, Kernel, Parallel
 
 MASKED = splash.LOWEST  # finite: a row masked so far must not become inf - inf
@@ -35,6 +35,15 @@ class Beside(NamedTuple):
     key: jax.Array
     value: jax.Array
     count: jax.Array  # (batch,) int32: how many of the keys are valid; the others must be finite
+
+
+class OfFrames(NamedTuple):
+    """Keys and values of another video, of which the tokens of a latent frame attend to those of one latent frame only:
+    the first frame's to none, the second frame's to those of the other video's first, and so on."""
+
+    key: jax.Array  # (layers, 1, tokens, heads * head_dim), after RoPE, placed like `Kept`
+    value: jax.Array
+    layer: jax.Array  # whose attention it is
 
 
 class Kept(NamedTuple):
@@ -69,19 +78,23 @@ class Attend:
         float32."""
         return self.counted(query, key, value, rotary, norms)[0]
 
-    def counted(self, query, key, value, rotary=(), norms=(), beside: Beside | None = None, branch=()):
+    def counted(
+        self, query, key, value, rotary=(), norms=(), beside: Beside | None = None, branch=(),
+        others: OfFrames | None = None,
+    ):
         """Attention, and the number of rescued rows per device, (devices,) int32; None if the kernel has no guard. With
         `beside`, the output is a pair: for the tokens and for the extra tokens; with VSA: of the lists and, per tile,
-        of the coarse branch. `branch` is the weight and bias of SLA's linear branch."""
+        of the coarse branch. `branch` is the weight and bias of SLA's linear branch, or whether lists that need no
+        training are left aside; `others` are attended to besides the tokens themselves."""
         keys = self.keys or key.shape[1]
         if norms and not self.joins_norms(norms):
             query, key = (self.normalized(array, weight) for array, weight in zip((query, key), norms))
             norms = ()
         if self.mesh is not None:
-            out, rescued = schemes.spread(self, (query, key, value), rotary, norms, keys, beside, branch)
+            out, rescued = schemes.spread(self, (query, key, value), rotary, norms, keys, beside, branch, others)
         else:
             query, key = self.prepare(query, key, rotary, norms, keys)
-            out, rescued = self.both(query[0], key[0], value, keys, beside, branch)
+            out, rescued = self.both(query[0], key[0], value, keys, beside, branch, others)
             rescued = rescued[None]
         return out, rescued if self.kernel.kernel in GUARDED else None
 
@@ -132,6 +145,15 @@ class Attend:
             key = key - (lax.psum(total, place.axes) / keys).astype(key.dtype)
         return query, key
 
+    def takes_one_array(self, keys) -> bool:
+        """Whether queries and keys may be the same array, which has the heads of both."""
+        return self.name(keys) == "splash" and self.kernel.sparse.kind in ("none", "sla")
+
+    def rotated_together(self, query, key, rotary, norms, parts, sizes):
+        """Queries and keys after norms and RoPE, as rotary.rotate_both returns them."""
+        norms = [weight if weight is None else (weight, self.norm_epsilon) for weight in norms or (None, None)]
+        return rotate_both(query, key, rotary, self.head_dim, self.kernel, parts, sizes, norms)
+
     def normalized(self, array, weight):
         wide = normalized(array.astype(jnp.float32), weight, self.norm_epsilon)
         return wide.reshape(array.shape).astype(array.dtype)
@@ -146,10 +168,14 @@ class Attend:
         """Whether the output is a pair, the second of it replicated where tokens are sharded."""
         return beside is not None or self.kernel.sparse.kind == "vsa"
 
-    def both(self, query, key, value, keys, beside, branch=()):
+    def both(self, query, key, value, keys, beside, branch=(), others=None):
         """(out, rescued) on one device; with `beside`, ((out, out for the extra tokens), rescued)."""
         if self.kernel.sparse:
             return SPARSE[self.kernel.sparse.kind](self, query, key, value, keys, *branch)
+        if others is not None:
+            before, first = self.to_frames(query, others)
+            out, _, rescued = self.go_on(before, query, key, value, keys, query.dtype)
+            return out, first + rescued
         if beside is None:
             out, _, rescued = self.local(query, key, value, keys)
             return out, rescued
@@ -159,6 +185,24 @@ class Attend:
             out, _, rescued = self.go_on(before, one, key, value, keys, query.dtype)
             outs, total = [*outs, out], total + first + rescued
         return tuple(outs), total
+
+    def to_frames(self, query, others: OfFrames):
+        """((out, log_sum), rescued) over another video's keys, as a start for the tokens' own keys. Frames are rows of
+        a batch, so that no score is computed in vain and none is masked."""
+        (batch, tokens, width), (frames, height, columns) = query.shape, self.grid
+        size = height * columns
+        after = tokens - frames * size  # padding
+
+        def rows(stack):
+            array = lax.dynamic_index_in_dim(stack, others.layer, keepdims=False).reshape(frames - 1, size, width)
+            return jnp.tile(array, (batch, 1, 1))
+
+        own = query[:, size : frames * size].reshape(-1, size, width)
+        out, log_sum, rescued = self.local(own, rows(others.key), rows(others.value), size)
+        out = out.astype(jnp.float32).reshape(batch, -1, width)
+        log_sum = log_sum.reshape(batch, frames - 1, -1, size).swapaxes(1, 2).reshape(batch, -1, (frames - 1) * size)
+        out = jnp.pad(out, ((0, 0), (size, after), (0, 0)))
+        return (out, jnp.pad(log_sum, ((0, 0), (0, 0), (size, after)), constant_values=MASKED)), rescued
 
     def start(self, query, beside: Beside):
         """((out, log_sum), rescued) over the extra keys, as a start for the tokens' own keys."""
@@ -343,12 +387,18 @@ def sla(attend: Attend, query, key, value, keys, weight, bias):
 
 
 def vsa(attend: Attend, query, key, value, keys):
-    """Video sparse attention: softmax over the tokens of the highest tiles, and a coarse attention between tiles."""
-    blocks = sparse.Blocks.tiles(attend.grid, TILE)
+    """Video sparse attention: softmax over the tokens of the highest tiles, and a coarse attention between tiles. Where
+    a kernel needs larger blocks than tiles, lists are of those to which most of the coarse attention falls."""
+    settings, tiles = attend.kernel.sparse, sparse.Blocks.tiles(attend.grid, TILE)
     with jax.named_scope("lists"):
-        scores, coarse = sparse.coarse_branch(query, key, value, blocks, attend.head_dim)
-        chosen = sparse.top(scores, attend.kernel.sparse.count(len(blocks.sizes)))
-    out, rescued = attend.listed(query, key, value, chosen, blocks, blocks)
+        by_products = attend.kernel.kernel == "splash"
+        scores, coarse = sparse.coarse_branch(query, key, value, tiles, attend.head_dim, by_products)
+        blocks = tiles, tiles
+        if not settings.lists_tiles:
+            blocks = tuple(sparse.Blocks.even(keys, size) for size in (settings.block_q, settings.block_kv))
+            scores = sparse.vsa_shares(scores, tiles, *blocks)
+        chosen = sparse.top(scores, settings.count(len(blocks[1].sizes)))
+    out, rescued = attend.listed(query, key, value, chosen, *blocks)
     return (out, coarse), rescued
 
 
@@ -359,7 +409,35 @@ def tpu_listed(query, key, value, chosen, query_blocks, key_blocks, head_dim, ke
     return out.swapaxes(1, 2), rescued
 
 
-SPARSE = {"sla": sla, "vsa": vsa}
+def fixed(attend: Attend, query, key, value, keys, dense=None):
+    """Softmax over lists that need no training (masks.py); over all keys where `dense`, a traced bool, says so."""
+    settings = attend.kernel.sparse
+    query_blocks, key_blocks = blocks = tuple(
+        sparse.Blocks.even(keys, size) for size in (settings.block_q, settings.block_kv)
+    )
+
+    def by_lists(query, key, value):
+        count = settings.count(len(key_blocks.sizes))
+        with jax.named_scope("lists"):
+            if settings.kind == "band":
+                chosen = masks.banded(query, key, value, attend.grid, *blocks, count, attend.head_dim)
+            else:
+                heads = query.shape[0], query.shape[2] // attend.head_dim
+                lists = masks.radial(attend.grid, *blocks, count)
+                chosen = jnp.broadcast_to(jnp.array(lists), (*heads, *lists.shape))
+        out, rescued = attend.listed(query, key, value, chosen, *blocks)
+        return out, jnp.asarray(rescued, jnp.int32)
+
+    def by_all(query, key, value):
+        out, _, rescued = attend.local(query, key, value, keys)
+        return out, jnp.asarray(rescued, jnp.int32)
+
+    if dense is None:
+        return by_lists(query, key, value)
+    return lax.cond(dense, by_all, by_lists, query, key, value)
+
+
+SPARSE = {"sla": sla, "vsa": vsa, "radial": fixed, "band": fixed}
 LISTED = {"hopper": gpu_listed, "splash": tpu_listed}
 KERNELS = {"xla": xla, "cudnn": cudnn, "splash": tpu_splash, "hopper": gpu_hopper}
 GUARDED = ("splash", "hopper")  # kernels that detect and recompute lost rows

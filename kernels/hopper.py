@@ -9,6 +9,10 @@
 
     out, rescued = attention_to_lists(query, key, value, chosen, query_blocks, key_blocks, head_dim)     # sparse.listed
 
+Lists are for 128 queries, whose warpgroups share the keys, or for the 64 of a warpgroup, which then has a ring of its
+own: the keys of 64 queries are fetched for them alone, twice the bytes, but none is computed in vain, as the union of
+two lists would have them.
+
 The fast kernel's softmax reference is the maximum of a row's first block of keys, not a running maximum: that saves the
 maxima and corrections of all later blocks. A row is lost if later scores exceed the reference by so much that its
 weights come near overflow. The guarded kernel recomputes lost rows, starting at the block where their sums grew: it
@@ -16,6 +20,7 @@ checks every block's sums before adding the block, and raises the reference if n
 
 Copies clip at an array's end: they read zeros beyond it and write nothing there.
 """
+import itertools
 from functools import partial, reduce
 from typing import NamedTuple
 
@@ -34,6 +39,7 @@ mosaic = private.mosaic_gpu()
 ROWS = 64  # queries per warpgroup
 GROUPS = 2  # compute warpgroups per thread block
 STAGES = 2  # buffers per ring: one is filled while the other is used
+OWN_STAGES = 3  # the same where every warpgroup has a ring of its own, whose steps are half as long
 BLOCKS = 132  # thread blocks of the guarded kernel, one for each multiprocessor of an H200
 LOG2_E = 1.4426950408889634
 TRUSTED_SUM = 2.0**100  # the fast kernel's largest row sum: well below overflow, also of the sum times a value
@@ -41,6 +47,8 @@ TRUSTED_SUM = 2.0**100  # the fast kernel's largest row sum: well below overflow
 # its weight.
 STEEP_SUM = 2.0**40
 LISTED_KEYS = 128  # keys of a step over lists
+# Less scratch memory than by default, which reductions across warps would need; here there are none.
+PARAMETERS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024)
 NOTHING = 2**30  # larger than any block index: nothing to recompute
 
 
@@ -54,7 +62,10 @@ def attention(query, key, value, keys, head_dim, kernel, first_pass=None):
 
 
 def attention_to_lists(query, key, value, chosen, query_blocks, key_blocks, head_dim):
-    """Attention of every 128 queries to their own blocks of 64 or 128 keys: `chosen` (batch, heads, tiles, count)."""
+    """Attention of every 128 queries to their own blocks of 64 or 128 keys, or of every 64 to blocks of 64, which may
+    be partial: `chosen` (batch, heads, tiles, count)."""
+    if query_blocks.size == ROWS:
+        return attention_to_tiles(query, key, value, chosen, query_blocks, key_blocks, head_dim)
     tokens, keys = query.shape[1], sum(key_blocks.sizes)
     query = query[:, :sum(query_blocks.sizes)]
     inputs = [jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0))) for x in (query, key, value)]
@@ -63,6 +74,25 @@ def attention_to_lists(query, key, value, chosen, query_blocks, key_blocks, head
     results = fast(*inputs, keys, head_dim, LISTED_KEYS, source, (lists,))
     out, _, rescued = rescue(inputs, results, query.shape[1], source, (lists,), head_dim, LISTED_KEYS)
     return jnp.pad(out, ((0, 0), (0, tokens - out.shape[1]), (0, 0))), rescued
+
+
+def attention_to_tiles(query, key, value, chosen, query_tiles, key_tiles, head_dim):
+    """Tiles are padded to 64 tokens. A list has an entry's last valid token, and full tiles first, so that only the
+    steps after them need masks."""
+    tokens, tiles = query.shape[1], len(query_tiles.sizes)
+    inputs = [
+        blocks.padded(x).reshape(x.shape[0], -1, x.shape[2])
+        for blocks, x in ((query_tiles, query), (key_tiles, key), (key_tiles, value))
+    ]
+    size = jnp.array(key_tiles.sizes, jnp.int32)[chosen]
+    partial_last = size < key_tiles.size
+    _, lists = lax.sort((partial_last.astype(jnp.int32), chosen * key_tiles.size + size - 1), num_keys=1)
+    whole = jnp.sum(~partial_last, axis=-1, dtype=jnp.int32)
+    missing = (0, 0), (0, 0), (0, -tiles % GROUPS)  # for the last warpgroup, which may have no tile
+    lists = jnp.pad(lists, (*missing, (0, 0))), jnp.pad(whole, missing)
+    results = fast(*inputs, None, head_dim, key_tiles.size, Tiles, lists)
+    out, _, rescued = rescue(inputs, results, tiles * ROWS, Tiles, lists, head_dim, key_tiles.size)
+    return query_tiles.unpadded(out.reshape(out.shape[0], tiles, ROWS, -1), tokens), rescued
 
 
 def rescue(inputs, results, queries, source, lists, head_dim, block_kv):
@@ -76,9 +106,11 @@ def rescue(inputs, results, queries, source, lists, head_dim, block_kv):
 
 
 class AllKeys(NamedTuple):
-    """All keys, in order. Only the last step can have invalid ones."""
+    """All keys, in order. Only the last step can have invalid ones. A place is a batch's row, a head, a tile of queries
+    and a warpgroup; `rings` says for how many of these the keys differ."""
 
     keys: int
+    rings = 1
 
     def steps(self, block_kv) -> int:
         return pl.cdiv(self.keys, block_kv)
@@ -91,8 +123,12 @@ class AllKeys(NamedTuple):
         """The first token of each run."""
         return [step * block_kv]
 
+    def whole(self, place, last):
+        """The step from which on there may be invalid keys; `last` is the last one."""
+        return last
+
     def valid(self, scores, place, step):
-        """The last step's scores, minus infinity for invalid keys."""
+        """A step's scores, minus infinity for invalid keys."""
         tail = self.keys % scores.shape[1]
         return masked(scores, tail) if tail else scores
 
@@ -103,6 +139,8 @@ class Listed(NamedTuple):
     keys: int
     size: int  # of a block
     lists: object  # an array, or its reference in the kernel
+    rings = 1
+    whole = AllKeys.whole
 
     def steps(self, block_kv) -> int:
         return self.lists.shape[-1] // self.runs(block_kv)
@@ -112,7 +150,7 @@ class Listed(NamedTuple):
 
     def starts(self, place, step, block_kv):
         runs = self.runs(block_kv)
-        return [self.lists[*place, step * runs + run] * self.size for run in range(runs)]
+        return [self.lists[*place[:3], step * runs + run] * self.size for run in range(runs)]
 
     def valid(self, scores, place, step):
         column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
@@ -120,6 +158,35 @@ class Listed(NamedTuple):
             own = (column >= run * self.size) & (column < (run + 1) * self.size)
             scores = jnp.where(own & (column - run * self.size >= self.keys - start), -jnp.inf, scores)
         return scores
+
+
+class Tiles(NamedTuple):
+    """The keys of lists of tiles of 64, (batch, heads, tiles of queries, count), one list for each warpgroup: the last
+    valid token of each tile, full ones first, of which there are `counts` (batch, heads, tiles of queries)."""
+
+    lists: object
+    counts: object
+    rings = GROUPS
+
+    def steps(self, block_kv) -> int:
+        return self.lists.shape[-1]
+
+    def runs(self, block_kv) -> int:
+        return 1
+
+    def entry(self, place, step):
+        batch, head, tile, group = place
+        return self.lists[batch, head, tile * GROUPS + group, step]
+
+    def starts(self, place, step, block_kv):
+        return [self.entry(place, step) // block_kv * block_kv]
+
+    def whole(self, place, last):
+        batch, head, tile, group = place
+        return jnp.minimum(self.counts[batch, head, tile * GROUPS + group], last)
+
+    def valid(self, scores, place, step):
+        return masked(scores, self.entry(place, step) % scores.shape[1] + 1)
 
 
 def first_blocks(lost, steep, steps):
@@ -155,24 +222,34 @@ def along(values, shape):
 class Ring(NamedTuple):
     """Buffers in shared memory that one warpgroup fills and the others use, with barriers for each."""
 
-    buffer: object  # (STAGES, block_kv, head_dim)
+    buffer: object  # (rings * stages, block_kv, head_dim)
     ready: object
     free: object
+    stages: int = STAGES
+    first: int | jax.Array = 0  # buffer: rings share an array
+
+    def slot(self, step):
+        return self.first + (step % self.stages if isinstance(step, int) else lax.rem(step, self.stages))
 
 
-def memory(block_kv, head_dim, dtype, runs=1):
+def stages_of(rings):
+    return STAGES if rings == 1 else OWN_STAGES
+
+
+def memory(block_kv, head_dim, dtype, runs=1, rings=1):
     """The shared memory and barriers of a thread block; a block of keys is copied in `runs`."""
+    buffers, users = rings * stages_of(rings), GROUPS // rings
     ring = tiles_for_products(dtype, next(size for size in (128, 64, 32) if block_kv % (size // 2) == 0))
     return dict(
         query_tile=ring((GROUPS, ROWS, head_dim)),
-        key_ring=ring((STAGES, block_kv, head_dim)),
-        value_ring=ring((STAGES, block_kv, head_dim)),
+        key_ring=ring((buffers, block_kv, head_dim)),
+        value_ring=ring((buffers, block_kv, head_dim)),
         row_tile=plgpu.SMEM((GROUPS, ROWS), jnp.float32),
         query_ready=plgpu.Barrier(num_barriers=GROUPS),
-        key_ready=plgpu.Barrier(num_arrivals=runs, num_barriers=STAGES),
-        value_ready=plgpu.Barrier(num_arrivals=runs, num_barriers=STAGES),
-        key_free=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
-        value_free=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+        key_ready=plgpu.Barrier(num_arrivals=runs, num_barriers=buffers),
+        value_ready=plgpu.Barrier(num_arrivals=runs, num_barriers=buffers),
+        key_free=plgpu.Barrier(num_arrivals=users, num_barriers=buffers),
+        value_free=plgpu.Barrier(num_arrivals=users, num_barriers=buffers),
     )
 
 
@@ -195,12 +272,14 @@ def fast(query, key, value, keys, head_dim, block_kv, source=None, lists=()):
     return plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(query.shape, query.dtype), rows, rows],
-        scratch_types=memory(block_kv, head_dim, query.dtype, source(*lists).runs(block_kv)),
+        scratch_types=memory(
+            block_kv, head_dim, query.dtype, source(*lists).runs(block_kv), source(*lists).rings
+        ),
         grid=(batch, heads, tiles),
         grid_names=("batch", "head", "tile"),
         num_threads=GROUPS + 1,
         thread_name="group",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=PARAMETERS,
         kernel_name="hopper_lists" if lists else "hopper_fast",
     )(*lists, query, key, value)
 
@@ -223,14 +302,14 @@ def compute_again(begins, inputs, results, source, lists, head_dim, block_kv):
 
         own = source(*refs[: len(lists)])
         work = partial(walk, some_tiles, attend_guarded, own, *refs[len(lists) :], None)
-        scratch = memory(block_kv, head_dim, inputs[0].dtype, own.runs(block_kv))
+        scratch = memory(block_kv, head_dim, inputs[0].dtype, own.runs(block_kv), own.rings)
         pl.run_scoped(work, **scratch, collective_axes="group")
 
     out, log_sum = (jax.new_ref(result) for result in results)
     pl.kernel(  # plgpu.kernel of jax 0.10.2 cannot update arrays in place
         body,
         mesh=plgpu.Mesh(grid=(BLOCKS,), grid_names=("block",), num_threads=GROUPS + 1, thread_name="group"),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=PARAMETERS,
         name="hopper_guarded",
     )(begins, *lists, *inputs, out, log_sum)
     return jax.freeze(out), jax.freeze(log_sum)
@@ -242,29 +321,34 @@ def walk(tiles, attend, source, query, key, value, out, log_sum, steep, *, query
     block on; one more warpgroup only fetches blocks of keys and values into rings of buffers."""
     _, block_kv, head_dim = key_ring.shape
     blocks, group = source.steps(block_kv), lax.axis_index("group")
-    key_blocks, value_blocks = Ring(key_ring, key_ready, key_free), Ring(value_ring, value_ready, value_free)
+    stages = stages_of(source.rings)
+
+    def rings(number):
+        """Of keys and values."""
+        keys = Ring(key_ring, key_ready, key_free, stages, number * stages)
+        return keys, Ring(value_ring, value_ready, value_free, stages, number * stages)
 
     def fetch(batch, head, tile, first):
         lanes, steps = pl.ds(head * head_dim, head_dim), blocks - first
 
+        def fetch_block(array, ring, step, starts):
+            slot, size = ring.slot(step), block_kv // len(starts)
+            pl.when(step >= stages)(lambda: plgpu.barrier_wait(ring.free.at[slot]))
+            for run, start in enumerate(starts):
+                buffer = ring.buffer.at[slot] if len(starts) == 1 else ring.buffer.at[slot, pl.ds(run * size, size)]
+                plgpu.copy_gmem_to_smem(array.at[batch, pl.ds(start, size), lanes], buffer, ring.ready.at[slot])
+
         @pl.loop(0, steps)
         def fetch_blocks(step):
-            slot, starts = lax.rem(step, STAGES), source.starts((batch, head, tile), first + step, block_kv)
-            size = block_kv // len(starts)
+            for number in range(source.rings):
+                starts = source.starts((batch, head, tile, number), first + step, block_kv)
+                for array, ring in zip((key, value), rings(number)):
+                    fetch_block(array, ring, step, starts)
 
-            def fetch_block(array, ring):
-                pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(ring.free.at[slot]))
-                for run, start in enumerate(starts):
-                    buffer = ring.buffer.at[slot] if len(starts) == 1 else ring.buffer.at[slot, pl.ds(run * size, size)]
-                    plgpu.copy_gmem_to_smem(array.at[batch, pl.ds(start, size), lanes], buffer, ring.ready.at[slot])
-
-            fetch_block(key, key_blocks)
-            fetch_block(value, value_blocks)
-
-        @pl.loop(0, jnp.minimum(steps, STAGES))  # leaves the barriers as the next tile expects them
-        def wait(slot):
-            plgpu.barrier_wait(key_free.at[slot])
-            plgpu.barrier_wait(value_free.at[slot])
+        @pl.loop(0, jnp.minimum(steps, stages))  # leaves the barriers as the next tile expects them
+        def wait(step):
+            for ring in itertools.chain(*map(rings, range(source.rings))):
+                plgpu.barrier_wait(ring.free.at[ring.slot(step)])
 
     def compute(batch, head, tile, first):
         rows, lanes = pl.ds((tile * GROUPS + group) * ROWS, ROWS), pl.ds(head * head_dim, head_dim)
@@ -281,8 +365,8 @@ def walk(tiles, attend, source, query, key, value, out, log_sum, steep, *, query
             plgpu.wait_smem_to_gmem(0)
 
         take(query.at[batch, rows, lanes], own_query)
-        place = batch, head, tile
-        work = partial(attend, Walk(own_query, key_blocks, value_blocks, source, place, first, blocks - first))
+        place, own_rings = (batch, head, tile, group), rings(group if source.rings > 1 else 0)
+        work = partial(attend, Walk(own_query, *own_rings, source, place, first, blocks - first))
         sums, maximum, total, *steep_at = pl.run_scoped(work, plgpu.ACC((ROWS, head_dim), jnp.float32))
         result = sums / along(total, sums.shape)
         sound = (total < TRUSTED_SUM) & (jnp.sum(jnp.abs(result), axis=1) < jnp.inf)
@@ -319,7 +403,7 @@ class Walk(NamedTuple):
     query: object
     key_blocks: Ring
     value_blocks: Ring
-    source: AllKeys | Listed
+    source: AllKeys | Listed | Tiles
     place: tuple
     first: int | jax.Array
     steps: int | jax.Array
@@ -339,9 +423,10 @@ class Walk(NamedTuple):
         plgpu.barrier_wait(self.value_blocks.ready.at[slot])
         plgpu.wgmma(sums, weights, self.value_blocks.buffer.at[slot])
 
-    def real(self, scores, last):
-        """Only the last block can have invalid keys."""
-        return self.source.valid(scores, self.place, self.first + self.steps - 1) if last else scores
+    def real(self, scores, index, last, whole=False):
+        """Only the last block can have invalid keys; of lists of tiles, all can that are not known to be `whole`."""
+        sound = whole if self.source.rings > 1 else not last
+        return scores if sound else self.source.valid(scores, self.place, self.first + index)
 
     def weigh(self, scores, reference):
         return jnp.exp2(scores * self.scale - along(reference, scores.shape))
@@ -350,19 +435,19 @@ class Walk(NamedTuple):
         """(weights, reference, total) of the first block."""
 
         def product(scores):
-            plgpu.barrier_wait(self.key_blocks.ready.at[0])
-            self.multiply_keys(scores, 0)
-            values = self.real(scores[...], last)
+            plgpu.barrier_wait(self.key_blocks.ready.at[self.key_blocks.slot(0)])
+            self.multiply_keys(scores, self.key_blocks.slot(0))
+            values = self.real(scores[...], 0, last)
             maximum = jnp.max(values, axis=1) * self.scale
             weights = self.weigh(values, maximum)
             weights, total = lax.optimization_barrier((weights, jnp.sum(weights, axis=1)))
             if not last:
-                plgpu.barrier_wait(self.key_blocks.ready.at[1])
+                plgpu.barrier_wait(self.key_blocks.ready.at[self.key_blocks.slot(1)])
             return weights.astype(self.query.dtype), maximum, total
 
         return pl.run_scoped(product, plgpu.ACC((ROWS, self.block_kv), jnp.float32))
 
-    def step(self, sums, index, weights, maximum, old_total, last=False):
+    def step(self, sums, index, weights, maximum, old_total, last=False, whole=False):
         """The next block's weights, not rounded, and the new total; adds the previous block's values to the sums.
 
         Starts this block's score product and the previous block's value product, and computes the softmax while the
@@ -370,16 +455,16 @@ class Walk(NamedTuple):
         (b) the wait for the next keys, a branch, separates it from the wait for the value product, and (c) the weights
         are rounded after that wait, since registers that a product reads must not be written before it is done.
         """
-        slot, previous = lax.rem(index, STAGES), lax.rem(index - 1, STAGES)
+        slot, previous = self.key_blocks.slot(index), self.key_blocks.slot(index - 1)
 
         def overlapped(scores):
             self.multiply_keys(scores, slot)
             self.multiply_values(sums, weights, previous)
-            values = self.real(plgpu.wgmma_accumulator_load(scores, wait_n=1), last)
+            values = self.real(plgpu.wgmma_accumulator_load(scores, wait_n=1), index, last, whole)
             weights_now = self.weigh(values, maximum)
             results = lax.optimization_barrier((weights_now, old_total + jnp.sum(weights_now, axis=1)))
             if not last:
-                plgpu.barrier_wait(self.key_blocks.ready.at[lax.rem(index + 1, STAGES)])
+                plgpu.barrier_wait(self.key_blocks.ready.at[self.key_blocks.slot(index + 1)])
             return results
 
         results = pl.run_scoped(overlapped, plgpu.ACC((ROWS, self.block_kv), jnp.float32))
@@ -388,11 +473,11 @@ class Walk(NamedTuple):
         return results
 
     def release_keys(self, index):
-        plgpu.barrier_arrive(self.key_blocks.free.at[lax.rem(index, STAGES)])
+        plgpu.barrier_arrive(self.key_blocks.free.at[self.key_blocks.slot(index)])
 
     def finish(self, sums, weights):
         """The weighted values of all blocks."""
-        last = lax.rem(self.steps - 1, STAGES)
+        last = self.value_blocks.slot(self.steps - 1)
         self.multiply_values(sums, weights, last)
         result = sums[...]
         plgpu.barrier_arrive(self.value_blocks.free.at[last])
@@ -403,16 +488,19 @@ def attend_fast(walk, sums):
     """One warpgroup's rows over all blocks: weighted values, reference (times log2 e), the sum of the weights, and the
     block where it became steep."""
 
-    def step(index, state, last=False):
+    def step(index, state, last=False, whole=False):
         weights, maximum, total, steep = state
-        weights, total = walk.step(sums, index, weights, maximum, total, last)
+        weights, total = walk.step(sums, index, weights, maximum, total, last, whole)
         walk.release_keys(index)
         # The sum only grows, so this counts the blocks before it became steep.
         return weights.astype(walk.query.dtype), maximum, total, steep + jnp.where(total < STEEP_SUM, 1.0, 0.0)
 
     state = *walk.first_step(last=walk.steps == 1), row(1)
     walk.release_keys(0)
-    state = lax.fori_loop(1, walk.steps - 1, step, state)
+    whole = walk.source.whole(walk.place, walk.steps - 1)
+    state = lax.fori_loop(1, whole, partial(step, whole=True), state)
+    if walk.source.rings > 1:
+        state = lax.fori_loop(jnp.maximum(whole, 1), walk.steps - 1, step, state)
     if walk.steps > 1:
         state = step(jnp.int32(walk.steps - 1), state, last=True)
     weights, *rest = state
@@ -427,8 +515,8 @@ def attend_guarded(walk, sums):
         still in the ring."""
 
         def product(scores):
-            walk.multiply_keys(scores, lax.rem(index, STAGES))
-            return walk.real(scores[...], last)
+            walk.multiply_keys(scores, walk.key_blocks.slot(index))
+            return walk.real(scores[...], index, last)
 
         values = pl.run_scoped(product, plgpu.ACC((ROWS, walk.block_kv), jnp.float32))
         known = maximum + jnp.log(old_total) * LOG2_E

@@ -30,7 +30,7 @@ class Place:
     parts: int = 1  # parts of its heads: one per device of the Ulysses axis
 
 
-def spread(attend, tokens, rotary, norms, keys, beside=None, branch=()):
+def spread(attend, tokens, rotary, norms, keys, beside=None, branch=(), others=None):
     """Run `attend` (attention.Attend) on every device's shard of `tokens`: queries, keys and values. In cross-attention
     keys and values are replicated. Returns the output, and the rescued rows of each device."""
     parallel, mesh, cross = attend.parallel, attend.mesh, attend.cross
@@ -42,30 +42,35 @@ def spread(attend, tokens, rotary, norms, keys, beside=None, branch=()):
     key_spec = tokens_whole if cross else tokens_spread
     table_specs = [PartitionSpec(token_axes or None) for _ in rotary]
     beside_specs = beside and type(beside)(*[tokens_whole] * 3, PartitionSpec(parallel.batch))
+    others_specs = others and type(others)(*[kept_spec(parallel, whole_batch=True)] * 2, PartitionSpec())
     pair = attend.gives_pair(beside)
     out_spec = (tokens_spread, tokens_whole) if pair else tokens_spread
 
-    def on_device(tokens, rotary, norms, beside, branch):
+    def on_device(tokens, rotary, norms, beside, branch, others):
         query, key, value = tokens
         if cross:
             query, key = attend.prepare(query, key, (), (), keys)
             out, _, rescued = attend.local(query[0], key[0], value, keys)
             return out, rescued[None]
+        if parallel.groups:
+            out, rescued = exchange_in_groups(attend, query, key, value, rotary, norms, keys, branch)
+            return out, rescued[None]
         first = lax.axis_index(token_axes) * key.shape[1] if token_axes else 0
         place = Place(first, token_axes, lax.axis_size(parallel.ulysses) if parallel.ulysses else 1)
         query, key = attend.prepare(query, key, rotary, norms, keys, place)
-        out, rescued = exchange(attend, query, key, value, keys, beside, branch)
+        out, rescued = exchange(attend, query, key, value, keys, beside, branch, others)
         return out, rescued[None]
 
+    everywhere = PartitionSpec()
     sharded = jax.shard_map(
         on_device, mesh=mesh,
-        in_specs=((tokens_spread, key_spec, key_spec), table_specs, PartitionSpec(), beside_specs, PartitionSpec()),
+        in_specs=((tokens_spread, key_spec, key_spec), table_specs, everywhere, beside_specs, everywhere, others_specs),
         out_specs=(out_spec, PartitionSpec(mesh.axis_names)),
         check_vma=False,  # Pallas kernels carry no varying-axes types
     )
     padded = tuple(array if cross and place else pad_tokens(array, shards) for place, array in enumerate(tokens))
     tables = [pad_tokens(table[None], shards)[0] for table in rotary]
-    out, rescued = sharded(padded, tables, list(norms), beside, branch)
+    out, rescued = sharded(padded, tables, list(norms), beside, branch, others)
     return ((out[0][:, :queries], out[1]) if pair else out[:, :queries]), rescued
 
 
@@ -101,23 +106,24 @@ def spread_chunk(attend, tokens, rotary, norms, kept):
     return out[:, :queries], rescued, kept._replace(key=key, value=value)
 
 
-def kept_spec(parallel) -> PartitionSpec:
-    """How (layers, batch, tokens, heads * head_dim) is kept: Ulysses cuts the heads of each device further."""
+def kept_spec(parallel, whole_batch: bool = False) -> PartitionSpec:
+    """How (layers, batch, tokens, heads * head_dim) is kept: Ulysses cuts the heads of each device further. With
+    `whole_batch`, what all of a batch attend to."""
     ulysses = parallel.ulysses if isinstance(parallel.ulysses, tuple) else (parallel.ulysses,)
     heads = tuple(axis for axis in (parallel.heads, *ulysses) if axis)
-    return PartitionSpec(None, parallel.batch, None, heads or None)
+    return PartitionSpec(None, None if whole_batch else parallel.batch, None, heads or None)
 
 
 def pad_tokens(array, shards):
     return jnp.pad(array, ((0, 0), (0, -array.shape[1] % shards), (0, 0)))
 
 
-def exchange(attend, query, key, value, keys, beside=None, branch=()):
+def exchange(attend, query, key, value, keys, beside=None, branch=(), others=None):
     """One device's part of Ulysses, ring or both; `keys` is how many of all keys are valid.
 
     query, key (parts, batch, tokens, width of a part), one part per device of the Ulysses axis. Values and outputs are
     sent transposed, the TPU kernel's layout. Extra tokens are not sent: each device computes its part of their heads,
-    and the results are gathered.
+    and the results are gathered. `others` are kept as Ulysses has exchanged them; a ring has no place for them.
     """
     axis = attend.parallel.ulysses
     if beside and axis:
@@ -127,12 +133,42 @@ def exchange(attend, query, key, value, keys, beside=None, branch=()):
     if attend.parallel.ring:
         out, rescued = ring(attend, query, key, value, keys, beside)
     else:
-        out, rescued = attend.both(query, key, value, keys, beside, branch)
+        out, rescued = attend.both(query, key, value, keys, beside, branch, others)
     out, other = out if attend.gives_pair(beside) else (out, None)
     out = heads_for_tokens(attend, out)
     if other is None:
         return out, rescued
     return (out, lax.all_gather(other, axis, axis=2, tiled=True) if axis else other), rescued
+
+
+def exchange_in_groups(attend, query, key, value, rotary, norms, keys, branch):
+    """Ulysses, one group of heads after the other: beside attention to one, the next one's queries and keys travel, and
+    the outputs of the one before. XLA has one all-to-all under way at a time, so queries and keys are one array;
+    values, which are computed first, are sent whole while queries and keys are computed."""
+    axis, kernel = attend.parallel.ulysses, attend.kernel
+    parts = lax.axis_size(axis)
+    sizes = attend.parallel.group_sizes(value.shape[2] // parts // attend.head_dim)
+    value = travel(cut(value.swapaxes(1, 2), parts), axis)
+    value, query, key = lax.optimization_barrier((value, query, key))
+    with jax.named_scope("rope"):
+        first, *later = attend.rotated_together(query, key, rotary, norms, parts, sizes)
+    here, outs, total, begin = travel(first, axis), [], 0, 0
+    for size in sizes:
+        width = size * attend.head_dim
+        # What travels beside attention may start when attention can, and has to be there when it ends.
+        here, following, last = lax.optimization_barrier((here, later[:1], outs[-1:]))
+        following, last = ([travel(array, axis) for array in some] for some in (following, last))
+        query = key = join(here)
+        if not attend.takes_one_array(keys):
+            query, key = query[:, :, :width], key[:, :, width:]
+        value_t = lanes.join(value, kernel, begin, width)
+        out, rescued = attend.both(query, key, value_t.swapaxes(1, 2), keys, None, branch)
+        out, here, outs[-1:] = lax.optimization_barrier((out, following, last))
+        outs.append(lanes.cut(out.swapaxes(1, 2), parts, kernel))
+        here, later = here[0] if here else None, later[1:]
+        total, begin = total + rescued, begin + width
+    outs[-1] = travel(outs[-1], axis)
+    return lanes.stack(outs, kernel).swapaxes(1, 2), total
 
 
 def tokens_for_heads(attend, query, key, value):

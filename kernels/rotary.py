@@ -6,6 +6,7 @@ estimate, and 0.3 M bundles here. Tables are diffusers': (tokens, head_dim) floa
 repeated. A block has whole rows, so the RMS norm before RoPE can be fused: in XLA it takes two more passes.
 """
 from functools import partial
+from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,20 @@ def rotate(array, cosine, sine, head_dim, kernel, parts=1, norm=None):
     per head if they are (head_dim,)."""
     if kernel.kernel != "splash" or array.shape[2] % (LANES * parts):
         return cut_heads(rotate_plain(array, cosine, sine, norm), parts)
-    return rotate_lanes(array, cosine, sine, head_dim, kernel, parts, norm)
+    widths = [array.shape[2] // parts]
+    return rotate_lanes((array,), cosine, sine, head_dim, kernel, parts, widths, (norm,))[0]
+
+
+def rotate_both(query, key, tables, head_dim, kernel, parts, sizes, norms=(None, None)):
+    """Queries and keys in one array for each group of heads, of the given sizes, of every part: (parts, batch, tokens,
+    twice the group's width), queries first. `tables` are cosines and sines, or () for no rotation."""
+    widths = [size * head_dim for size in sizes]
+    if kernel.kernel == "splash" and tables and not any(width % LANES for width in widths):
+        return rotate_lanes((query, key), *tables, head_dim, kernel, parts, widths, norms)
+    pair = [rotate_plain(array, *tables, norm) if tables else array for array, norm in zip((query, key), norms)]
+    ends = list(accumulate(widths))[:-1]
+    pair = [jnp.split(cut_heads(array, parts), ends, axis=3) for array in pair]
+    return [jnp.concatenate(group, axis=3) for group in zip(*pair)]
 
 
 def rotate_plain(array, cosine, sine, norm=None):
@@ -45,51 +59,64 @@ def normalized(wide, weight, epsilon):
     return rows * lax.rsqrt((rows * rows).mean(axis=-1, keepdims=True) + epsilon) * weight.astype(jnp.float32)
 
 
-def rotate_lanes(array, cosine, sine, head_dim, kernel, parts, norm=None):
-    """The Pallas kernel: the same, written directly to the parts."""
-    batch, tokens, width = array.shape
+def rotate_lanes(arrays, cosine, sine, head_dim, kernel, parts, widths, norms):
+    """The Pallas kernel: the same for some arrays, written directly to the parts of groups, each of `widths` lanes of
+    every array."""
+    batch, tokens, width = arrays[0].shape
     sine = jnp.where(jnp.arange(head_dim) % 2 == 0, -sine, sine)
     cosine, sine = (jnp.concatenate([table] * (LANES // head_dim), axis=1) for table in (cosine, sine))
     rows = min(ROWS, pl.cdiv(tokens, 16) * 16)
     block = pl.BlockSpec((None, rows, width), lambda b, i: (b, i, 0))
     table = pl.BlockSpec((rows, LANES), lambda b, i: (i, 0))
     weights, epsilon, by_head = [], None, 0
-    if norm is not None:
-        by_head = head_dim if norm[0].size != width else 0
-        weights, epsilon = [jnp.tile(norm[0].astype(jnp.float32), width // norm[0].size)[None]], norm[1]
+    if norms[0] is not None:
+        by_head = head_dim if norms[0][0].size != width else 0
+        weights = [jnp.tile(norm[0].astype(jnp.float32), width // norm[0].size)[None] for norm in norms]
+        epsilon = norms[0][1]
+    widths = [len(arrays) * one for one in widths]
     return pl.pallas_call(
         partial(rotary_kernel, epsilon=epsilon, by_head=by_head),
         grid=(batch, pl.cdiv(tokens, rows)),
-        in_specs=[block, table, table, *(pl.BlockSpec((1, width), lambda b, i: (0, 0)) for _ in weights)],
-        out_specs=pl.BlockSpec((parts, None, rows, width // parts), lambda b, i: (0, b, i, 0)),
-        out_shape=jax.ShapeDtypeStruct((parts, batch, tokens, width // parts), array.dtype),
+        in_specs=[
+            [block] * len(arrays), table, table, [pl.BlockSpec((1, width), lambda b, i: (0, 0)) for _ in weights]
+        ],
+        out_specs=[pl.BlockSpec((parts, None, rows, one), lambda b, i: (0, b, i, 0)) for one in widths],
+        out_shape=[jax.ShapeDtypeStruct((parts, batch, tokens, one), arrays[0].dtype) for one in widths],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=kernel.vmem_mib * 2**20
         ),
         interpret=kernel.interpret,
         name="rotary_kernel",
-    )(array, cosine, sine, *weights)
+    )(list(arrays), cosine, sine, weights)
 
 
-def rotary_kernel(array, cosine, sine, *rest, epsilon=None, by_head=0):
-    """array (rows, width)   rotated (parts, rows, width / parts)   cosine, sine (rows, 128)   weight (1, width)
+def rotary_kernel(arrays, cosine, sine, weights, *groups, epsilon=None, by_head=0):
+    """arrays (rows, width)   cosine, sine (rows, 128)   weights (1, width), of each array, or none
+    groups (parts, rows, their width of every array)
 
     by_head: 0, or how many lanes each norm is over."""
-    *weight, rotated = rest
     lane = lax.broadcasted_iota(jnp.int32, cosine.shape, 1)
-    even, width = lane % 2 == 0, array.shape[1]
-    if weight and not by_head:
-        squares = sum(array[:, begin:begin + LANES].astype(jnp.float32)**2 for begin in range(0, width, LANES))
-        scale = lax.rsqrt(jnp.sum(squares, axis=1, keepdims=True) / width + epsilon)
-    for begin in range(0, width, LANES):
-        lanes = array[:, begin:begin + LANES].astype(jnp.float32)
-        if by_head:
-            scale = scale_by_head(lanes, lane, by_head, epsilon)
-        if weight:
-            lanes = lanes * scale * weight[0][:, begin:begin + LANES]
-        neighbours = jnp.where(even, pltpu.roll(lanes, LANES - 1, 1), pltpu.roll(lanes, 1, 1))
-        part, place = divmod(begin, rotated.shape[2])
-        rotated[part, :, place:place + LANES] = (lanes * cosine[...] + neighbours * sine[...]).astype(rotated.dtype)
+    even, width = lane % 2 == 0, arrays[0].shape[1]
+    for number, array in enumerate(arrays):
+        if weights and not by_head:
+            squares = sum(array[:, begin:begin + LANES].astype(jnp.float32)**2 for begin in range(0, width, LANES))
+            scale = lax.rsqrt(jnp.sum(squares, axis=1, keepdims=True) / width + epsilon)
+        for begin, (rotated, part, place) in zip(range(0, width, LANES), targets(groups, number, len(arrays))):
+            lanes = array[:, begin:begin + LANES].astype(jnp.float32)
+            if by_head:
+                scale = scale_by_head(lanes, lane, by_head, epsilon)
+            if weights:
+                lanes = lanes * scale * weights[number][:, begin:begin + LANES]
+            neighbours = jnp.where(even, pltpu.roll(lanes, LANES - 1, 1), pltpu.roll(lanes, 1, 1))
+            rotated[part, :, place:place + LANES] = (lanes * cosine[...] + neighbours * sine[...]).astype(rotated.dtype)
+
+
+def targets(groups, number, arrays):
+    """Where the lanes of an array go, in order: (group, part, first lane), 128 at a time."""
+    for part in range(groups[0].shape[0]):
+        for group in groups:
+            width = group.shape[2] // arrays
+            yield from ((group, part, place) for place in range(number * width, (number + 1) * width, LANES))
 
 
 def scale_by_head(lanes, lane, head_dim, epsilon):

@@ -5,19 +5,31 @@ from math import ceil, prod
 from typing import Optional
 
 TILE = 4, 4, 4  # VSA's: frames, height and width in tokens
+UNTRAINED = "radial", "band"  # kinds of lists for checkpoints that were not trained for any
 
 
 @dataclass(frozen=True)
 class Sparse:
     """Which blocks of keys a block of queries attends to; documented in conf/sparse/*.yaml."""
 
-    kind: str = "none"  # none | sla | vsa
+    kind: str = "none"  # none | sla | vsa | radial | band
     keep: float = 0.1  # share of the key blocks
     block_q: int = 128  # queries that share a list
     block_kv: int = 64  # keys of an entry
+    dense_above: float = 1.0  # steps with more noise than this share attend to all keys
+    dense_layers: int = 0  # the first layers that do
 
     def __bool__(self) -> bool:
         return self.kind != "none"
+
+    @property
+    def is_dense_at_times(self) -> bool:
+        return self.kind in UNTRAINED and (self.dense_above < 1 or self.dense_layers > 0)
+
+    @property
+    def lists_tiles(self) -> bool:
+        """Whether blocks are VSA's tiles, some of them partial, and not even runs of tokens."""
+        return self.kind == "vsa" and self.block_q == self.block_kv == prod(TILE)
 
     def count(self, blocks: int) -> int:
         """Entries of a list, of this many key blocks: rounded as the published code does, down for SLA, up for VSA."""
@@ -26,7 +38,7 @@ class Sparse:
 
     def pairs(self, grid: tuple[int, int, int]) -> int:
         """Pairs of a query and a key, partial blocks counted in full, of a video's tokens."""
-        if self.kind == "vsa":
+        if self.lists_tiles:
             blocks = query_blocks = prod(ceil(length / side) for length, side in zip(grid, TILE))
         else:
             blocks, query_blocks = (ceil(prod(grid) / size) for size in (self.block_kv, self.block_q))
@@ -60,6 +72,14 @@ class Kernel:
         return cls(**{**values, "sparse": Sparse(**values.get("sparse", {}))})
 
 
+def vmem_bytes(tokens: int, block_q: int, head_dim: int, kernel: Kernel, buffers: int) -> int:
+    """VMEM of the splash kernel over lists: all keys and values of a head in so many buffers, queries and outputs in
+    two, its state, and two chunks of scores."""
+    blocks = 2 * head_dim * (2 * buffers * tokens + 4 * block_q)
+    state = block_q * (head_dim * (2 * (2 if kernel.fold_scale else 1) + 4) + 4 * 8 * 4)
+    return blocks + state + 2 * 4 * kernel.chunk_kv * 256
+
+
 @dataclass(frozen=True)
 class Question:
     """A transformer's attention requirements; kernels are checked against them before anything loads."""
@@ -68,7 +88,7 @@ class Question:
     head_dim: int
     grid: Optional[tuple[int, int, int]] = None  # frames, height and width of the tokens; None: cross-attention
     norm: Optional[str] = None  # QK norm: over the whole `width`, or per `head`
-    beside: int = 0  # extra tokens in joint attention besides the grid's; how many are valid varies by prompt
+    beside: int = 0  # extra tokens besides the grid's: a prompt's, of which not all are valid, or another video's
     sparse: tuple[str, ...] = ()  # kinds of sparse attention that there are models for
 
 
@@ -92,6 +112,12 @@ class Parallel:
     heads: Optional[str] = None
     ulysses: Optional[str] = None  # a program may use several, as a tuple, outermost first
     ring: Optional[str] = None
+    groups: tuple[int, ...] = ()  # relative sizes of groups of heads that Ulysses exchanges in turn; (): all at once
+
+    def group_sizes(self, heads: int) -> Optional[list[int]]:
+        """The heads of each group, of those that a device computes; None if they do not divide so."""
+        parts, rest = divmod(heads, sum(self.groups))
+        return None if rest else [parts * share for share in self.groups]
 
     @property
     def token_axes(self) -> tuple[str, ...]:

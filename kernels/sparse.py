@@ -8,7 +8,9 @@ Two published kinds use it: SLA (TurboWan) adds a linear attention over all keys
 between tiles. `listed` is the plain-JAX version; kernels/hopper.py and kernels/splash_lists.py compute the same.
 """
 from dataclasses import dataclass
-from math import ceil, prod
+from functools import partial
+from itertools import groupby
+from math import prod
 from typing import NamedTuple
 
 import jax
@@ -35,33 +37,34 @@ class Blocks:
     @classmethod
     def tiles(cls, grid: tuple[int, ...], tile: tuple[int, ...]) -> "Blocks":
         """One block per tile of a grid of tokens, in the order that `tile_order` puts them."""
-        sides = [[min(side, length - start) for start in range(0, length, side)] for length, side in zip(grid, tile)]
-        return cls(tuple(t * h * w for t in sides[0] for h in sides[1] for w in sides[2]), prod(tile))
+        return cls(tuple(tile_sizes(grid, tile).ravel()[tile_sequence(grid, tile)].tolist()), prod(tile))
 
     @property
     def starts(self) -> np.ndarray:
         return np.cumsum([0, *self.sizes[:-1]])
 
-    @property
-    def is_even(self) -> bool:
-        """Whether all blocks but the last are full, so that padding needs no gather."""
-        return all(size == self.size for size in self.sizes[:-1])
+    def runs(self, array) -> list:
+        """Consecutive blocks of equal size, each run (batch, blocks, size, width), of (batch, tokens, width)."""
+        runs, start = [], 0
+        for size, blocks in groupby(self.sizes):
+            end = start + size * len(list(blocks))
+            runs.append(array[:, start:end].reshape(array.shape[0], -1, size, array.shape[2]))
+            start = end
+        return runs
 
     def padded(self, array):
         """(batch, tokens, width) -> (batch, blocks, size, width), zeros after a block's tokens."""
-        count = sum(self.sizes)
-        if self.is_even:
-            array = jnp.pad(array[:, :count], ((0, 0), (0, len(self.sizes) * self.size - count), (0, 0)))
-            return array.reshape(array.shape[0], -1, self.size, array.shape[2])
-        places = self.starts[:, None] + np.arange(self.size)
-        return jnp.where(self.valid[..., None], array[:, np.minimum(places, count - 1)], 0)
+        missing = [((0, 0), (0, 0), (0, self.size - run.shape[2]), (0, 0)) for run in self.runs(array)]
+        return jnp.concatenate([jnp.pad(run, some) for run, some in zip(self.runs(array), missing)], axis=1)
 
     def unpadded(self, blocks, tokens: int):
         """The inverse of `padded`; tokens after the valid ones are zero."""
-        batch, _, _, width = blocks.shape
-        flat, count = blocks.reshape(batch, -1, width), sum(self.sizes)
-        flat = flat[:, :count] if self.is_even else flat[:, np.flatnonzero(self.valid)]
-        return jnp.pad(flat, ((0, 0), (0, tokens - count), (0, 0)))
+        runs, start = [], 0
+        for size, some in groupby(self.sizes):
+            end = start + len(list(some))
+            runs.append(blocks[:, start:end, :size].reshape(blocks.shape[0], -1, blocks.shape[3]))
+            start = end
+        return jnp.pad(jnp.concatenate(runs, axis=1), ((0, 0), (0, tokens - sum(self.sizes)), (0, 0)))
 
     @property
     def valid(self) -> np.ndarray:
@@ -73,19 +76,52 @@ class Blocks:
         numbers = np.repeat(np.arange(len(self.sizes)), self.sizes)
         return np.pad(numbers, (0, tokens - len(numbers)), mode="edge")
 
-    def means(self, array, head_dim: int):
-        """The mean of each block's tokens (batch, heads, blocks, head_dim), in float32."""
-        means = self.padded(array).sum(axis=2, dtype=jnp.float32) / np.array(self.sizes, np.float32)[:, None]
+    def means(self, array, head_dim: int, by_products: bool = False):
+        """The mean of each block's tokens (batch, heads, blocks, head_dim), in float32. By products on a TPU, where XLA
+        would first write a reduction's input to memory in float32, at twelve times the cycles."""
+        mean = mean_by_product if by_products else partial(jnp.mean, axis=2, dtype=jnp.float32)
+        means = jnp.concatenate([mean(run) for run in self.runs(array)], axis=1)
         return means.reshape(*means.shape[:2], -1, head_dim).swapaxes(1, 2)
+
+    def shared(self, other: "Blocks"):
+        """How many tokens each block shares with each of other blocks: (blocks, other's blocks) float32."""
+        begins, ends = jnp.array(self.starts)[:, None], jnp.array(self.starts + self.sizes)[:, None]
+        first, last = jnp.maximum(begins, other.starts), jnp.minimum(ends, other.starts + other.sizes)
+        return jnp.maximum(last - first, 0).astype(jnp.float32)
+
+
+def mean_by_product(run):
+    """(batch, blocks, size, width) -> (batch, blocks, width): of up to four blocks in one product, since XLA makes that
+    with a vector a reduction again."""
+    batch, blocks, size, width = run.shape
+    together = next(count for count in (4, 2, 1) if blocks % count == 0)
+    members = jnp.array(np.kron(np.eye(together), np.ones(size)), run.dtype)
+    groups = run.reshape(batch, -1, together * size, width)
+    precision = lax.Precision.HIGHEST if run.dtype == jnp.float32 else None
+    sums = jnp.einsum("ts,bgsw->bgtw", members, groups, preferred_element_type=jnp.float32, precision=precision)
+    return sums.reshape(batch, blocks, width) / size
+
+
+def tile_sizes(grid: tuple[int, ...], tile: tuple[int, ...]) -> np.ndarray:
+    """The tokens of each tile of a grid; the last ones along an axis may be partial."""
+    sides = [np.minimum(side, length - np.arange(0, length, side)) for length, side in zip(grid, tile)]
+    return sides[0][:, None, None] * sides[1][:, None] * sides[2]
+
+
+def tile_sequence(grid: tuple[int, ...], tile: tuple[int, ...]) -> np.ndarray:
+    """The numbers of all tiles in the order in which kernels have them. Full tiles come first, so that even blocks of
+    tokens hold whole tiles, and four that form a square of a frame follow each other."""
+    sizes = tile_sizes(grid, tile)
+    frame, row, column = (places.ravel() for places in np.indices(sizes.shape))
+    return np.lexsort((column % 2, row % 2, column // 2, row // 2, frame, -sizes.ravel()))
 
 
 def tile_order(grid: tuple[int, ...], tile: tuple[int, ...]) -> np.ndarray:
-    """The tokens of a grid tile by tile, both in (frame, row, column) order: number i is the video's order[i]."""
+    """The tokens of a grid tile by tile, in a tile by frame, row and column: number i is the video's order[i]."""
     tiles, inside = zip(*(divmod(np.arange(length), side) for length, side in zip(grid, tile)))
-    counts = [ceil(length / side) for length, side in zip(grid, tile)]
-    number = np.ravel_multi_index(np.meshgrid(*tiles, indexing="ij"), counts)
+    number = np.ravel_multi_index(np.meshgrid(*tiles, indexing="ij"), tile_sizes(grid, tile).shape)
     place = np.ravel_multi_index(np.meshgrid(*inside, indexing="ij"), tile)
-    return np.lexsort((place.ravel(), number.ravel()))
+    return np.lexsort((place.ravel(), np.argsort(tile_sequence(grid, tile))[number].ravel()))
 
 
 def video_order(grid: tuple[int, ...], tile: tuple[int, ...]) -> np.ndarray:
@@ -123,6 +159,14 @@ def scores_of_means(query_means, key_means, key_blocks: Blocks, dtype):
     key_means = key_means - (key_means * shares).sum(axis=2, keepdims=True)
     means = query_means.astype(dtype), key_means.astype(dtype)
     return jnp.einsum("bhqd,bhkd->bhqk", *means, preferred_element_type=jnp.float32)
+
+
+def vsa_shares(scores, tiles: Blocks, query_blocks: Blocks, key_blocks: Blocks):
+    """How much of the coarse attention between tiles falls to each pair of blocks of their tokens (batch, heads, query
+    blocks, key blocks), from its scores (batch, heads, tiles, tiles)."""
+    weights = jax.nn.softmax(scores, axis=-1)
+    parts = tiles.shared(key_blocks) / np.array(tiles.sizes, np.float32)[:, None]
+    return jnp.einsum("bhqk,qm,kn->bhmn", weights, tiles.shared(query_blocks), parts)
 
 
 def ordered(chosen, key_blocks: Blocks, entries: int):
@@ -165,10 +209,12 @@ def linear_branch(query, key, value, keys: int, weight, bias, head_dim: int):
     return (above / below + bias).reshape(*query.shape[:2], -1)
 
 
-def coarse_branch(query, key, value, blocks: Blocks, head_dim: int):
+def coarse_branch(query, key, value, blocks: Blocks, head_dim: int, by_products: bool = False):
     """VSA's attention between the tiles' means: scores (batch, heads, tiles, tiles) and outputs (batch, tiles,
     width)."""
-    queries, keys, values = (blocks.means(array, head_dim).astype(array.dtype) for array in (query, key, value))
+    queries, keys, values = (
+        blocks.means(array, head_dim, by_products).astype(array.dtype) for array in (query, key, value)
+    )
     scores = jnp.einsum("bhqd,bhkd->bhqk", queries, keys, preferred_element_type=jnp.float32) * head_dim**-0.5
     weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
     out = jnp.einsum("bhqk,bhkd->bqhd", weights, values, preferred_element_type=jnp.float32)

@@ -10,6 +10,8 @@
     rescued  int32: how many rows of heads left the fast path's range and were recomputed
     keys     how many of the keys are valid; the rest is padding
 
+Query and key may have more heads than the values: their first and their last ones count. So one array can be both.
+
 Scores are transposed, (keys, queries): softmax reductions then run over sublanes, a query's statistics are along the
 lanes, and both matrix products reach the MXU without a transpose inside the loop.
 """
@@ -45,7 +47,7 @@ def reference(query, key, value, head_dim, window=None):
 
 def attention(query, key, value_t, keys, head_dim, kernel, before=(), dtype=None):
     """The fast kernel, with the exact one as fallback if the result is not finite."""
-    batch, queries, width = query.shape
+    (batch, queries, _), width = query.shape, value_t.shape[1]
     heads = width // head_dim
     if head_dim % 128:
         query, key, value_t = heads_as_rows(query, key, value_t, head_dim)
@@ -83,9 +85,10 @@ def call(body, arrays, keys, head_dim, kernel, dtype=None):
 def call_blocks(body, arrays, keys, head_dim, kernel, dtype, block_q, blocks, into=()):
     """One Pallas call; its grid is batch, heads, query blocks and, innermost, key blocks; edge blocks overhang. `into`
     are the results of other blocks, which this call updates in place."""
-    query, given = arrays[0], len(arrays)
-    batch, queries, width = query.shape
+    (query, key, value_t), given = arrays[:3], len(arrays)
+    (batch, queries, _), width = query.shape, value_t.shape[1]
     heads = width // head_dim
+    before_keys = key.shape[2] // head_dim - heads
     block_kv = fitting(kernel.block_kv, kernel.chunk_kv, keys)
     first, name = blocks.start, ("last_" if into else "") + body.__name__
     body = outline if kernel.outline else partial(body, first_block=first, queries=queries, keys=keys, kernel=kernel)
@@ -99,7 +102,7 @@ def call_blocks(body, arrays, keys, head_dim, kernel, dtype, block_q, blocks, in
         grid=(batch, heads, len(blocks), pl.cdiv(keys, block_kv)),
         in_specs=[
             pl.BlockSpec((None, block_q, head_dim), lambda b, h, i, j: (b, i + first, h)),
-            pl.BlockSpec((None, block_kv, head_dim), lambda b, h, i, j: (b, j, h)),
+            pl.BlockSpec((None, block_kv, head_dim), lambda b, h, i, j: (b, j, h + before_keys)),
             pl.BlockSpec((None, head_dim, block_kv), lambda b, h, i, j: (b, h, j)),
             *[block_out_t, block_log_sum][: given - 3],
             *into_specs[: len(into)],
@@ -135,10 +138,10 @@ def outline(query, key, value_t, before, out_t, rows, *scratch):
 def heads_as_rows(query, key, value_t, head_dim):
     """Heads as rows of the batch, for heads of other than whole lanes: a block's last dimension must be whole lanes or
     the whole array."""
-    batch, _, width = query.shape
+    batch, width, _ = value_t.shape
     query, key = (
         array.reshape(batch, -1, width // head_dim, head_dim).swapaxes(1, 2).reshape(-1, array.shape[1], head_dim)
-        for array in (query, key)
+        for array in (query[:, :, :width], key[:, :, -width:])
     )
     return query, key, value_t.reshape(len(query), head_dim, -1)
 

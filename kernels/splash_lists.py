@@ -8,6 +8,7 @@
     chosen   (batch, heads, blocks of queries, count) int32: the blocks of keys that each attends to
     rescued  int32: how many rows of heads left the fast path's range and were recomputed
 
+Query and key may have more heads than the values, as in splash.py.
 All keys and values of a head lie in VMEM, so that an entry of a list is a slice of them. Two lists are computed in
 turns: while one's scores become weights, the MXU has the other's products. SLA reads queries, keys and values once more
 before, for the means of blocks and the sums of its linear branch, and the kernel adds that branch to its output. Left
@@ -23,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from wan_torchax.kernels import sparse
+from wan_torchax.kernels.settings import vmem_bytes
 from wan_torchax.kernels.splash import (
     LOWEST,
     TRUSTED_SUM,
@@ -54,7 +56,7 @@ def sla(query, key, value_t, keys, weight, bias, head_dim, kernel):
 
 def attention(query, key, value_t, chosen, query_blocks, key_blocks, head_dim, kernel, linear=None):
     """`linear`: what SLA's linear branch knows of the keys; it is added to the output."""
-    batch, queries, width = query.shape
+    (batch, queries, _), width = query.shape, value_t.shape[1]
     heads, keys = width // head_dim, sum(key_blocks.sizes)
     lists = sparse.ordered(chosen, key_blocks, kernel.chunk_kv // key_blocks.size)
     branch = () if linear is None else (
@@ -77,14 +79,13 @@ def attention(query, key, value_t, chosen, query_blocks, key_blocks, head_dim, k
 def passed(query, key, value_t, query_blocks, key_blocks, head_dim, kernel):
     """The means of query and key blocks (batch, heads, blocks, head_dim), and of all keys' features the sums with their
     values (batch, heads, head_dim, head_dim) and the total (batch, heads, head_dim); all in float32."""
-    batch, _, width = query.shape
+    batch, width, _ = value_t.shape
     heads = width // head_dim
     if head_dim % 128:
         query, key, value_t = heads_as_rows(query, key, value_t, head_dim)
     keys, sizes = sum(key_blocks.sizes), (query_blocks.size, key_blocks.size)
-    rows, parts = SUBLANES * max(sizes), query.shape[2] // head_dim
-    steps = pl.cdiv(keys, rows)
-    tokens = pl.BlockSpec((None, rows, head_dim), lambda b, h, i: (b, i, h))
+    rows, parts = SUBLANES * max(sizes), value_t.shape[1] // head_dim
+    steps, before_keys = pl.cdiv(keys, rows), key.shape[2] // head_dim - parts
 
     def of_blocks(size):
         return pl.BlockSpec((None, None, rows // size, head_dim), lambda b, h, i: (b, h, i, 0))
@@ -95,7 +96,11 @@ def passed(query, key, value_t, query_blocks, key_blocks, head_dim, kernel):
     *sums, products, total = pl.pallas_call(
         partial(sums_kernel, keys=keys, sizes=sizes),
         grid=(query.shape[0], parts, steps),
-        in_specs=[tokens, tokens, pl.BlockSpec((None, head_dim, rows), lambda b, h, i: (b, h, i))],
+        in_specs=[
+            pl.BlockSpec((None, rows, head_dim), lambda b, h, i: (b, i, h)),
+            pl.BlockSpec((None, rows, head_dim), lambda b, h, i: (b, i, h + before_keys)),
+            pl.BlockSpec((None, head_dim, rows), lambda b, h, i: (b, h, i)),
+        ],
         out_specs=[
             *map(of_blocks, sizes), pl.BlockSpec((None, None, head_dim, head_dim), lambda b, h, i: (b, h, 0, 0)),
             pl.BlockSpec((None, None, 1, head_dim), lambda b, h, i: (b, h, 0, 0)),
@@ -159,11 +164,15 @@ def precision(array):
 def call(arrays, lists, keys, head_dim, list_q, list_kv, kernel, branch=()):
     """`branch`: SLA's sums (batch, heads, outputs, features), total (batch, heads, 1, features), bias (outputs, 1)."""
     query, key, value_t = arrays
-    batch, queries, width = query.shape
+    (batch, queries, _), width = query.shape, value_t.shape[1]
     heads, count = width // head_dim, lists.shape[-1]
+    before_keys = key.shape[2] // head_dim - heads
     block_q = fitting(kernel.block_q, LISTS * list_q, queries)
     blocks, rows, tokens = pl.cdiv(queries, block_q), block_q // list_q, pl.cdiv(keys, 128) * 128
     lists = jnp.pad(lists, ((0, 0), (0, 0), (0, blocks * rows - lists.shape[2]), (0, 0)))
+    # The next head's keys and values are fetched beside this one's computation if VMEM has room for both: a v6e's has.
+    fits_twice = vmem_bytes(tokens, block_q, head_dim, kernel, buffers=2) <= kernel.vmem_mib * 2**20
+    buffers = None if fits_twice else pl.Buffered(1)
     body = partial(lists_kernel, queries=queries, keys=keys, list_q=list_q, list_kv=list_kv, kernel=kernel)
     return pl.pallas_call(
         outline if kernel.outline else body,
@@ -171,8 +180,8 @@ def call(arrays, lists, keys, head_dim, list_q, list_kv, kernel, branch=()):
         in_specs=[
             pl.BlockSpec((None, None, rows, count), lambda b, h, i: (b, h, i, 0), memory_space=pltpu.SMEM),
             pl.BlockSpec((None, block_q, head_dim), lambda b, h, i: (b, i, h)),
-            pl.BlockSpec((None, tokens, head_dim), lambda b, h, i: (b, 0, h)),
-            pl.BlockSpec((None, head_dim, tokens), lambda b, h, i: (b, h, 0)),
+            pl.BlockSpec((None, tokens, head_dim), lambda b, h, i: (b, 0, h + before_keys), pipeline_mode=buffers),
+            pl.BlockSpec((None, head_dim, tokens), lambda b, h, i: (b, h, 0), pipeline_mode=buffers),
             [
                 pl.BlockSpec((None, None, *array.shape[2:]), lambda b, h, i: (b, h, 0, 0)) for array in branch[:2]
             ] + [pl.BlockSpec(array.shape, lambda b, h, i: (0, 0)) for array in branch[2:]],

@@ -2,9 +2,13 @@
 
 Keys and values are kept as its code keeps them: appended, and those behind the sink shifted out of the window.
 """
+from functools import partial
+from pathlib import Path
+
 import diffusers
 import jax.numpy as jnp
 import torch
+from omegaconf import OmegaConf
 
 from wan_torchax.stages.live import noise
 
@@ -102,34 +106,66 @@ def load(folder):
     return diffusers.WanTransformer3DModel.from_pretrained(folder / "transformer")
 
 
-def generate(model, config, texts, sizes, shape, change=None):
-    """The latents of all chunks, which have these numbers of latent frames. The second prompt applies from the chunk
-    `change` on; what the first of them still sees is read again with it, as if it were the video's beginning."""
-    live, shift = config.live, config.resolution.flow_shift
-    sigmas = [shift * sigma / (1 + (shift - 1) * sigma) for sigma in config.scheduler.sigmas]
+def generate(model, config, texts, sizes, change=None, given=()):
+    """The latents of all chunks, which have these numbers of latent frames; the first are those `given`. The second
+    prompt applies from the chunk `change` on, or half and then whole; what the first of them still sees is read again
+    with it, as if it were the video's beginning."""
+    live = config.live
     window = sum(sizes) if live.window is None else live.window
     layers = [Shifted(window, live.sink, live.positions == "relative") for _ in model.blocks]
     made, text = [], texts[:1]
     for number, frames in enumerate(sizes):
-        own = *shape[:2], frames, *shape[3:]
-        if number == change:
-            text = texts[1:]
+        own = 1, model.config.out_channels, frames, config.resolution.height // 8, config.resolution.width // 8
+        changes = change is not None and change <= number < change + max(live.blend, 1)
+        if changes:
+            text = texts[1:] if number - change + 1 >= live.blend else (texts[:1] + texts[1:]) / 2
+        if number and (live.rebuild or (changes and live.recache)):
             for kept in layers:
                 kept.make_room(frames)
-            staying = [one[:2] for one in layers[0].chunks] if live.recache else []
-            for kept in layers if live.recache else ():
+            staying = [one[:2] for one in layers[0].chunks]
+            for kept in layers:
                 kept.chunks.clear()
             for old in staying:
-                forward(model, made[old[0]], float(live.context_noise), text, old, layers)
+                kept = made[old[0]]
+                if live.reencode and old == staying[0] and old[0] > 0:
+                    kept = torch.cat([picture(config, torch.cat(made, dim=2), old[1]), kept[:, :, 1:]], dim=2)
+                forward(model, kept, float(live.context_noise), text, old, layers)
 
         def drawn(step, own=own, number=number):
             return torch.tensor(noise({"seed": jnp.uint32(config.seed), "chunk": number}, step, own).tolist())
 
-        latents, chunk = drawn(0), (number, sum(sizes[:number]))
-        for step, sigma in enumerate(sigmas):
-            clean = latents - sigma * forward(model, latents, 1000 * sigma, text, chunk, layers)
-            after = sigmas[step + 1] if step + 1 < len(sigmas) else 0.0
-            latents = (1 - after) * clean + after * drawn(step + 1)
+        chunk = number, sum(sizes[:number])
+        if number < len(given):
+            latents = given[number]
+        else:
+            latents = sampled(config, partial(forward, model, text=text, chunk=chunk, layers=layers), drawn)
         forward(model, latents, float(live.context_noise), text, chunk, layers)
         made.append(latents)
     return torch.cat(made, dim=2).numpy()
+
+
+@torch.no_grad()
+def picture(config, latents, number):
+    """A latent frame as the last picture that it decodes to is encoded alone."""
+    vae = diffusers.AutoencoderKLWan.from_pretrained(Path(config.model.path) / "vae")
+    mean, deviation = (torch.tensor(vae.config[key]).view(1, -1, 1, 1, 1) for key in ("latents_mean", "latents_std"))
+    pixels = vae.decode(latents * deviation + mean).sample[:, :, 4 * number : 4 * number + 1]
+    return (vae.encode(pixels).latent_dist.mode() - mean) / deviation
+
+
+def sampled(config, velocity, drawn):
+    """A chunk from noise: by a solver of diffusers, or renoised with fresh noise after each step."""
+    latents, shift = drawn(0), config.resolution.flow_shift
+    if config.scheduler.sigmas is None:
+        solver = diffusers.UniPCMultistepScheduler(**OmegaConf.to_container(config.scheduler.arguments, resolve=True))
+        solver.set_timesteps(config.steps)
+        for time in solver.timesteps:
+            latents = solver.step(velocity(latents, float(time)), time, latents, return_dict=False)[0]
+        return latents
+    sigmas = [shift * sigma / (1 + (shift - 1) * sigma) for sigma in config.scheduler.sigmas]
+    for step, sigma in enumerate(sigmas):
+        time = round(1000 * sigma) if config.scheduler.round_times else 1000 * sigma
+        clean = latents - sigma * velocity(latents, time)
+        after = sigmas[step + 1] if step + 1 < len(sigmas) else 0.0
+        latents = (1 - after) * clean + after * drawn(step + 1)
+    return latents

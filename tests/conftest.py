@@ -19,8 +19,11 @@ from importlib.metadata import version
 
 def fast_flags() -> str:
     """Compile in no time: most programs run once. XLA aborts over a flag that it does not know."""
-    known = tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11)
-    return "--xla_backend_optimization_level=0" + (" --xla_cpu_use_fusion_emitters=false" if known else "")
+    flags = ["--xla_backend_optimization_level=0"]
+    if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
+        # A small program in parts, one for each thread of LLVM, takes twice the time of the whole.
+        flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+    return " ".join(flags)
 
 
 if "WAN_TESTS_FOLDER" not in os.environ:  # workers and forked runs have that of the process which started them
@@ -50,12 +53,16 @@ from wan_torchax.config.validation import validate  # noqa: E402
 # As small and short as it goes, on one device.
 SMALL = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "steps=3", "output.keep_frames=true"]
 
-# Files that take long, the longest first.
-LONG = "conf", "splash", "keys", "family", "serve", "comfyui", "adapters", "precision", "toy", "start", "serve_batch"
+# Files that take long in one of the lanes, the longest first.
+LONG = (
+    "distributed", "serve_page", "demo", "swaps", "serve_faults", "hunyuan15", "defects2", "flux", "races", "splash",
+    "comfyui", "keys", "conf", "long", "sweep", "guidance", "live", "serve", "serve_adapters", "launchers",
+    "bad_inputs", "family", "adapters", "precision", "start",
+)
 
 
 def pytest_collection_modifyitems(items):
-    """The longest files first: two workers then end at about the same time."""
+    """The longest files first: workers then end at about the same time."""
     order = {f"test_{name}.py": place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
@@ -74,13 +81,13 @@ def generate_into(config, folder, overrides=(), **named):
 
 def run_into(folder, *overrides):
     """What run.py does with these overrides, resume and replay among them, in this process; gives the folder."""
-    from wan_torchax.records.stored import take_over
+    from wan_torchax.records.stored import composed_from, take_over
 
     folder.mkdir(parents=True, exist_ok=True)
     overrides = rewrite(list(overrides))
     config = take_over(compose(overrides), overrides)
     validate(config)
-    generate_into(config, folder, overrides)
+    generate_into(config, folder, composed_from(config, overrides))
     return folder
 
 

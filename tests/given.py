@@ -4,6 +4,7 @@
     given.overrides("vace")                             # all that a pipeline takes
 """
 import os
+import subprocess
 from pathlib import Path
 
 import imageio_ffmpeg
@@ -14,9 +15,12 @@ from tests.conftest import FOLDER
 
 SIZES = {"first": (90, 70), "last": (64, 100)}
 TAKEN = {  # by pipelines
-    "t2v": (), "v2v": ("video",), "i2v": ("image",), "i2v_clip": ("image",), "ti2v": ("image",),
+    "t2v": (), "v2v": ("video",), "i2v": ("image",), "i2v_clip": ("image",), "ti2v": ("image",), "i2v_long": ("image",),
     "flf2v": ("image", "last_image"), "flf2v_clip": ("image", "last_image"), "vace": ("video", "mask", "references"),
-    "animate": ("image", "pose", "face"), "replace": ("image", "pose", "face", "background", "mask"),
+    "s2v": ("image", "audio"), "fun_control": ("video", "image"), "fun_control_5b": ("video", "image"),
+    "fun_camera": ("image", "camera"), "fun_camera_5b": ("image", "camera"), "animate": ("image", "pose", "face"),
+    "replace": ("image", "pose", "face", "background", "mask"),
+    "animate2": ("image", "video"),
 }
 
 
@@ -24,9 +28,10 @@ def overrides(pipeline: str) -> list[str]:
     files = {
         "image": picture("first"), "last_image": picture("last"), "video": clip("video"), "mask": clip("mask"),
         "references": f"[{picture('first')},{picture('last')}]", "pose": clip("pose"), "face": clip("face"),
-        "background": clip("background"),
+        "background": clip("background"), "camera": "zoom_in", "audio": sound(),
     }
-    return [f"pipeline={pipeline}", *(f"{key}={files[key]}" for key in TAKEN[pipeline])]
+    texts = ["driving_prompt=somebody dances"] if pipeline == "animate2" else []
+    return [f"pipeline={pipeline}", *(f"{key}={files[key]}" for key in TAKEN[pipeline]), *texts]
 
 
 def picture(name: str) -> Path:
@@ -57,6 +62,20 @@ def clip(name: str, count: int = 9) -> Path:
         writer.close()
 
     return made(f"{name}-{count}.mkv", write)
+
+
+def sound(seconds: float = 0.6, rate: int = 16_000, channels: int = 1, suffix: str = "wav") -> Path:
+    """A tone whose pitch and loudness change; a second channel is its negative at half the loudness."""
+
+    def write(path):
+        times = numpy.arange(int(seconds * rate)) / rate
+        wave = numpy.sin(2 * numpy.pi * (200 + 300 * times) * times) * (0.2 + 0.5 * numpy.sin(7 * times) ** 2)
+        both = numpy.stack([wave, -0.5 * wave][:channels], axis=1).astype(numpy.float32)
+        raw = ["-f", "f32le", "-ac", str(channels), "-ar", str(rate), "-i", "-"]
+        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *raw, str(path)]
+        subprocess.run(command, input=both.tobytes(), check=True)
+
+    return made(f"sound-{seconds}-{rate}-{channels}.{suffix}", write)
 
 
 def made(name: str, write) -> Path:

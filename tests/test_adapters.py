@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests import lora, reference, tiny
+from tests import lora, lycoris, reference, tiny
 from tests.conftest import SMALL, make_config, metrics, results, run_into
 from tests.reference import TEXTS, psnr
 from wan_torchax.config import jobs
@@ -239,6 +239,21 @@ def test_lycoris_files_over_eight_devices(weights, tmp_path):
     assert_merged(arrays, expected, {}, within=1e-6)
 
 
+@pytest.mark.parametrize("strength", [1.0, 0.5])
+@pytest.mark.parametrize("kind", lycoris.KINDS)
+def test_what_lycoris_merges_is_merged_as_there(weights, tmp_path, kind, strength):
+    torch.manual_seed(2)
+    convolution, linear = ("patch_embedding", "patch_embedding"), ("blocks_1_ffn_0", "blocks.1.ffn.net.0.proj")
+    module, name = convolution if "Tucker" in kind else linear
+    tensors, expected = lycoris.module(kind, weights[f"{name}.weight"].double(), strength)
+    file = tmp_path / "x.safetensors"
+    save_file({f"lycoris_{module}.{key}": one.float().contiguous() for key, one in tensors.items()}, file)
+    mesh = ["mesh=cpu_8", "mesh.axes={dp:2,sp:1,tp:4}", "sharding=tp"] if strength == 1 else []
+    arrays = loaded(adapter("style", file, strength=strength), *mesh)
+    assert_merged(arrays, weights | {f"{name}.weight": expected}, {}, within=1e-6)
+    assert (expected - weights[f"{name}.weight"]).abs().max() > 0.01
+
+
 # ---------------------------------------------------------------- what fits nowhere
 
 
@@ -272,7 +287,28 @@ REFUSED = {
     }, r"q.lokr_w2: \(4, 4\) times \(4, 8\), the model's tensor is \(128, 128\)"),
     "DoRA of another size": ({"diffusion_model.blocks.0.self_attn.q.dora_scale": torch.zeros(120, 1)},
                              r"q.dora_scale: shape \(120, 1\), the model's tensor is"),
-    "Tucker": ({"diffusion_model.blocks.0.self_attn.q.lokr_t2": torch.zeros(4)}, "is a Tucker decomposition, which is"),
+    "Tucker without its factors": ({"diffusion_model.blocks.0.self_attn.q.lokr_t2": torch.zeros(4)},
+                                   "q.lokr_t2: its other half is missing"),
+    "Tucker of a linear layer": ({"diffusion_model.blocks.0.self_attn.q.lora_mid.weight": torch.zeros(4, 4, 2, 2)},
+                                 r"q.lora_mid.weight: shape \(4, 4, 2, 2\), the model's tensor is \(128, 128\)"),
+    "Tucker of another rank": ({"diffusion_model.patch_embedding.lora_mid.weight": torch.zeros(3, 3, 1, 2, 2),
+                                "diffusion_model.patch_embedding.lora_up.weight": torch.zeros(128, 2),
+                                "diffusion_model.patch_embedding.lora_down.weight": torch.zeros(3, 16)},
+                               "patch_embedding.lora_mid.weight: ranks differ"),
+    "Tucker of a norm": ({f"diffusion_model.blocks.0.norm3.{key}": torch.zeros(*shape) for key, shape in (
+        ("lora_up.weight", (128, 2)), ("lora_down.weight", (2, 3)), ("lora_mid.weight", (2, 2)))},
+        r"norm3.lora_down.weight: shape \(2, 3\), the model's tensor is \(128,\)"),
+    "Tucker of a whole factor": ({f"diffusion_model.blocks.0.self_attn.q.{key}": torch.zeros(*shape) for key, shape in (
+        ("lokr_w1", (8, 8)), ("lokr_w2", (16, 16)), ("lokr_t2", (16, 16)))}, "q.lokr_t2: its other half is missing"),
+    "OFT of another size": ({"diffusion_model.blocks.0.self_attn.q.oft_blocks": torch.zeros(15, 8, 8)},
+                            r"q.oft_blocks: rotations \(15, 8, 8\) do not turn 128 rows"),
+    "OFT that is not square": ({"diffusion_model.blocks.0.self_attn.q.oft_blocks": torch.zeros(16, 8, 4)},
+                               "q.oft_blocks: rotations"),
+    "BOFT with too many turns": ({"diffusion_model.blocks.0.self_attn.q.oft_blocks": torch.zeros(6, 16, 8, 8)},
+                                 r"rotations \(6, 16, 8, 8\) do not turn"),
+    "numbers for rows alone": ({"diffusion_model.blocks.0.self_attn.q.rescale": torch.zeros(128, 1)},
+                               "q.rescale: its other half is missing"),
+    "PEFT's OFT": ({"base_model.model.blocks.0.attn1.to_q.oft_R.weight": torch.zeros(4, 6)}, "is PEFT's OFT, which is"),
     "an alpha of two": ({"diffusion_model.blocks.0.self_attn.q.alpha": torch.zeros(2)}, "it must be one number"),
     "integers": ({"diffusion_model.blocks.0.norm3.diff": torch.zeros(128, dtype=torch.int8)}, "stored as I8"),
 }

@@ -12,7 +12,7 @@ from wan_torchax.config.attention import unserved
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
 from wan_torchax.kernels import rotary
-from wan_torchax.kernels.attention import Attend, Beside, Kept
+from wan_torchax.kernels.attention import Attend, Beside, Kept, OfFrames
 from wan_torchax.kernels.settings import Kernel, Parallel, Question
 
 
@@ -129,7 +129,8 @@ def test_what_a_kernel_cannot_do_is_refused_before_anything_loads():
 
 
 @pytest.mark.parametrize("kernel, scheme", [
-    (XLA, "ulysses"), pytest.param(SPLASH, "ulysses", marks=pytest.mark.system), (SPLASH, None),
+    (XLA, "ulysses"), pytest.param(SPLASH, "ulysses", marks=pytest.mark.system),
+    pytest.param(SPLASH, None, marks=pytest.mark.full),
 ], ids=["xla on eight", "splash on eight", "splash"])
 def test_chunks_see_what_is_kept_whatever_the_kernel(kernel, scheme):
     """Four chunks of 40 tokens in three slots: the last overwrites the second, in the second of two layers."""
@@ -157,3 +158,37 @@ def softmax(query, key, value, head_dim):
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     out = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), value)
     return out.reshape(1, len(query), -1)
+
+
+WITHOUT_RING = [name for name in SCHEMES if "ring" not in name]
+
+
+@pytest.mark.parametrize("kernel, scheme", [
+    (XLA, None), *[(XLA, name) for name in WITHOUT_RING],
+    pytest.param(SPLASH, "ulysses", marks=pytest.mark.system),
+])
+def test_a_frame_attends_to_its_own_of_another_video(kernel, scheme):
+    """All of the video, and of the other one its frame: in float64, with a mask. The video's tokens are padded."""
+    placed, head_dim, grid = {}, 16 if kernel is XLA else 128, (4, 3, 5)
+    if scheme is not None:
+        axes, named, _ = SCHEMES[scheme]
+        placed = dict(parallel=Parallel(**named), mesh=make_mesh(axes))
+    generator, width, dtype = np.random.default_rng(5), HEADS * head_dim, jnp.float32 if kernel is XLA else jnp.bfloat16
+    video = [jnp.asarray(generator.normal(0.3, 1, (2, 64, width)), dtype) for _ in range(3)]
+    stacks = [jnp.asarray(generator.normal(0.3, 1, (2, 1, 45, width)), dtype) for _ in range(2)]
+    attend = Attend(head_dim, kernel, **placed, keys=60, grid=grid)
+
+    def both(query, key, value, *stacks):
+        return attend.counted(query, key, value, others=OfFrames(*stacks, jnp.int32(1)))[0]
+
+    out = np.asarray(jax.jit(both, compiler_options=QUICK)(*video, *stacks), np.float64)[:, :60]
+    query, key, value = (np.asarray(one, np.float64)[:, :60] for one in video)
+    key, value = (np.concatenate([one, np.repeat(np.asarray(more, np.float64)[1], 2, 0)], 1)
+                  for one, more in ((key, stacks[0]), (value, stacks[1])))
+    frames = np.arange(60) // 15
+    seen = np.concatenate([np.ones((60, 60), bool), frames[:, None] == frames[None, :45] + 1], axis=1)
+    heads = [array.reshape(2, -1, HEADS, head_dim) for array in (query, key, value)]
+    scores = np.where(seen, np.einsum("bqhd,bkhd->bhqk", *heads[:2]) * head_dim**-0.5, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    exact = np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), heads[2]).reshape(2, 60, width)
+    np.testing.assert_allclose(out, exact, atol=2e-6 if kernel is XLA else 0.03)

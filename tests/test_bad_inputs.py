@@ -338,10 +338,66 @@ model=wan22_animate_14b resolution=720p pipeline.segments.overlap=77  =>  pipeli
 model=wan22_animate_14b resolution=720p pipeline.segments.carry.previous=nothing  =>  pipeline.segments.carry.previous=nothing: unknown; one of:
 task=plan mesh=gpu_1 model=wan22_animate_14b resolution=720p pipeline=i2v_clip  =>  model=wan22_animate_14b wants a pose and a face, and pipeline=i2v_clip gives none; use pipeline=animate
 task=plan mesh=gpu_1 model=wan21_i2v_14b_720p resolution=720p pipeline=animate  =>  model=wan21_i2v_14b_720p has no use for a pose and a face, which
-model=wan22_animate_14b  =>  resolution=auto: there is no picture to derive height from; give image=photo.jpg, video=clip.mp4 or
+model=wan22_animate_14b  =>  resolution: there is no picture to derive height and width from; give image=photo.jpg, video=clip.mp4 or
 task=plan mesh=gpu_1 model=wan22_animate_14b resolution=720p model.architecture.transformer.inject_face_latents_blocks=7  =>  inject_face_latents_blocks=7: must divide the 40 blocks
 pose=docs/demo.gif  =>  pose=docs/demo.gif: pipeline=t2v takes no such file; choose a model or pipeline that does
+model=wan22_fun_control_a14b resolution=720p  =>  video: missing; pipeline=fun_control starts from it: video=clip.mp4
+model=wan22_fun_control_5b resolution=704p video=docs/demo.gif references=[docs/demo.png,docs/demo.png] mesh=gpu_1 task=plan  =>  references: 2 pictures; model=wan22_fun_control_5b takes one
+model=wan22_fun_control_a14b resolution=720p mask=docs/demo.gif  =>  mask=docs/demo.gif: pipeline=fun_control takes no such file; choose a model or pipeline
+model=wan22_fun_control_5b resolution=720p  =>  resolution.height=720: must be a multiple of 32; nearest 704 or 736
+task=plan mesh=gpu_1 model=wan22_fun_control_5b resolution=704p pipeline=fun_control  =>  pipeline=fun_control: model=wan22_fun_control_5b holds its first latent frame; use pipeline=fun_control_5b
+task=plan mesh=gpu_1 model=wan22_fun_camera_a14b resolution=720p pipeline=fun_camera_5b  =>  pipeline=fun_camera_5b: model=wan22_fun_camera_a14b does not hold its first latent frame; use pipeline=fun_camera
+task=plan mesh=gpu_1 model=wan22_fun_control_a14b resolution=720p pipeline=i2v  =>  model=wan22_fun_control_a14b wants a control video, and pipeline=i2v gives none; use pipeline=fun_control
+task=plan mesh=gpu_1 model=wan22_i2v_a14b resolution=720p pipeline=fun_control  =>  model=wan22_i2v_a14b has no use for a control video, which pipeline=fun_control gives; use model=wan22_fun_control_a14b
+task=plan mesh=gpu_1 model=wan22_i2v_a14b resolution=720p pipeline=fun_camera  =>  model=wan22_i2v_a14b has no use for a camera's path, which pipeline=fun_camera gives; use model=wan22_fun_camera_a14b
+task=plan mesh=gpu_1 model=wan22_fun_camera_a14b resolution=720p pipeline=i2v  =>  model=wan22_fun_camera_a14b wants a camera's path, and pipeline=i2v gives none; use pipeline=fun_camera
+model=wan22_fun_camera_a14b resolution=720p image=docs/demo.png  =>  camera: missing; pipeline=fun_camera follows its path: camera=zoom_in; moves are static, pan_left
+model=wan22_fun_camera_a14b resolution=720p image=docs/demo.png camera=zoom_inn  =>  camera=zoom_inn: unknown; nearest: zoom_in; all: static
+model=wan22_fun_camera_a14b resolution=720p image=docs/demo.png camera=[pan_left,fly+zoom_in]  =>  camera=fly: unknown; one of: static, pan_left
+model=wan22_fun_camera_a14b resolution=720p image=docs/demo.png camera=zoom_in*99  =>  camera=zoom_in*99: a speed of at most 10
+model=wan22_fun_camera_a14b resolution=720p image=docs/demo.png camera=[zoom_in,zoom_in] resolution.frames=1  =>  camera: 2 moves, one after the other; at most 1
+model=wan22_s2v_14b resolution=704p  =>  image: missing; pipeline=s2v starts from it: image=photo.jpg
+model=wan22_s2v_14b resolution=704p image=docs/demo.png  =>  audio: missing; pipeline=s2v starts from it: audio=speech.wav
+model=wan22_s2v_14b resolution=704p image=docs/demo.png audio=/no/such.wav  =>  audio=/no/such.wav: no such file
+model=wan22_s2v_14b resolution=704p image=docs/demo.png audio=README.md  =>  audio=README.md: not a sound that ffmpeg reads
+model=wan22_s2v_14b resolution=704p image=docs/demo.png audio=docs/demo.gif  =>  audio=docs/demo.gif: not a sound that ffmpeg reads (it has no sound); save it as WAV, MP3 or MP4
+task=plan mesh=gpu_1 model=wan22_s2v_14b resolution=720p  =>  resolution.height=720: must be a multiple of 64 for model=wan22_s2v_14b; nearest 704 or 768
+model=wan22_s2v_14b resolution=704p face=docs/demo.gif  =>  face=docs/demo.gif: pipeline=s2v takes no such file; choose a model or pipeline
+model=wan22_s2v_14b resolution=704p pipeline.segments.frames=81  =>  pipeline.segments.frames=81: must be 4n; nearest 80 or 84
+model=wan22_s2v_14b resolution=704p pipeline.segments.dropped=80  =>  pipeline.segments.dropped=80: must be from 0 to 79
+model=wan22_s2v_14b  =>  resolution: there is no picture to derive height and width from; give image=photo.jpg, video=clip.mp4 or
+task=plan mesh=gpu_1 model=wan22_s2v_14b resolution=704p pipeline.segments.remembered=72  =>  pipeline.segments.remembered=72: model=wan22_s2v_14b goes on from 73 frames; set it to that
+task=plan mesh=gpu_1 model=wan22_s2v_14b resolution=704p pipeline=t2v  =>  model=wan22_s2v_14b wants a sound, and pipeline=t2v gives none; use pipeline=s2v
+audio=docs/demo.gif  =>  audio=docs/demo.gif: pipeline=t2v takes no such file; choose a model or pipeline that does
+camera=zoom_in  =>  camera=[zoom_in]: pipeline=t2v moves no camera; use model=wan22_fun_camera_a14b or wan22_fun_camera_5b
 pipeline=animate  =>  model.dtype.image_encoder: missing; one of: float32, bfloat16, float16
+model=wan22_animate2_14b resolution=720p  =>  image: missing; pipeline=animate2 starts from it: image=photo.jpg
+model=wan22_animate2_14b resolution=720p image=docs/demo.png  =>  video: missing; pipeline=animate2 starts from it: video=clip.mp4
+model=wan22_animate2_14b resolution=720p image=docs/demo.png video=docs/demo.png  =>  video=docs/demo.png: not a video that ffmpeg reads
+model=wan22_animate2_14b resolution=720p video=/no/such.mp4  =>  video=/no/such.mp4: no such file
+model=wan22_animate2_14b resolution=720p video=README.md  =>  video=README.md: not a video that ffmpeg reads
+model=wan22_animate2_14b resolution=720p video=docs/demo.gif resolution.frames=5000  =>  frames at 16 per second, fewer than resolution.frames=5000; use resolution.frames=
+model=wan22_animate2_14b resolution=720p pose=docs/demo.gif  =>  pose=docs/demo.gif: pipeline=animate2 takes no such file; choose a model or pipeline
+model=wan22_animate2_14b resolution=720p mask=docs/demo.gif  =>  mask=docs/demo.gif: pipeline=animate2 takes no such file; choose a model or pipeline
+task=plan mesh=gpu_1 model=wan22_animate2_14b resolution=720p model.driving_prompt=null  =>  driving_prompt: missing, and model=wan22_animate2_14b has none; say what
+model=wan22_animate2_14b resolution=720p guidance_scale=1  =>  guider=animate2: combines prompt and negative prompt, and guidance_scale=1.0 is none; use guider=cfg
+model=wan22_animate2_14b resolution=720p guider.skip_layers=[40]  =>  guider.skip_layers=[40]: wan22_animate2_14b has layers 0 to 39; nearest 39
+model=wan22_animate2_14b resolution=720p pipeline.segments.frames=80  =>  pipeline.segments.frames=80: must be 4n+1; nearest 77 or 81
+model=wan22_animate2_14b  =>  resolution: there is no picture to derive height and width from; give image=photo.jpg, video=clip.mp4 or
+task=plan mesh=gpu_1 model=wan22_animate2_14b resolution=720p pipeline=i2v_clip  =>  model=wan22_animate2_14b wants a driving video, and pipeline=i2v_clip gives none; use pipeline=animate2
+task=plan mesh=gpu_1 model=wan21_i2v_14b_720p resolution=720p pipeline=animate2  =>  model=wan21_i2v_14b_720p has no use for a driving video, which
+task=plan mesh=gpu_1 model=wan22_animate2_14b resolution=720p model.architecture.transformer.refer_stride=2  =>  refer_stride=2: frames that are skipped are not there; set 1
+task=plan mesh=gpu_1 model=wan22_animate2_14b resolution=720p sharding=ring  =>  sharding.attention.ring=sp: a frame attends to its own of the driving video, and a ring cuts
+task=plan mesh=gpu_1 model=wan22_animate2_14b resolution=720p attention=xla attention.self.window=5  =>  attention.self.window=5: the model attends to other tokens besides its video's
+task=plan mesh=gpu_1 model=wan22_animate2_14b resolution=720p attention=xla attention.self.smooth_keys=true  =>  attention.self.smooth_keys=true: the model attends to other tokens besides its video's
+task=plan mesh=gpu_1 model=wan22_animate2_14b resolution=720p attention=hopper attention.self.eight_bits=true  =>  attention.self.eight_bits=true: the model attends to other tokens besides its video's
+task=plan mesh=gpu_1 model=wan22_animate2_14b resolution=720p windows=static  =>  windows=static:
+task=plan mesh=gpu_1 model=wan22_animate2_14b resolution=720p attention=xla sparse=radial  =>  sparse=radial: lists name keys of one video, and model=wan22_animate2_14b attends to two
+task=plan mesh=gpu_1 model=wan22_animate2_14b resolution=720p live=longlive  =>  live=longlive: pipeline=animate2 makes a video in one piece; use pipeline=live, or live=none
+driving_prompt=x  =>  driving_prompt: pipeline=t2v has no driving video to describe; leave it out
+model=wan21_vace_14b resolution=720p driving_prompt=x  =>  driving_prompt: pipeline=vace has no driving video to describe; leave it out
+prompt_ref=x  =>  driving_prompt
+driving_video=x.mp4  =>  video
 """
 # These are told by what a device or the model itself says, so later, but before any stage runs.
 LATER_TABLE = r"""

@@ -19,15 +19,20 @@ ENDS = {  # the last line's keys, where it is JSON
     "demo_quality.py": None,
     "start.py": {"reading"},
     "adapter_load.py": {"checkpoint_bytes", "rank", "rows"},
+    "adapter_swap.py": {"command", "versions", "device", "n", "rank", "rows"},
     "serve_batch.py": {"command", "versions", "device", "rows"},
     "quality.py": {"command", "versions", "device", "n", "rows"},
     "outliers.py": {"command", "versions", "device", "n", "rows"},
     "families_gpu.py": {"command", "versions", "device", "n", "rows"},
     "sparse_gpu.py": {"command", "versions", "device", "n", "rows"},
+    "live_gpu.py": {"command", "versions", "device", "n", "rows"},
     "sanitize.py": {"command", "versions", "device", "n", "rows"},
     "port.py": {"command", "versions", "device", "n", "models", "rows"},
 }
-LONG = ("families_gpu.py", "quality.py", "outliers.py")  # a minute and more
+LONG = (  # half a minute and more
+    "adapter_load.py", "adapter_swap.py", "demo_quality.py", "families_gpu.py", "gpu.py", "live_gpu.py", "outliers.py",
+    "quality.py", "serve_batch.py", "sparse_gpu.py",
+)
 
 
 def test_every_benchmark_is_here():
@@ -53,11 +58,21 @@ def test_a_smoke_test_runs_through(script, tmp_path):
         assert {"floor of a guided step", "text encoder", "error against float32"} <= measured
     if script == "families_gpu.py":
         columns = {(row["what"], row["case"], row["column"]) for row in report["rows"]}
-        forwards = {("one forward", case, column) for case in ("flux1-dev", "hunyuan15-480p") for column in "bc"}
+        cases = "flux1-dev", "hunyuan15-480p", "animate-14b-720p"
+        forwards = {("one forward", case, column) for case in cases for column in "bc"}
         assert forwards | {("decode", "hunyuan15-480p", column) for column in "bc"} <= columns
     if script == "sparse_gpu.py":
         measured = {row["what"] for row in report["rows"]}
-        assert {"kernel given lists", "attention: lists", "denoising, 4 steps"} <= measured
+        assert {"kernel given lists", "attention: lists", "attention: vsa lists of tiles"} <= measured
+        assert {"denoising, 4 steps", "denoising, 3 steps", "a coarse step", "50 steps by these"} <= measured
+    if script == "adapter_swap.py":
+        rows = {row["what"]: row for row in report["rows"]}
+        assert {"GGUF Q4_K, from disk", "guided step, beside"} < rows.keys()
+        assert all(rows[f"exchange, {mode}"]["equal_to_a_fresh_load"] for mode in ("beside", "merge"))
+    if script == "live_gpu.py":
+        (row,) = report["rows"]
+        assert len(row["videos"]) == 3 and all(len(video["times"]) == 5 for video in row["videos"])
+        assert 0 < row["first_frames_seconds"] < row["frames"] / row["frames_per_second"]
     if script == "outliers.py":
         assert max(row["changed"] for row in report["rows"]) < 1e-5
         before, after = (row["error"] for row in report["rows"] if row["mode"] == "int8")

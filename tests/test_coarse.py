@@ -75,10 +75,12 @@ def published(latents, noise, sigma):
 
 
 @torch.no_grad()
-def in_torch(kind, config, values):
-    """The latents by the published loop over diffusers' transformers and scheduler."""
+def in_torch(kind, config, values, processor=None):
+    """The latents by the published loop over diffusers' transformers and scheduler; `processor` of self-attention."""
     folder = tiny.checkpoint(kind)
     loaded = {name: diffusers.WanTransformer3DModel.from_pretrained(folder / name) for name in config.model.experts}
+    for block in (block for transformer in loaded.values() for block in transformer.blocks):
+        block.attn1.set_processor(processor or block.attn1.processor)
     given = {name: torch.tensor(array) for name, array in values.items()}
     scheduler, change, seed = reference.scheduler(config), split(config), config.seed
     scheduler.set_timesteps(config.steps)

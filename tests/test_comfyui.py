@@ -33,8 +33,10 @@ from safetensors.numpy import load_file
 from tests import flux, hunyuan15, tiny
 from tests.conftest import ROOT, results, run_into
 from wan_torchax import patches
+from wan_torchax.config import sounds
 from wan_torchax.config.commandline import options
 from wan_torchax.config.schema import ADAPTER_SETTINGS, ConfigError
+from wan_torchax.events import Advanced, Began, Decoded, Queued
 from wan_torchax.runtime import programs, weights
 from wan_torchax.session import session
 from wan_torchax.stages import step
@@ -122,7 +124,7 @@ def test_saved_workflows_of_the_earlier_nodes_still_fit():
     embeddings, texts = ["prompt_embeds", "negative_prompt_embeds"], ["prompt", "negative_prompt"]
     assert list(inputs_of("Wan21TPUSampler")) == [*embeddings, *sampling, "model_id", "flow_shift", "config"]
     assert list(inputs_of("Wan21TPUVAEDecoder")) == ["latents", "model_id", "fps", "config"]
-    files = ["image", "last_image", "video", "mask", "references", "pose", "face", "background"]  # came later
+    files = ["image", "last_image", "video", "mask", "references", "pose", "face", "background", "audio"]  # came later
     assert list(inputs_of("Wan21TPUPipeline")) == [*texts, *sampling, "model_id", "fps", "flow_shift", "config", *files]
     assert NODES["Wan21TextEncoder"].RETURN_NAMES == ("prompt_embeds", "negative_prompt_embeds")
     assert NODES["Wan21TPUSampler"].RETURN_NAMES == ("latents", "num_frames")
@@ -801,6 +803,30 @@ def test_progress_and_previews(made, comfy):
     assert comfy.previews[0][2][0] == "JPEG" and comfy.previews[0][2][1].size == (64, 64)
 
 
+LIVE = (
+    "pipeline=live", "live=self_forcing", "live.chunk=2", "live.window=null", "scheduler=renoise_linear", "steps=4",
+    "guidance_scale=1", "resolution.frames=21",
+)
+
+
+def test_a_live_video_shows_its_frames_as_they_come(comfy):
+    """Without previews, which it has no room for; and its progress is that of its steps alone."""
+    assert settings.compose(LIVE).preview_every == 0 and settings.compose().preview_every == 5
+    frames, listener = numpy.zeros((4, 64, 64, 3), numpy.uint8), host.Listener(4)
+    for event in (
+        Began("live", 8, "step"), Queued("live"), *[Advanced("live", 1)] * 4, Queued("live"), Advanced("decode", 4),
+        Decoded(frames), Advanced("live", 1),
+    ):
+        listener(event)
+    assert comfy.bars[0] == (8, [0, 1, 2, 3, 4, 5]) and [preview[:2] for preview in comfy.previews] == [(4, 8)]
+    assert comfy.previews[0][2][1].size == (64, 64)
+
+
+def test_a_live_video_is_made_by_the_whole_pipeline():
+    with pytest.raises(ConfigError, match="has pipeline=live: use Wan 2.1 TPU Full Pipeline"):
+        nodes.compose_part(LIVE)
+
+
 def test_cancelled_between_steps_then_run_again(made, comfy):
     pipeline()
     needed, comfy.questions = comfy.questions, 0
@@ -1061,3 +1087,11 @@ def test_other_families_go_through_the_pipeline_node_as_through_run_py(owner, mo
     texts = [f"prompt={PROMPT}", "negative_prompt=", "guidance_scale=1", "seed=7", "output.keep_frames=true"]
     expected = results(run_into(tmp_path / "run", *own, *overrides, *texts))["frames"]
     assert numpy.array_equal((made * 255).round().to(torch.uint8).numpy(), expected)
+
+
+def test_comfyui_gives_a_sound(tmp_path):
+    wave = torch.rand(1, 2, 8000) - 0.5
+    file = files.write_sound(tmp_path / "audio", {"waveform": wave, "sample_rate": 16_000})
+    assert numpy.allclose(sounds.read(Path(file)), wave[0].mean(0), atol=1e-4)
+    with pytest.raises(ConfigError, match="audio: a waveform of shape .2, 1, 5.; it takes ComfyUI's AUDIO, one sound"):
+        files.write_sound(tmp_path / "audio", {"waveform": torch.zeros(2, 1, 5), "sample_rate": 8000})

@@ -114,7 +114,7 @@ def command(*arguments, **options):
 def test_help_lists_groups_and_examples():
     answer = command("--help")
     assert answer.returncode == 0
-    groups = ("model: demo", "mesh: auto", "resolution: 1280x720", "sharding:", "pipeline: ", "preset=")
+    groups = ("model: causvid_1_3b, demo, ", "mesh: auto", "resolution: 1280x720", "sharding:", "pipeline: ", "preset=")
     assert all(group in answer.stdout for group in groups)
     assert answer.stdout.count("  python run.py") >= 5
     assert commandline.TASKS.keys() == registry.TASKS.keys() and len(commandline.KEYS) >= 20

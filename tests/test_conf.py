@@ -1,4 +1,5 @@
 """Every config composes and validates, and every sharding table fits the real models, without their weights."""
+import itertools
 import math
 import re
 import subprocess
@@ -17,33 +18,47 @@ REAL = {  # parameters of a transformer
     "wan21_t2v_1_3b": 1.42e9, "wan21_t2v_14b": 14.29e9, "wan22_t2v_a14b": 14.29e9, "wan22_i2v_a14b": 14.29e9,
     "wan21_i2v_14b_480p": 16.395e9, "wan21_flf2v_14b": 16.396e9, "wan22_ti2v_5b": 5.0e9,
     "wan21_vace_1_3b": 2.154e9, "wan21_vace_14b": 17.338e9, "wan22_animate_14b": 17.275e9,
+    "wan22_fun_control_5b": 5.0e9, "wan22_fun_camera_a14b": 14.79e9,
+    "wan22_animate2_14b": 16.395e9,
+    "wan22_s2v_14b": 16.30e9,
     "hunyuan15_t2v_720p": 8.327e9, "hunyuan15_i2v_480p_step_distilled": 8.331e9,
 }
-STAGES_OF = {model: list(make_config(f"model={model}").pipeline.stages) for model in REAL}
 OWN = {  # pipelines that want files, and most of them a model of their own
     "i2v": "wan22_i2v_a14b", "flf2v": "wan22_i2v_a14b", "i2v_clip": "wan21_i2v_14b_480p",
     "flf2v_clip": "wan21_flf2v_14b", "i2v_coarse": "wan22_i2v_a14b", "flf2v_coarse": "wan22_i2v_a14b",
     "i2v_clip_coarse": "wan21_i2v_14b_480p", "flf2v_clip_coarse": "wan21_flf2v_14b", "ti2v": "wan22_ti2v_5b",
     "v2v": "wan21_t2v_14b", "live": "self_forcing_1_3b", "vace": "wan21_vace_14b",
-    "animate": "wan22_animate_14b", "replace": "wan22_animate_14b",
+    "animate": "wan22_animate_14b", "replace": "wan22_animate_14b", "animate2": "wan22_animate2_14b",
+    "s2v": "wan22_s2v_14b", "fun_control": "wan22_fun_control_a14b", "fun_control_5b": "wan22_fun_control_5b",
+    "fun_camera": "wan22_fun_camera_a14b", "fun_camera_5b": "wan22_fun_camera_5b",
     "t2v_hunyuan15": "hunyuan15_t2v_720p", "i2v_hunyuan15": "hunyuan15_i2v_720p",
+    "i2v_long": "wan22_i2v_a14b", "i2v_clip_long": "wan21_i2v_14b_720p", "ti2v_long": "wan22_ti2v_5b",
+    "vace_long": "wan21_vace_14b", "i2v_hunyuan15_long": "hunyuan15_i2v_720p", "live_i2v": "self_forcing_1_3b",
+    "live_v2v": "self_forcing_1_3b",
     "t2i_flux": "flux1_schnell", "t2i_flux_guided": "flux1_dev", "t2i": "flux2_klein_4b",
 }
-GROUPS = (
-    "pipeline", "model", "mesh", "distributed", "sharding", "resolution", "attention", "ops", "scheduler", "prompt",
-    "adapter", "vae", "preview", "windows",
-)
+ALONE = "pipeline", "mesh", "sharding", "ops", "scheduler", "prompt"  # the others go with real models, below
+TOGETHER = "model", "resolution", "attention", "adapter", "distributed", "vae", "preview", "windows", "guider"
+VALID = [(group, option) for group in ALONE for option in options(group) if option not in OWN]
 
 
-@pytest.mark.parametrize("group, option", [(group, option) for group in GROUPS for option in options(group)])
-def test_every_option_composes(group, option):
+@pytest.mark.parametrize("group, option", VALID)
+def test_an_option_is_valid(group, option):
     largest = ["model=wan21_t2v_14b", "resolution=720p", "distributed=auto"]  # what the largest mesh needs
-    config = make_config(f"{group}={option}", *(largest if group == "mesh" else []))
-    header = (CONF / group / f"{option}.yaml").read_text()
-    assert header.startswith("# "), "a config file says on its first line what it is"
-    own = ("pipeline", "mesh", "sharding", "ops", "scheduler", "prompt")  # the others go with real models, below
-    if group in own and option not in OWN:
-        validate(config)
+    validate(make_config(f"{group}={option}", *(largest if group == "mesh" else [])))
+
+
+@pytest.mark.parametrize("row", [*itertools.zip_longest(*map(options, TOGETHER))], ids=lambda row: row[0])
+def test_options_compose(row):
+    """The first of each group, the second of each, and so on: composing does not ask whether they go together."""
+    chosen = [(group, option) for group, option in zip(TOGETHER, row) if option]
+    config = make_config(*(f"{group}={option}" for group, option in chosen))
+    assert all(config[group].name == option for group, option in chosen if "name" in config[group])
+
+
+@pytest.mark.parametrize("group", (*ALONE, *TOGETHER))
+def test_a_config_file_says_on_its_first_line_what_it_is(group):
+    assert all((CONF / group / f"{option}.yaml").read_text().startswith("# ") for option in options(group))
 
 
 def test_no_adapter_takes_the_place_of_another():
@@ -56,9 +71,10 @@ def test_no_adapter_takes_the_place_of_another():
 @pytest.mark.parametrize("pipeline", OWN)
 def test_pipelines_go_with_their_model(pipeline):
     resolution = "square" if pipeline.startswith("t2i") else "720p"
-    if pipeline == "ti2v" or pipeline.endswith("_coarse"):  # multiples of 32
+    if pipeline in ("ti2v", "ti2v_long", "s2v") or pipeline.endswith(("_coarse", "_5b")):  # multiples of 32, and of 64
         resolution = "704p"
     model = [f"model={OWN[pipeline]}", f"pipeline={pipeline}", f"resolution={resolution}"]
+    model += ["live=first_frame", "resolution.frames=85"] if pipeline == "live_i2v" else []
     validate(make_config("task=plan", "mesh=gpu_1", *model))  # a plan needs no picture
 
 
@@ -148,13 +164,13 @@ NO_CUDNN = [
 
 def resolve_real(model, mesh, sharding, *overrides):
     axes = ["mesh.axes={dp:2,sp:4,tp:1}"] if sharding in ("sequence", "ring") else []
-    resolution = "704p" if model == "wan22_ti2v_5b" else "720p"
+    resolution = "704p" if model.endswith("_5b") or "s2v" in model else "720p"
     real = [f"model={model}", f"mesh={mesh}", f"sharding={sharding}", f"resolution={resolution}"]
     return resolve_there("task=plan", *real, *axes, *overrides)  # a plan needs no picture
 
 
 # Text encoder and VAE are the same in all of them.
-FITTED = [(model, stage) for model in REAL for stage in STAGES_OF[model] if stage == "denoise"]
+FITTED = [(model, "driven" if "animate2" in model else "denoise") for model in REAL]
 FITTED += [("wan21_t2v_14b", "text"), ("wan21_t2v_14b", "decode")]
 FITTED += [("wan21_flf2v_14b", "image"), ("wan22_i2v_a14b", "encode")]
 FITTED += [("hunyuan15_i2v_480p_step_distilled", stage) for stage in ("text", "image", "encode", "decode")]
@@ -176,7 +192,7 @@ FITTED += [("wan21_t2v_14b", "denoise", "ring"), ("wan21_t2v_14b", "denoise", "t
 def test_every_table_fits_the_real_parameter_names(model, stage, sharding):
     """Planning raises on a rule that matches nothing, a tensor matched twice, a dimension that does not divide."""
     built = build(resolve_real(model, "v6e_8", sharding), stage)
-    for part in built.specs.values() if stage == "denoise" else ():
+    for part in built.specs.values() if stage in ("denoise", "driven") else ():
         specs = [spec for spec in part.values() if spec.sources]
         count = sum(spec.bytes // jax.numpy.dtype(spec.dtype).itemsize for spec in specs)
         assert count == pytest.approx(REAL[model], rel=0.005)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-pytestmark = pytest.mark.system
+pytestmark = pytest.mark.full  # ten runs
 DEADLINE = 600  # seconds, of a command
 NEEDED = ("run.py", "patches.py", "__init__.py", "wan_torchax", "conf", "kernels", "models")
 # What differs from one run to the next: hashes and times.

@@ -209,7 +209,7 @@ def test_a_config_json_reaches_transformers_with_its_architecture_only(tmp_path)
     assert found.architecture.keys() == FAMILY.spec("text_encoder").fields
     for component in ("text_encoder", "image_encoder"):
         (tmp_path / "config.json").write_text(json.dumps(forged))
-        assert read_architecture(tmp_path, {}, component, FAMILY.spec(component).fields) == {}
+        assert read_architecture(tmp_path, {}, component, FAMILY.spec(component)) == {}
 
 
 def test_fields_are_those_of_the_classes_and_all_that_conf_says():

@@ -68,8 +68,9 @@ def test_a_line_keeps_its_folder_wherever_the_list_lies(tmp_path):
 
 
 def in_time(seconds=2.0):
-    began = time.perf_counter()
-    return lambda: time.perf_counter() - began < seconds
+    """Of the processor: others may use the machine too."""
+    began = time.process_time()
+    return lambda: time.process_time() - began < seconds
 
 
 @pytest.mark.parametrize("value", [BOMB, "[" + "1," * 400_000 + "]", "[" * 900, [[[1] * 100] * 100] * 100])

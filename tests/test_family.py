@@ -18,7 +18,7 @@ from wan_torchax.records.stored import take_over
 from wan_torchax.session import session
 from wan_torchax.stages.sampling import scheduler_table
 
-FULL = pytest.mark.full
+FULL, SYSTEM = pytest.mark.full, pytest.mark.system
 NO_PICTURES = {"image_encoder": None, "image_processor": None}
 TWO = ["model.experts=[transformer,transformer_2]", "model.boundary=0.875"]
 
@@ -203,7 +203,7 @@ ODD = ["resolution.height=80", "resolution.width=96", "resolution.frames=9", "co
     pytest.param("video mask first last", on("{dp:2,sp:1,tp:4}", "tp"), id="all, heads over tp", marks=FULL),
     pytest.param("video mask first last", on("{dp:1,sp:8,tp:1}", "sequence"), id="all, tokens over sp", marks=FULL),
     pytest.param("video first", ["model.scan_blocks=false"], id="written out", marks=FULL),
-    pytest.param("video mask first", [*TWO, "steps=6", "guidance_scale_2=2.5"], id="two experts"),
+    pytest.param("video mask first", [*TWO, "steps=6", "guidance_scale_2=2.5"], id="two experts", marks=SYSTEM),
     pytest.param(
         "video mask first", [*TWO, "steps=6", *on("{dp:2,sp:2,tp:2}", "tp_ring")], id="two experts, eight devices",
         marks=FULL,

@@ -23,7 +23,7 @@ from wan_torchax.config.validation import validate
 from wan_torchax.models import t5
 from wan_torchax.models.flux import adapters as flux_names
 from wan_torchax.models.wan import adapters as wan_names
-from wan_torchax.runtime import recognition, weights
+from wan_torchax.runtime import checkpoint, recognition, weights
 from wan_torchax.runtime.jobs import find_job
 from wan_torchax.session import Session
 
@@ -52,10 +52,14 @@ def same(first, second):
 def in_names_of_wan(state):
     """A transformer's parameters as Wan's own repository names them."""
     back = {theirs: name for name, theirs in wan_names.BLOCK.items()}
-    rest = {theirs: name for name, theirs in wan_names.REST.items()}
+    # Skeletons are embedded by cond_encoder in speech-to-video only.
+    rest = {theirs: name for name, theirs in wan_names.REST.items() if name != "cond_encoder"}
     named = face_in_names_of_wan(state)
     for name, tensor in state.items():
         if name.startswith(("face_", "motion_")):
+            continue
+        if name.startswith(BESIDE):
+            named[voice_in_names_of_wan(name)] = tensor
             continue
         match = re.fullmatch(r"((?:vace_)?blocks\.\d+\.)(.+?)(\.weight|\.bias|)", name)
         table, start, module, end = (back, *match.groups()) if match else (rest, "", *re.fullmatch(
@@ -95,15 +99,30 @@ def face_in_names_of_wan(state):
     return named
 
 
+# What VideoX-Fun's models and speech-to-video have, and diffusers does not know.
+BESIDE = "ref_conv", "control_adapter", "casual_audio", "audio_injector", "frame_packer", "trainable_cond_mask"
+
+
+def voice_in_names_of_wan(name):
+    """Speech-to-video's layers after the blocks are lists of their kinds; the others have their names already."""
+    name = re.sub(r"^audio_injector\.(\d+)\.linear", r"audio_injector.injector_adain_layers.\1.linear", name)
+    name = re.sub(r"^audio_injector\.(\d+)\.", r"audio_injector.injector.\1.", name)
+    return name.replace(".to_out.", ".o.").replace(".to_", ".") if "injector.injector." in name else name
+
+
 @pytest.mark.parametrize("kind, wrapper", [
-    ("text", ""), ("seen", "diffusion_model."), ("controlled", "model."), ("animated", "diffusion_model."),
+    ("text", ""), ("spoken", ""), ("fun_camera_5b", "model."), ("fun_control", "diffusion_model."),
+    ("seen", "diffusion_model."), ("controlled", "model."), ("animated", "diffusion_model."),
     pytest.param("seen_both", "model.diffusion_model.", marks=pytest.mark.system),
 ])
 def test_a_transformer_in_wans_names(kind, wrapper, tmp_path):
     folder = tiny.checkpoint(kind) / "transformer"
     state = load_file(folder / "diffusion_pytorch_model.safetensors")
     theirs = in_names_of_wan(state)
-    if kind != "seen_both":  # diffusers forgets the positions of two pictures' tokens
+    if kind == "spoken":
+        theirs = {re.sub("^pose_patch_embedding", "cond_encoder", name): tensor for name, tensor in theirs.items()}
+    elif kind != "seen_both" and not any(name.startswith(BESIDE) for name in state):
+        # diffusers forgets the positions of two pictures' tokens
         assert same(state, single_file_utils.convert_wan_transformer_to_diffusers(dict(theirs)))
     if kind == "animated":  # a constant
         theirs["motion_encoder.enc.net_app.convs.1.conv2.0.kernel"] = numpy.ones((4, 4), "float32")
@@ -193,23 +212,24 @@ def test_a_t5_encoder_in_the_names_of_others(style, tmp_path):
     assert same(*(loaded(specs, tmp_path / f"{name}.safetensors", spec) for name in ("ours", "theirs")))
 
 
-def flux_in_its_own_names(state):
+def flux_in_its_own_names(state, names=flux_names):
     """The transformer's parameters as Black Forest Labs' repository stores them."""
     joined = {}
-    for old, stack, table in (("double", "transformer_blocks", flux_names.DOUBLE),
-                              ("single", "single_transformer_blocks", flux_names.SINGLE)):
+    for old, stack, table in (("double", "transformer_blocks", names.DOUBLE),
+                              ("single", "single_transformer_blocks", names.SINGLE)):
         for number in range(3):
             for name, theirs in table.items():
                 joined[f"{old}_blocks.{number}.{name}"] = [
                     f"{stack}.{number}.{one}" for one in (theirs if isinstance(theirs, tuple) else (theirs,))]
-    joined |= {name: [theirs] for name, theirs in flux_names.REST.items()}
+    joined |= {name: [theirs] for name, theirs in names.REST.items()}
     named = {}
     for name, theirs in joined.items():
         for end in ("weight", "bias"):
             if "processor" not in name and all(f"{one}.{end}" in state for one in theirs):
                 named[f"{name}.{end}"] = torch.cat([state[f"{one}.{end}"] for one in theirs])
     for end in ("weight", "bias"):
-        named[f"final_layer.adaLN_modulation.1.{end}"] = torch.cat(state[f"norm_out.linear.{end}"].chunk(2)[::-1])
+        if f"norm_out.linear.{end}" in state:
+            named[f"final_layer.adaLN_modulation.1.{end}"] = torch.cat(state[f"norm_out.linear.{end}"].chunk(2)[::-1])
     for name, tensor in state.items():
         if match := re.fullmatch(r"(single_)?transformer_blocks\.(\d)\.attn\.norm_(added_)?([qk])\.weight", name):
             stream = "" if match[1] else f"{'txt' if match[3] else 'img'}_attn."
@@ -266,13 +286,13 @@ def test_fluxs_vae_in_its_own_names(tmp_path):
 # ---------------------------------------------------------------- recognition
 
 
-LANES = dict.fromkeys(("wan21_vace_1_3b", "flux1_schnell"), ()) | dict.fromkeys(
+LANES = dict.fromkeys(("wan21_vace_1_3b", "flux1_schnell", "flux2_klein_4b"), ()) | dict.fromkeys(
     ("wan21_flf2v_14b", "wan22_ti2v_5b", "hunyuan15_i2v_480p_step_distilled", "flux1_dev"), pytest.mark.system)
 
 
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=LANES.get(name, pytest.mark.full))
-    for name in options("model") if not name.startswith(("demo", "flux2"))
+    for name in options("model") if not name.startswith("demo")
 ])
 def test_a_models_tensors_are_those_it_is_recognized_by(name):
     model = recognition.described(name)
@@ -282,17 +302,19 @@ def test_a_models_tensors_are_those_it_is_recognized_by(name):
     for component, architecture in model["architecture"].items():
         spec = family.components[component]
         assert architecture == config.model.architecture[component]
-        landmarks = spec.landmarks(architecture)
+        ignored = spec.unused(architecture)
+        landmarks = {key: shape for key, shape in spec.landmarks(architecture).items()
+                     if not (shape and any(re.match(rule, key) for rule in ignored))}
         shapes = landmarks and {key: tuple(one.shape) for key, one in spec.build(architecture).state_dict().items()}
         assert {key: shapes.get(key) for key in landmarks} == landmarks
     assert family.components["transformer"].landmarks(model["architecture"]["transformer"])
 
 
-def write_landmarks(path, name, **rename):
-    """A file with the transformer's landmarks of a model and nothing else."""
+def write_landmarks(path, name, component="transformer"):
+    """A file with the landmarks of a model's component and nothing else."""
     model = recognition.described(name)
-    spec = load(FAMILIES, model["family"]).components["transformer"]
-    shapes = {key: shape for key, shape in spec.landmarks(model["architecture"]["transformer"]).items() if shape}
+    spec = load(FAMILIES, model["family"]).components[component]
+    shapes = {key: shape for key, shape in spec.landmarks(model["architecture"][component]).items() if shape}
     tiny.write_zeros(path, shapes)
     return path
 
@@ -305,9 +327,18 @@ FITS = {  # a file's name -> the model whose shapes it has, and the one it is ta
     "wan2.1_vace_14B_fp16": ("wan21_vace_14b", "wan21_vace_14b"),
     "wan2.2_ti2v_5B_fp16": ("wan22_ti2v_5b", "wan22_ti2v_5b"),
     "wan2.2_animate_14B_bf16": ("wan22_animate_14b", "wan22_animate_14b"),
+    "wan2.2_s2v_14B_bf16": ("wan22_s2v_14b", "wan22_s2v_14b"),
+    "wan2.2_fun_control_5B_bf16": ("wan22_fun_control_5b", "wan22_fun_control_5b"),
+    "wan2.2_fun_camera_5B_bf16": ("wan22_fun_camera_5b", "wan22_fun_camera_5b"),
+    "wan_animate_2_bf16": ("wan22_animate2_14b", "wan22_animate2_14b"),
     "hunyuanvideo1.5_720p_t2v_fp16": ("hunyuan15_t2v_720p", "hunyuan15_t2v_720p"),
+    "hy1.5_t2v_480p_lightx2v_4step": ("hunyuan15_t2v_480p", "hunyuan15_t2v_480p_4step"),
+    "diffusion_pytorch_model": ("wan22_ti2v_5b", "wan22_ti2v_5b"),
     "anything": ("flux1_schnell", "flux1_schnell"),
     "flux1-dev": ("flux1_dev", "flux1_dev"),
+    "flux1-schnell-fp8": ("flux1_schnell", "flux1_schnell"),
+    "flux-2-klein-4b-fp8": ("flux2_klein_4b", "flux2_klein_4b"),
+    "flux-2-klein-9b": ("flux2_klein_9b", "flux2_klein_9b"),
 }
 
 
@@ -320,7 +351,10 @@ def test_a_file_is_recognized(name, tmp_path):
     assert recognition.with_models(["model=wan21_t2v_1_3b", f"model.path={path}"])[0] == "model=wan21_t2v_1_3b"
 
 
-@pytest.mark.parametrize("kind, model", [("t2v", "wan22_t2v_a14b"), ("fun_vace", "wan22_vace_fun_a14b")])
+@pytest.mark.parametrize("kind, model", [
+    ("t2v", "wan22_t2v_a14b"), ("fun_vace", "wan22_vace_fun_a14b"), ("fun_control", "wan22_fun_control_a14b"),
+    ("fun_camera", "wan22_fun_camera_a14b"),
+])
 def test_both_transformers_of_a_model_with_two(kind, model, tmp_path):
     high, low = (write_landmarks(tmp_path / f"wan2.2_{kind}_{noise}_noise_14B.safetensors", model)
                  for noise in ("high", "low"))
@@ -343,6 +377,16 @@ def test_what_cannot_be_recognized_is_told(tmp_path):
     }.items():
         with pytest.raises(ConfigError, match=message):
             recognition.with_models([f"model.path={path}"])
+
+
+@pytest.mark.parametrize("model", [
+    "longlive_1_3b", "longlive2_5b", "causvid_1_3b", "krea_14b", "hunyuan15_t2v_480p_4step", "wan22_s2v_14b",
+])
+def test_a_model_whose_transformer_is_a_file_of_its_own_does_not_run_with_another(model):
+    """Its folder has the base model's, which would give a video without a word."""
+    file = str(make_config(f"model={model}").model.paths["transformer"])
+    with pytest.raises(ConfigError, match=rf"{re.escape(file)}: no such file"):
+        checkpoint.find(make_config(f"model={model}"), "transformer", local_only=True)
 
 
 @pytest.mark.system
@@ -369,12 +413,12 @@ def test_a_video_from_single_files_is_that_of_the_folder(tmp_path):
 # ---------------------------------------------------------------- eight bits with scales
 
 
-def eight_bits(state, scheme):
-    """A checkpoint in eight bits, and what it stands for in float32."""
+def eight_bits(state, scheme, pattern="blocks"):
+    """A checkpoint, its matrices of this pattern in eight bits, and what it stands for in float32."""
     kind = torch.float8_e5m2 if "e5m2" in scheme else torch.float8_e4m3fn
     stored, meant = {}, {}
     for name, tensor in state.items():
-        if tensor.ndim != 2 or "blocks" not in name:
+        if tensor.ndim != 2 or not re.search(pattern, name):
             stored[name], meant[name] = tensor, tensor
             continue
         rows = "rows" in scheme

@@ -45,7 +45,7 @@ def expected(kind, *size):
 
 
 @pytest.mark.parametrize("kind, size, overrides", [
-    pytest.param("dev", SIZE, [], id="dev", marks=SYSTEM),
+    pytest.param("dev", SIZE, [], id="dev", marks=FULL),
     pytest.param("dev", SIZE, ["model.scan_blocks=false"], id="written out", marks=FULL),
     pytest.param("schnell", ODD, [], id="schnell, odd size", marks=SYSTEM),
     pytest.param("dev", SIZE, on("{dp:1,sp:1,tp:8}", "tp"), id="tp", marks=FULL),
@@ -191,7 +191,7 @@ def test_every_large_layer_of_the_blocks_has_eight_bits(model):
     (["pipeline=t2i_flux"], "takes the guidance scale as an input; use pipeline=t2i_flux_guided"),
     (["products.kernel=pallas"], "has no layers for it; use products=xla"),
     (["resolution.frames=5"], "takes at most 1"),
-    (["resolution=auto"], "there is no picture to derive height from"),
+    (["resolution=auto"], "there is no picture to derive height and width from"),
     (["attention=xla", "attention.self.window=4"], "text and image attend to each other"),
 ])
 def test_what_it_cannot_do_is_refused(overrides, message):

@@ -22,7 +22,7 @@ GUIDED = [*ODD, "guidance_scale=3", "steps=2"]
 
 
 @pytest.mark.parametrize("size, overrides", [
-    pytest.param(SIZE, [], id="four steps' schedule"),
+    pytest.param(SIZE, [], id="four steps' schedule", marks=SYSTEM),
     pytest.param(GUIDED, ["model.scan_blocks=false"], id="guided, odd size, written out", marks=FULL),
     pytest.param(SIZE, on("{dp:1,sp:1,tp:8}", "tp"), id="tp", marks=FULL),
     pytest.param(SIZE, on("{dp:2,sp:4,tp:1}", "sequence"), id="tokens, weights gathered", marks=FULL),

@@ -34,10 +34,12 @@ THEIRS = {  # overrides -> diffusers' guider
     "guider=cfg_zero": lambda: guiders.ClassifierFreeZeroStarGuidance(SCALE, zero_init_steps=1),
     "guider=cfg_zero guider.zero_steps=0 guider.rescale=0.3":
         lambda: guiders.ClassifierFreeZeroStarGuidance(SCALE, zero_init_steps=0, guidance_rescale=0.3),
-    "guider=apg guider.most_norm=9": lambda: guiders.AdaptiveProjectedGuidance(
-        SCALE, adaptive_projected_guidance_momentum=-0.75, adaptive_projected_guidance_rescale=9.0, eta=0.0),
+    "guider=apg guider.most_norm=9": lambda: guiders.AdaptiveProjectedGuidance(  # as published: p + (s - 1) · projected
+        SCALE - 1, adaptive_projected_guidance_momentum=-0.75, adaptive_projected_guidance_rescale=9.0, eta=0.0,
+        use_original_formulation=True),
     "guider=apg guider.momentum=0 guider.parallel=0.4 guider.most_norm=0": lambda: guiders.AdaptiveProjectedGuidance(
-        SCALE, adaptive_projected_guidance_momentum=None, adaptive_projected_guidance_rescale=0.0, eta=0.4),
+        SCALE - 1, adaptive_projected_guidance_momentum=None, adaptive_projected_guidance_rescale=0.0, eta=0.4,
+        use_original_formulation=True),
 }
 
 
@@ -155,7 +157,7 @@ class SkipLayers(torch.nn.Module):
 
 
 @pytest.mark.parametrize("overrides", [
-    pytest.param(["guider=skip_layer", "guider.skip_layers=[0]"], id="a third pass"),
+    pytest.param(["guider=skip_layer", "guider.skip_layers=[0]"], id="a third pass", marks=pytest.mark.full),
     pytest.param(["guider=skip_layer_negative", "guider.skip_layers=[0]"], id="the negative prompt's"),
     pytest.param(["guider=skip_layer_negative", "guider.skip_layers=[1]", "guidance=sequential"], id="one by one",
                  marks=pytest.mark.system),
@@ -273,6 +275,7 @@ def test_nag_leaves_a_pictures_attention_alone(tmp_path):
     assert reference.relative_error(results(run_into(tmp_path, *arguments))["latents"][0], expected) < 1e-4
 
 
+@pytest.mark.system
 def test_nag_of_one_is_the_plain_run_and_the_negative_prompt_guides_without_guidance(generate):
     common = "steps=2", "guidance_scale=1", "stages=[text,denoise]"
     made = {name: results(generate(*common, *name.split(), folder=str(place)))["latents"] for place, name in enumerate((

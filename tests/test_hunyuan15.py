@@ -116,6 +116,7 @@ def in_chunks(function, arrays, pieces):
     return numpy.concatenate(made, axis=2)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.full)])
 def test_the_vae_in_chunks_is_diffusers_whole(devices):
     """Five latent frames: the first, later ones, and attention over all before. Eight devices share four columns."""
@@ -232,7 +233,7 @@ PROMPT, NEGATIVE = 'a sign "OPEN" moving', "red"
 
 @pytest.mark.system
 @pytest.mark.parametrize("case", [
-    pytest.param(case, marks=() if case in ("t2v, tp", "i2v, sp, two times") else pytest.mark.full) for case in CASES
+    pytest.param(case, marks=() if case == "i2v, sp, two times" else pytest.mark.full) for case in CASES
 ])
 def test_a_video_is_the_pipelines(tmp_path, case):
     """Counts of valid tokens differ, quotes are in one prompt alone, and no device divides the sizes."""

@@ -53,7 +53,7 @@ def test_a_folder_and_what_does_not_fit_a_machine(inspected, tmp_path, monkeypat
     write_landmarks(tmp_path / "big.safetensors", "wan21_t2v_14b")
     report, printed = inspected(tmp_path / "big.safetensors")
     row = report[str(tmp_path / "big.safetensors")]
-    assert row["models"]["transformer"] == ["wan21_t2v_14b", "wan22_t2v_a14b"]
+    assert row["models"]["transformer"] == ["wan21_t2v_14b", "wan22_t2v_a14b", "krea_14b"]  # derived ones last
     assert not row["machines"]["v5e_1"]["fits"] and 28 < row["machines"]["v5e_1"]["gib"] < 40
     assert "mesh=v5e_1     too large" in printed and "832 x 480 x 81" in printed
 

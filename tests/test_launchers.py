@@ -117,6 +117,7 @@ def test_launchers_that_give_a_job_its_host_are_taken():
     jobs.check_launcher(SimpleNamespace(_target_="x.RayLauncher", ray=remote), TPU)
 
 
+@pytest.mark.system
 def test_a_refusal_reaches_the_user(tmp_path):
     sweep = ["-m", "hydra/launcher=workers", "mesh=v6e_8", "seed=1,2", f"hydra.sweep.dir={tmp_path}"]
     answer = subprocess.run([sys.executable, "run.py", *sweep], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -6,27 +6,33 @@ import subprocess
 from concurrent.futures import wait
 from functools import partial
 
+import diffusers
 import numpy
 import pytest
 import torch
+from PIL import Image
 
-from tests import causal, tiny
-from tests.conftest import generate_into, make_config, results, run_into
+from tests import causal, given, tiny
+from tests.conftest import generate_into, make_config, resolve_there, results, run_into
 from tests.fork import warm
 from tests.reference import TEXTS, relative_error
 from tests.serving import Server
-from wan_torchax.config.clips import ffmpeg
+from wan_torchax.config.clips import ffmpeg, read_frames
 from wan_torchax.config.geometry import Geometry
-from wan_torchax.config.live import Layout, Window, later_prompt, prompt_chunks
+from wan_torchax.config.live import Layout, Window, later_prompt, live_warnings, prompt_chunks
+from wan_torchax.config.long import long_warnings
 from wan_torchax.config.schema import ConfigError, Live
 from wan_torchax.config.validation import validate
-from wan_torchax.events import Decoded, Part, Stepped
+from wan_torchax.events import Advanced, Asked, Decoded, Part, Queued, Stepped
 from wan_torchax.records.growing import Growing
 from wan_torchax.records.media import Encoding, read_metadata
+from wan_torchax.records.results import save
+from wan_torchax.runtime.jobs import find_job
 from wan_torchax.serve.queue import Prompts
 from wan_torchax.serve.worker import configure
 from wan_torchax.session import session
 from wan_torchax.stages.sampling import scheduler_table
+from wan_torchax.stages.stage import find, result_settings
 
 STEPS = ["scheduler=renoise", "scheduler.sigmas=[1,0.75,0.5,0.25]", "resolution.flow_shift=5", "guidance_scale=1"]
 SMALL = ["resolution.height=64", "resolution.width=64", "output.keep_frames=true"]
@@ -56,14 +62,39 @@ def test_a_first_chunk_of_its_own_length():
     assert [layout.begin(number) for number in range(layout.chunks)] == [0, 1, 4, 7] and layout.window == 10
 
 
-@pytest.mark.parametrize("model", ["self_forcing_1_3b", "longlive_1_3b"])
-def test_models_have_their_published_times(model):
-    config = make_config(f"model={model}", "resolution=480p", "prompt=a")
+def test_programs_are_those_of_any_length():
+    """Beyond the window's; a shorter video has fewer slots."""
+    def recipes(frames):
+        resolved = resolve_there("task=plan", "model=self_forcing_1_3b", "mesh=v6e_1", f"resolution.frames={frames}")
+        return {name: find(name).recipe_for(name, resolved) for name in resolved.graph.stages}
+
+    short, long, longer = recipes(45), recipes(477), recipes(957)
+    assert long == longer and short["live"] != long["live"] and short["decode"] == long["decode"]
+
+
+PUBLISHED = {  # times, and chunk, window and sink
+    "self_forcing_1_3b": ([1000, 937.5, 833.3333, 625], (3, 21, 0)),
+    "longlive_1_3b": ([1000, 937.5, 833.3333, 625], (3, 12, 3)),
+    "krea_14b": ([1000, 937.5, 833.3333, 625], (3, 6, 0)),
+    "causvid_1_3b": ([1000, 757, 522], (3, 21, 0)),
+    "longlive2_5b": ([999, 937, 833, 625], (8, 32, 8)),
+}
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_models_have_their_published_schemes(model):
+    size = ["resolution=704p", "resolution.frames=125"] if "5b" in model else ["resolution=480p"]
+    config, (times, scheme) = make_config(f"model={model}", *size, "prompt=a"), PUBLISHED[model]
     validate(config)
-    table = scheduler_table(config)
-    assert numpy.allclose(table.timesteps, [1000, 937.5, 833.3333, 625]) and numpy.allclose(table.sigmas[3], 0.625)
-    assert (config.pipeline.name, config.live.chunk, config.guidance_scale) == ("live", 3, 1)
-    assert (config.live.window, config.live.sink) == ((12, 3) if model == "longlive_1_3b" else (21, 0))
+    table, live = scheduler_table(config), config.live
+    assert numpy.allclose(table.timesteps, times) and config.steps == len(times)
+    assert (live.chunk, live.window, live.sink) == scheme
+    assert (config.pipeline.name, config.guidance_scale, live.rebuild) == ("live", 1, model == "krea_14b")
+    assert live.reencode == live.rebuild
+    assert list(make_config(f"model={model}", "vae=tiny").pipeline.stages.decode.uses) == ["tiny_vae"]
+    assert not list(long_warnings(make_config(f"model={model}", *size, "resolution.frames=509")))
+    if model == "causvid_1_3b":
+        assert numpy.allclose(table.sigmas, [1, 0.75676, 0.52174], atol=1e-5), "of a table of 1000 times, the nearest"
 
 
 # ---------------------------------------------------------------- parity
@@ -81,7 +112,15 @@ CASES = [
         ["live.first=1", "live.sink=1", "live.window=5", "resolution.frames=41"], [1] + [2] * 5, id="a first frame",
         marks=SYSTEM,
     ),
-    pytest.param([*WINDOW, "live.sink=0", *on("{dp:1,sp:1,tp:8}", "tp")], [2] * 6, id="tp", marks=SYSTEM),
+    pytest.param(
+        ["live.window=4", "live.positions=relative", "live.rebuild=true", "resolution.frames=29"], [2] * 4,
+        id="rebuilt", marks=SYSTEM,
+    ),
+    pytest.param(
+        [*WINDOW, "scheduler=unipc", "scheduler.sigmas=null", "steps=4"], [2] * 6, id="a solver with a memory",
+        marks=SYSTEM,
+    ),
+    pytest.param([*WINDOW, "live.sink=0", *on("{dp:1,sp:1,tp:8}", "tp")], [2] * 6, id="tp", marks=FULL),
     pytest.param([*WINDOW, *on("{dp:2,sp:4,tp:1}", "tokens")], [2] * 6, id="tokens", marks=SYSTEM),
     pytest.param(
         [*WINDOW, "live.positions=relative", "sharding.attention.ulysses=sp", *on("{dp:1,sp:2,tp:4}", "tp")], [2] * 6,
@@ -95,12 +134,43 @@ def test_every_chunk_is_that_of_the_published_loop(tmp_path, overrides, sizes):
     arguments = [*tiny.model("text"), *LIVE, NO_DECODE, *overrides]
     values, config = results(run_into(tmp_path, *arguments)), make_config(*arguments)
     text = torch.tensor(values["embeddings"])
-    expected = causal.generate(causal.load(tiny.checkpoint("text")), config, text, sizes, values["latents"].shape)
+    expected = causal.generate(causal.load(tiny.checkpoint("text")), config, text, sizes)
     assert values["latents"].shape == expected.shape and expected.std() > 0.1
     for number, end in enumerate(numpy.cumsum(sizes)):
         chunk = slice(end - sizes[number], end)
         error = relative_error(values["latents"][:, :, chunk], expected[:, :, chunk])
         assert error < 1e-4, f"chunk {number}: {error}"
+
+
+REBUILT = ["live.window=4", "live.positions=relative", "live.rebuild=true", "live.reencode=true"]
+
+
+@SYSTEM
+@pytest.mark.parametrize("overrides", [[], pytest.param(["live.window=6", "resolution.frames=45"], marks=FULL)])
+def test_the_first_latent_frame_that_is_read_anew_is_that_of_its_picture(tmp_path, overrides):
+    """As in Krea's code, once the window's beginning is not the video's. A run that goes on encodes the same."""
+    arguments = [*tiny.model("text"), *LIVE, *REBUILT, "resolution.frames=29", *overrides]
+    values, config = results(run_into(tmp_path / "run", *arguments)), make_config(*arguments)
+    sizes, text = [2] * (values["latents"].shape[2] // 2), torch.tensor(values["embeddings"])
+    model, job, window = causal.load(tiny.checkpoint("text")), find_job(config), config.live.window
+    expected = causal.generate(model, config, text, sizes)
+    assert relative_error(values["latents"], expected) < 1e-4
+    without = causal.generate(model, make_config(*arguments, "live.reencode=false"), text, sizes)
+    assert relative_error(without[:, :, :window], expected[:, :, :window]) == 0
+    assert relative_error(without[:, :, window:], expected[:, :, window:]) > 1e-3, "the picture matters"
+    for name in ("live.safetensors", "decode.safetensors"):
+        (tmp_path / "run" / name).unlink()
+    for number, part in enumerate(numpy.split(values["latents"], len(sizes), axis=2)[:-1]):
+        settings = find("live").part_settings("live", job, number, result_settings(job, "live"))
+        save(tmp_path / "run" / f"live.{number}.safetensors", {"latents": part}, settings)
+    again = results(run_into(tmp_path / "again", *AGAIN, f"resume={tmp_path / 'run'}"))
+    assert (again["latents"] == values["latents"]).all() and (again["frames"] == values["frames"]).all()
+
+
+def test_what_is_encoded_again_makes_the_latents():
+    """So the VAE counts for them."""
+    jobs = [find_job(make_config(*tiny.model("text"), *LIVE, *REBUILT, f"live.reencode={again}")) for again in (1, 0)]
+    assert [bool(result_settings(job, "live").get("weights.vae")) for job in jobs] == [True, False]
 
 
 def test_a_mask_over_the_whole_video_is_the_same():
@@ -116,23 +186,87 @@ def test_a_mask_over_the_whole_video_is_the_same():
     assert relative_error(alone.numpy(), whole.numpy()) > 1e-3, "the mask matters"
 
 
+# ---------------------------------------------------------------- from a picture or a video
+
+
+def encoded_by_diffusers(frames):
+    """Normalized latents of pictures."""
+    vae = diffusers.AutoencoderKLWan.from_pretrained(tiny.checkpoint("text") / "vae")
+    pixels = numpy.stack([numpy.asarray(frame.resize((64, 64), Image.LANCZOS), "float32") for frame in frames])
+    pixels = torch.tensor(pixels / 127.5 - 1).permute(3, 0, 1, 2)[None]
+    mean, deviation = (torch.tensor(vae.config[key]).view(1, -1, 1, 1, 1) for key in ("latents_mean", "latents_std"))
+    with torch.no_grad():
+        return (vae.encode(pixels).latent_dist.mode() - mean) / deviation
+
+
+LED = [  # overrides, chunks, and how many are given
+    pytest.param(
+        ["pipeline=live_v2v", f"video={given.clip('video', 16)}", "resolution.frames=29", "live.window=4"], [2] * 4, 2,
+        id="a video",
+    ),
+    pytest.param(
+        ["pipeline=live_i2v", f"image={given.picture('first')}", "live.first=1", "live.sink=1", "live.window=5",
+         "resolution.frames=25"], [1, 2, 2, 2], 1, id="a picture", marks=SYSTEM,
+    ),
+]
+
+
+@pytest.mark.parametrize("overrides, sizes, count", LED)
+def test_what_is_given_leads_the_video(tmp_path, overrides, sizes, count):
+    """Of 16 frames the last 13 are two chunks. They are read as finished chunks are, and the others go on from them."""
+    arguments = [*tiny.model("text"), *LIVE, *overrides, "fit=stretch", "resolution.fps=16"]
+    values, config = results(run_into(tmp_path, *arguments)), make_config(*arguments)
+    frames = [Image.open(config.image)] if config.image else map(Image.fromarray, read_frames(config.video, 99, 16))
+    latents, text = encoded_by_diffusers([*frames][-13:]), torch.tensor(values["embeddings"])
+    assert relative_error(values["given_latents"], latents.numpy()) < 1e-4
+    assert (values["latents"][:, :, : latents.shape[2]] == values["given_latents"]).all()
+    model, parts = causal.load(tiny.checkpoint("text")), latents.split(sizes[:count], 2)
+    expected = causal.generate(model, config, text, sizes, given=parts)
+    assert relative_error(values["latents"], expected) < 1e-4
+    assert len(values["frames"]) == config.resolution.frames
+    without = causal.generate(model, config, text, sizes)
+    assert relative_error(without, expected) > 1e-2, "what is given matters"
+
+
+def test_what_is_left_out_of_a_given_video_is_told():
+    video = [*tiny.model("text"), *LIVE, "pipeline=live_v2v", "resolution.fps=16", "resolution.frames=29"]
+    (warning,) = live_warnings(make_config(*video, f"video={given.clip('video', 16)}"))
+    assert warning.endswith("has 16 frames; the last 13 lead the video, in whole chunks")
+    assert not [*live_warnings(make_config(*video, f"video={given.clip('video', 13)}"))]
+
+
+@pytest.mark.parametrize("overrides, message", [
+    (["pipeline=live_v2v", f"video={given.clip('video', 3)}"], "has 3 frames at 16 per second, fewer than the 5 of a"),
+    (["pipeline=live_v2v", f"video={given.clip('video', 9)}", "resolution.frames=5"], "no other is made; at least 13"),
+    (["pipeline=live_i2v", f"image={given.picture('first')}"], "live.first=None: a picture is one latent frame, and"),
+    (["pipeline=live_i2v"], "image: missing; pipeline=live_i2v starts from it"),
+    ([f"image={given.picture('first')}"], "pipeline=live takes no such file"),
+])
+def test_what_cannot_lead_a_video_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        size = ["resolution.frames=21", "resolution.fps=16"]
+        validate(make_config(*tiny.model("text"), *LIVE, *size, *overrides))
+
+
 # ---------------------------------------------------------------- prompts that follow
 
 
 LATER = ["resolution.frames=45", "live.window=6", "live.sink=2", "live.prompts=['3: a green star moving left']"]
 
 
-@pytest.mark.parametrize("recache", [True, pytest.param(False, marks=FULL)])
-def test_a_later_prompt_applies_from_its_chunk_on(tmp_path, recache):
-    arguments = [*tiny.model("text"), *LIVE, NO_DECODE, *LATER, f"live.recache={recache}"]
+@pytest.mark.parametrize("how", [
+    "live.recache=true", pytest.param("live.recache=false", marks=FULL), pytest.param("live.blend=2", marks=SYSTEM),
+])
+def test_a_later_prompt_applies_from_its_chunk_on(tmp_path, how):
+    arguments = [*tiny.model("text"), *LIVE, NO_DECODE, *LATER, how]
     values, config = results(run_into(tmp_path, *arguments)), make_config(*arguments)
     assert prompt_chunks(config, GEOMETRY, Layout.of(config.live, 12)) == [0, 4], "frame 29 is at 3.6 seconds"
     texts, sizes = torch.tensor(values["embeddings"]), [2] * 6
     assert len(texts) == 2 and (texts[0] != texts[1]).any()
     model = causal.load(tiny.checkpoint("text"))
-    expected = causal.generate(model, config, texts, sizes, values["latents"].shape, change=4)
+    expected = causal.generate(model, config, texts, sizes, change=4)
     assert relative_error(values["latents"], expected) < 1e-4
-    without = causal.generate(model, config, texts[:1], sizes, values["latents"].shape)
+    without = causal.generate(model, config, texts[:1], sizes)
     assert relative_error(without[:, :, :8], expected[:, :, :8]) == 0
     assert relative_error(without[:, :, 8:], expected[:, :, 8:]) > 1e-3, "the prompt matters"
 
@@ -180,9 +314,11 @@ def test_chunks_are_decoded_and_shown_while_later_ones_are_made(tmp_path):
     arguments = [*tiny.model("text"), *LIVE, "resolution.frames=13"]
     generate_into(make_config(*arguments), tmp_path, arguments, listener=listener)
     first, second = (place for place, kind in enumerate(heard) if kind is Part)
-    assert Decoded in heard[first:second] and Stepped in heard[first:second]
+    between = [kind for kind in heard[first + 1 : second] if kind is not Advanced]
+    assert between == [Asked, Queued, Decoded, Decoded, *[Stepped] * 4], "a chunk is queued before one is fetched"
     assert there == [["live.0.safetensors"], ["live.0.safetensors", "live.1.safetensors"]]
-    values = results(tmp_path)
+    values, seconds = results(tmp_path), json.loads((tmp_path / "metrics.json").read_text())["seconds"]
+    assert 0 < seconds["decode"] < seconds["total"]
     assert values["frames"].shape == (13, 64, 64, 3) and not list(tmp_path.glob("live.*.safetensors"))[1:]
     again = run_into(tmp_path / "again", *AGAIN, f"resume={tmp_path}", "stages=[decode]")
     assert (results(again)["frames"] == values["frames"]).all(), "decoded in one go"
@@ -211,7 +347,7 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("step", [3, 6, 16])  # of 16, in four chunks
+@pytest.mark.parametrize("step", [6, pytest.param(16, marks=FULL)])  # of 16, in four chunks
 def test_a_killed_run_leaves_its_chunks_and_goes_on_with_the_same_bits(tmp_path, undisturbed, step):
     arguments, folder = [*tiny.model("text"), *LIVE, "resolution.frames=29"], tmp_path / "killed"
     process = warm().start([*arguments, f"hydra.run.dir={folder}"], {"LAST_STEP": str(step)}, KILLED)
@@ -229,6 +365,50 @@ def test_a_killed_run_leaves_its_chunks_and_goes_on_with_the_same_bits(tmp_path,
     assert encoded(tmp_path / "again" / "video.mp4") == encoded(undisturbed / "video.mp4")
     if parts:
         assert f"its first {len(parts)} parts are taken" in process.output
+
+
+KILLED_AT = """
+import os, signal
+from wan_torchax.tasks import generate
+
+kind, left = os.environ["MOMENT"].split()
+left = int(left)
+
+def listener(event):
+    global left
+    left -= type(event).__name__ == kind
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+generate.Bars = lambda: listener
+run.main()
+"""
+MOMENTS = [  # an event and which of its kind, each in a run that goes on from the one before
+    "Began 2", "Queued 1", "Stepped 4", "Part 1", "Asked 1", "Stepped 3", "Part 2", "Decoded 4", "Queued 4",
+    "Finished 2",
+]
+
+
+@pytest.mark.system
+def test_a_run_that_is_killed_ten_times_ends_with_the_same_bits(tmp_path, undisturbed):
+    """After each kill, the file that grew has frames of whole chunks, and the latents of all of them are there. Every
+    second run goes on in the folder of the one before."""
+    arguments, expected = [*tiny.model("text"), *LIVE, "resolution.frames=29"], frames_in(undisturbed / "video.mp4")
+    most = 0
+    for number, moment in enumerate([*MOMENTS, None]):
+        folder = tmp_path / str(number // 2)
+        process = warm().start([*arguments, f"hydra.run.dir={folder}"], {"MOMENT": moment or "None 1"}, KILLED_AT)
+        assert process.wait(120) == (-signal.SIGKILL if moment else 0), f"{moment}: {process.output}"
+        parts = 4 if (folder / "live.safetensors").exists() else len([*folder.glob("live.*.safetensors")])
+        if moment and (folder / "live.mp4").exists():
+            shown = frames_in(folder / "live.mp4")
+            assert len(shown) in [5 + 8 * chunk for chunk in range(parts)], moment
+            assert (shown == expected[: len(shown)]).all(), moment
+            most = max(most, len(shown))
+        arguments = [*AGAIN, f"resume={folder}"]
+    values, whole = results(folder), results(undisturbed)
+    assert all((values[name] == whole[name]).all() for name in ("latents", "frames")) and most >= 13
+    assert encoded(folder / "video.mp4") == encoded(undisturbed / "video.mp4")
 
 
 # ---------------------------------------------------------------- a server
@@ -350,7 +530,10 @@ REFUSED = {
     "attention.self.window=9": "has live.window",
     "attention.self.smooth_keys=true": "chunks have no common mean",
     "mesh=cpu_8 sharding=tp_ring": "a ring shares keys that must be kept",
+    "mesh=cpu_8 sharding=sequence sharding.attention.groups=[1,1]": "keeps all heads of a chunk together",
     "preview_every=1": "writes the video itself",
+    "live.reencode=true": "live.reencode=true: encodes the first of a window that is read anew",
+    "live.reencode=true live.rebuild=true live.window=4 stages=[text,live]": "needs decoded pictures, and stages=",
     "live.prompts=[now]": "'now' is not a second, a colon and a prompt",
     "live.prompts=['1:a','1.1:b']": "each needs a chunk of its own",
     "live.prompts=['9:a']": "one begins at 9.0 seconds, and no chunk of 2.625 seconds begins so late",

@@ -1,4 +1,5 @@
 """Videos longer than a model was trained for."""
+import gc
 import threading
 import tracemalloc
 
@@ -11,7 +12,7 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from PIL import Image
 
 from tests import given, reference, tiny
-from tests.conftest import make_config, results, run_into
+from tests.conftest import generate_into, make_config, results, run_into
 from tests.test_family import NO_PICTURES
 from wan_torchax import events
 from wan_torchax.config.long import long_warnings, passes, window_tables
@@ -21,7 +22,9 @@ from wan_torchax.models.wan import geometry
 from wan_torchax.records.files import Spool
 from wan_torchax.records.media import MOST_QUEUED, Encoder, Encoding
 from wan_torchax.records.results import read, save
+from wan_torchax.runtime.jobs import find_job
 from wan_torchax.session import Session
+from wan_torchax.tasks.generate import read_results
 
 SIZE = ["resolution.height=64", "resolution.width=80", "steps=2"]
 
@@ -70,7 +73,7 @@ def test_its_use_is_explained():
     (short,) = long_warnings(make_config(*model, "riflex=true"))
     (longer,) = long_warnings(make_config(*model, "resolution.frames=101"))
     assert "trained for 81 frames" in short and "only helps longer videos" in short
-    assert "riflex=true or windows=static is for that" in longer
+    assert "riflex=true, windows=static or, with a picture, a pipeline=…_long is for that" in longer
     assert not [*long_warnings(make_config(*model))]
 
 
@@ -147,7 +150,7 @@ def freed(seed: int, shape) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("mode, kind, pipeline, overrides", [
-    ("static", "pyramid", "t2v", []),
+    pytest.param("static", "pyramid", "t2v", [], marks=pytest.mark.system),
     pytest.param("uniform", "linear", "i2v", ["guidance=sequential"], marks=pytest.mark.system),
     pytest.param("uniform", "pyramid", "t2v", ["windows.free_noise=false"], marks=pytest.mark.full),
     pytest.param("static", "flat", "i2v", ["mesh=cpu_8", "mesh.axes={dp:2,sp:4,tp:1}", "sharding=sequence"],
@@ -242,12 +245,66 @@ def test_decoding_takes_the_memory_of_a_chunk_however_long_the_video_is(monkeypa
     """Frames that are too many for memory are in a file; those of a video that is not are the same."""
     size = 3 * 64 * 80
     held, _, expected = decode(101)
-    monkeypatch.setattr("wan_torchax.stages.decode.IN_MEMORY", 0)
+    monkeypatch.setattr("wan_torchax.records.files.IN_MEMORY", 0)
     short, _, _ = decode(41)
     longer, on_devices, frames = decode(101)
     assert isinstance(frames, numpy.memmap) and numpy.array_equal(frames, expected)
     assert held > 101 * size and longer < short + 20 * size
     assert max(on_devices[-5:]) < max(on_devices[5:10]) + size
+
+
+def bytes_of_arrays() -> tuple[int, int]:
+    """On the host, as numpy allocates them, and on the devices."""
+    ours = tracemalloc.DomainFilter(True, numpy.lib.tracemalloc_domain)
+    traces = tracemalloc.take_snapshot().filter_traces([ours]).traces
+    return sum(trace.size for trace in traces), sum(array.nbytes for array in jax.live_arrays())
+
+
+def held_after(folder, kind, *overrides) -> list[tuple[int, int]]:
+    """Run a config: bytes on host and devices at every event of a kind."""
+    held = []
+
+    def listener(event):
+        if isinstance(event, kind) and getattr(event, "stage", "") in ("live", "decode"):
+            gc.collect()
+            tracemalloc.start()  # from the first part on: weights are loaded, programs compiled
+            held.append(bytes_of_arrays())
+
+    folder.mkdir()
+    generate_into(make_config(*overrides), folder, listener=listener)
+    tracemalloc.stop()
+    return held
+
+
+LONG = {  # what is made, the event behind each part of it, and bytes of a part that must not be held
+    "segments": (
+        [*tiny.model("pictured"), "pipeline=i2v_long", f"image={given.picture('first')}", "resolution.frames=37",
+         "pipeline.segments.frames=5"], events.Finished, 5 * 3 * 64 * 64,
+    ),
+    "chunks": (
+        [*tiny.model("text"), "pipeline=live", "live=self_forcing", "live.chunk=2", "live.window=4",
+         "scheduler=renoise", "scheduler.sigmas=[1,0.5]", "resolution.frames=93"], events.Part, 2 * 16 * 8 * 8 * 4,
+    ),
+}
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("kind", LONG)
+def test_a_video_in_parts_takes_the_memory_of_a_few(tmp_path, monkeypatch, kind):
+    """From the third part on nothing is added, neither on the host nor on the devices, and a run that goes on reads a
+    part where it needs it."""
+    monkeypatch.setattr("wan_torchax.records.files.IN_MEMORY", 0)
+    overrides, event, part = LONG[kind]
+    asked = [*overrides, "resolution.height=64", "resolution.width=64", "guidance_scale=1", "steps=2", *reference.TEXTS]
+    held = held_after(tmp_path / "run", event, *asked)
+    assert len(held) >= 9
+    for place, name in enumerate(("host", "devices")):
+        sizes = [one[place] for one in held]
+        assert min(sizes[-3:]) < sizes[2] + part, f"{name}: {sizes}"  # besides what is being encoded
+    tracemalloc.start()
+    at_hand = read_results(find_job(make_config(*asked, f"resume={tmp_path / 'run'}")))
+    assert len([*at_hand.segments, *at_hand.finished.get("live", ())]) >= 9 and bytes_of_arrays()[0] < 6 * part
+    tracemalloc.stop()
 
 
 def test_frames_in_a_file_are_saved_without_a_copy(tmp_path):
@@ -267,7 +324,7 @@ def test_frames_in_a_file_are_saved_without_a_copy(tmp_path):
 
 
 def test_many_frames_are_in_the_video_alone(generate, monkeypatch):
-    monkeypatch.setattr("wan_torchax.stages.decode.IN_MEMORY", 0)
+    monkeypatch.setattr("wan_torchax.records.files.IN_MEMORY", 0)
     folder = generate("output.keep_frames=false")
     assert (folder / "video.mp4").stat().st_size > 1000 and (folder / "poster.png").is_file()
     assert (folder / "denoise.safetensors").is_file() and not (folder / "decode.safetensors").exists()

@@ -20,7 +20,10 @@ PAGES = sorted(
 )
 COMMAND = re.compile(r"^\s*(?:\$ )?(?:\.venv/bin/)?python run\.py([^\n]*)$", re.MULTILINE)
 # Files that a reader has and the tests do not; and a sampler's words.
-FILES = "resume|replay|prompts|image|last_image|video|pose|face|background|mask|references|prompt\\.file|adapter\\.\\w+"
+FILES = (
+    "resume|replay|prompts|image|last_image|video|pose|face|background|mask|references|audio|prompt\\.file"
+    "|adapter\\.\\w+"
+)
 # Of weights, too: a file says which model it is.
 NOT_HERE = re.compile(rf"({FILES})=|model\.\w+=.*\.(safetensors|gguf)$|.*(=choice\(|…)")
 GROUPS = (

@@ -1,6 +1,7 @@
 """Every way of spreading attention over eight devices gives the single device's result."""
 import re
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from wan_torchax.config.attention import attention_problems
 from wan_torchax.config.schema import Attention
 from wan_torchax.kernels.attention import Attend
-from wan_torchax.kernels.settings import Kernel, Parallel, Question
+from wan_torchax.kernels.settings import Kernel, Parallel, Question, Sparse
 
 QUICK = {"xla_backend_optimization_level": 0}  # each program is compiled once and run once
 XLA = Kernel(kernel="xla", block_q=16, block_kv=16)
@@ -93,13 +94,57 @@ def test_smooth_keys_takes_the_mean_over_all_devices():
     np.testing.assert_allclose(smoothed, alone((query, key, value)), atol=1e-5)
 
 
+SLA = Kernel(
+    kernel="splash", block_q=512, block_kv=256, tile_kv=256, sub_q=256, chunk_kv=256, interpret=True,
+    sparse=Sparse("sla", 0.5, 256, 128),
+)
+
+
+@pytest.mark.parametrize("kernel, head_dim, tokens, groups", [
+    pytest.param(XLA, 16, 41, (1, 2), id="plain JAX"),
+    pytest.param(SPLASH, 128, 256, (1, 1, 1), id="one array of queries and keys"),
+    pytest.param(SPLASH, 64, 300, (2, 1), id="half a tile's lanes", marks=pytest.mark.system),
+    pytest.param(SLA, 128, 600, (1, 2), id="lists", marks=pytest.mark.system),
+])
+def test_heads_in_groups_give_the_same(kernel, head_dim, tokens, groups):
+    """Six heads on two devices, norms and RoPE as a model has them."""
+    generator, width, listed = np.random.default_rng(tokens), 6 * head_dim, kernel.sparse.kind == "sla"
+    arrays = [jnp.asarray(generator.normal(0.5, 1, (1, tokens, width)), jnp.bfloat16) for _ in range(3)]
+    rotary = [jnp.float32(np.repeat(generator.normal(size=(tokens, head_dim // 2)), 2, axis=1)) for _ in range(2)]
+    more = dict(rotary=rotary, norms=[jnp.asarray(generator.normal(1, 0.1, width), jnp.bfloat16) for _ in range(2)])
+    more["branch"] = [jnp.ones((head_dim, head_dim), jnp.bfloat16), jnp.ones(head_dim, jnp.bfloat16)] if listed else ()
+    placed = Parallel(ulysses="u"), jax.sharding.Mesh(np.array(jax.devices()[:2]), ("u",))
+    whole = Attend(head_dim, kernel, *placed, norm_epsilon=1e-6)
+    divided = replace(whole, parallel=replace(whole.parallel, groups=groups))
+    programs = [jax.jit(partial(one.counted, **more), compiler_options=QUICK) for one in (whole, divided)]
+    programs = [program.lower(*arrays).compile() for program in programs]
+    (expected, lost), (out, rescued) = (program(*arrays) for program in programs)
+    off = np.abs(np.float32(out) - np.float32(expected))  # where RoPE was rounded the other way in the last bit
+    assert off.max() < 0.02 and (off > 0).mean() < 1e-3
+    np.testing.assert_array_equal(rescued if lost is not None else (), () if lost is None else lost)
+    sent = [len(re.findall(r" all-to-all\(", program.as_text())) for program in programs]
+    assert sent == [4, 1 + 2 * len(groups)]
+
+
+@pytest.mark.parametrize("told, options", [
+    ("by ulysses (sharding=sequence, tokens), and without a ring; set groups=[]", dict(axes={"sp": 4}, ring="sp")),
+    ("a device's 10 heads do not divide into 4 (sums that divide them: 2, 5, 10)", dict(groups=(1, 3))),
+    ("relative sizes, from 1 on, e.g. [1, 8, 1]", dict(groups=(0, 1))),
+    ("before the mean is known that attention.self.smooth_keys=true subtracts", dict(smooth_keys=True)),
+])
+def test_groups_that_cannot_be_are_refused(told, options):
+    named = {"ulysses": None if "ring" in options else "sp", "groups": (2, 7, 1), "axes": {"sp": 4}} | options
+    [problem] = problems(40, **named)
+    assert problem.startswith("sharding.attention.groups=[") and told in problem
+
+
 def test_a_window_survives_ulysses():
     arrays, kernel = inputs(41, 41), replace(XLA, window=6)
     np.testing.assert_allclose(compiled("ulysses", arrays, kernel)(*arrays), alone(arrays, kernel), atol=2e-6)
 
 
-def problems(head_count, axes, window=None, **named):
-    attention = Attention(self=replace(XLA, window=window), cross=XLA)
+def problems(head_count, axes, window=None, smooth_keys=False, **named):
+    attention = Attention(self=replace(XLA, window=window, smooth_keys=smooth_keys), cross=XLA)
     asked = {"self": Question(head_count, 128, (21, 45, 80)), "cross": Question(head_count, 128)}
     return list(attention_problems(attention, asked, axes, Parallel(**named)))
 

@@ -57,11 +57,15 @@ FULL = pytest.mark.full
 LAYOUTS = [  # those that spread the tokens at a size where every device has some, the others at a smaller one
     pytest.param([*LARGE, NO_DECODE], id="one device"),
     pytest.param([*SMALL, "model.scan_blocks=false", NO_DECODE], id="blocks written out"),
-    pytest.param([*SMALL, *on("{dp:1,sp:1,tp:8}", "tp"), NO_DECODE], id="tp", marks=pytest.mark.system),
+    pytest.param([*SMALL, *on("{dp:1,sp:1,tp:8}", "tp"), NO_DECODE], id="tp", marks=FULL),
     pytest.param([*SMALL, *on("{dp:2,sp:1,tp:1}", "tp"), NO_DECODE], id="dp", marks=FULL),
-    pytest.param([*SMALL, *on("{dp:2,sp:1,tp:4}", "tp")], id="dp and tp"),
+    pytest.param([*SMALL, *on("{dp:2,sp:1,tp:4}", "tp")], id="dp and tp", marks=pytest.mark.system),
     pytest.param([*LARGE, *on("{dp:2,sp:4,tp:1}", "sequence"), NO_DECODE], id="tokens over sp, Ulysses", marks=FULL),
     pytest.param([*LARGE, *on("{dp:2,sp:4,tp:1}", "tokens"), NO_DECODE], id="the same, whole weights", marks=FULL),
+    pytest.param(
+        [*LARGE, *on("{dp:2,sp:4,tp:1}", "tokens", "sharding.attention.groups=[1,1]"), NO_DECODE], id="heads in groups",
+        marks=pytest.mark.system,
+    ),
     pytest.param([*LARGE, *on("{dp:1,sp:8,tp:1}", "ring"), NO_DECODE], id="tokens over sp, ring", marks=FULL),
     pytest.param([*LARGE, *on("{dp:2,sp:2,tp:2}", "tp_ring"), NO_DECODE], id="heads over tp, tokens in a ring"),
     # sp traded for heads, tp passed around
@@ -86,7 +90,7 @@ def test_every_device_has_tokens_of_its_own():
     tokens = resolve_here(*LARGE).tokens
     assert 7 * LANES < tokens < 8 * LANES
     spread = [case.values[0] for case in LAYOUTS if re.search("sp:[^1]", str(case.values))]
-    assert len(spread) == 5 and all(LARGE[0] in layout for layout in spread)
+    assert len(spread) == 6 and all(LARGE[0] in layout for layout in spread)
 
 
 @pytest.mark.full

@@ -168,6 +168,13 @@ def test_collectives_take_the_time_of_a_ring(kind, seconds):
     assert plan.travel_seconds({"kind": kind, "axis": "sp", "bytes": 1000}, {"dp": 2, "sp": 4}, link=100) == seconds
 
 
+@pytest.mark.parametrize("size, devices, seconds", [(8, 1, 10), (8, 2, 5), (4, 2, 5)])
+def test_two_devices_of_a_chip_are_one_stop_of_a_ring(size, devices, seconds):
+    """Of four chips each sends half of its bytes one link far, a quarter two; of two chips half, over one link."""
+    row = {"kind": "all-to-all", "axis": "sp", "bytes": 1000}
+    assert plan.travel_seconds(row, {"sp": size}, link=100, devices=devices) == seconds
+
+
 CALL = {"times": 1, "tokens": 18_944, "inputs": 13_824, "outputs": 5120, "weights": "bf16", "residual": True}
 PLAIN = "{xla: 1, attention: 1, product: 1, memory: 1, link: 1, hidden: 1, launch_us: 1, clock: 1}".replace(" ", "")
 KERNELS = ("self-attention kernel", "cross-attention kernel")
@@ -276,6 +283,7 @@ def test_a_plan_takes_its_own_chips_facts_and_the_users_before_them(report):
         estimate(report[1], "preset=t2v_14b_720p_v6e8_v1", "mesh.chip.self_attention_share=null")
 
 
+@pytest.mark.system
 def test_outlined_kernels_leave_the_program_around_them_as_it_is():
     """What a plan compiles has the real program's operands: the same kernel calls, without their bodies."""
     overrides = "model=wan21_t2v_14b", "resolution=480p", "mesh=v6e_8", "attention=auto", "task=plan"
@@ -297,7 +305,7 @@ HLO = """HloModule jit_step
   %fusion.7 = bf16[8,4] fusion(%p), metadata={op_name="jit(step)/body/norm1/mul"}, config={"estimated_cycles":"100"}
   %product_kernel.8 = bf16[1,6,3] custom-call(%i), layout_constraints={s32[1]{0}, bf16[1,6,5]{2,1,0}, s8[4,3,5]{2,1,0}}
   %norm_kernel.2 = bf16[6,4]{1,0} custom-call(%i), layout_constraints={bf16[6,4]{1,0}, f32[1,4]{1,0}}, metadata={}
-  %fast_kernel.1 = (bf16[1,8,6]) custom-call(%i), layout_constraints={bf16[1,6,8]{2,1,0}, bf16[1,10,8]{2,1,0}}
+  %fast_kernel.1 = (bf16[1,8,6]) custom-call(%i), layout_constraints={bf16[1,6,8]{2}, bf16[1,10,8]{2}, bf16[1,8,10]{2}}
   %done.1 = bf16[8,4]{1,0} all-gather-done(%gather.1)
   ROOT %tuple.1 = (s32[], bf16[8,4]{1,0}) tuple(%p)
 }

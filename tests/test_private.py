@@ -353,6 +353,35 @@ def test_hydra_apart(tmp_path):
         assert GlobalHydra.instance().hydra is theirs and str(getbase()) == "1.2"
 
 
+def test_quick_hydra(tmp_path):
+    """The same config as without it, and the same errors; a file's defaults may refer to others."""
+    import hydra
+    import yaml
+    from omegaconf import OmegaConf, _utils
+
+    (tmp_path / "size").mkdir()
+    (tmp_path / "colour").mkdir()
+    defaults = "defaults: [size: big, colour: '${size}', _self_]"
+    (tmp_path / "config.yaml").write_text(f"{defaults}\nother: 1e-3\nday: 2020-01-02\n")
+    (tmp_path / "size" / "big.yaml").write_text("pixels: [1, 2.5, true, null, 'x']\n")
+    (tmp_path / "colour" / "big.yaml").write_text("red: 010\nname: ${other}\n")
+
+    def composed():
+        with private.hydra_apart(), hydra.initialize_config_dir(str(tmp_path), version_base="1.3"):
+            return OmegaConf.to_container(hydra.compose("config"), resolve=True)
+
+    plain, get_loader = composed(), _utils.get_yaml_loader
+    with private.quick_hydra():
+        assert _utils.get_yaml_loader().__mro__[1].__module__ == "yaml._yaml", "the parser in C"
+        assert composed() == plain == {
+            "size": {"pixels": [1, 2.5, True, None, "x"]}, "colour": {"red": 8, "name": 0.001}, "other": 0.001,
+            "day": "2020-01-02",
+        }
+        with pytest.raises(yaml.YAMLError, match="duplicate key a"):
+            yaml.load("a: 1\na: 2", Loader=_utils.get_yaml_loader())
+    assert _utils.get_yaml_loader is get_loader
+
+
 def test_parse_override():
     parsed = private.parse_override("resolution.height=64")
     assert (parsed.type.name, parsed.package, parsed.key_or_group, parsed.value()) == (

@@ -113,7 +113,9 @@ def test_it_lowers_for_tpu():
     assert text.count("tpu_custom_call") == 1 and "40x13824x5120" in text
 
 
-@pytest.mark.parametrize("sharding, stack", [("sequence", False), ("tokens", True)])
+@pytest.mark.parametrize("sharding, stack", [
+    pytest.param("sequence", False, marks=pytest.mark.system), ("tokens", True),
+])
 def test_a_step_has_eight_of_them_a_block(sharding, stack):
     """Read from the stack where every device holds all weights, else from what was gathered. The first block, which the
     prompts share, stands apart from the loop."""

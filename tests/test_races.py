@@ -85,11 +85,13 @@ def test_attention_that_recomputes_lost_rows(checked):
     assert rescued.sum() > 0 and relative_error(out, truth) < 4e-3
 
 
-@pytest.mark.parametrize("scale", [1, 60])
-def test_attention_to_lists(checked, scale):
-    """The last block is partial, the lists have an odd length, and at the larger scale rows are lost."""
-    query, key, value = (draw(1, 600, 128, seed=seed) for seed in range(3))
-    query, kernel = query * scale, replace(SPLASH, block_q=512, chunk_kv=256, interpret=TWO_CORES)
+@pytest.mark.parametrize("scale, vmem_mib", [(1, 1), (60, 64)])
+def test_attention_to_lists(checked, scale, vmem_mib):
+    """The last block is partial, the lists have an odd length, and at the larger scale rows are lost. In little memory,
+    the next head's keys wait until this one's are no longer needed."""
+    query, key, value = (draw(1, 600, 256, seed=seed) for seed in range(3))
+    kernel = replace(SPLASH, block_q=512, chunk_kv=256, vmem_mib=vmem_mib, interpret=TWO_CORES)
+    query = query * scale
     blocks = sparse.Blocks.even(600, 256), sparse.Blocks.even(600, 128)
     chosen = sparse.top(sparse.sla_scores(query, key, *blocks, 128), 3)
     out, rescued = checked(lambda *x: splash_lists.attention(*x, *blocks, 128, kernel), query, key, value.mT, chosen)
@@ -157,6 +159,30 @@ def test_rotation(checked, tokens, head_dim, parts, weights):
     assert relative_error(jnp.concatenate(out, axis=2), truth) < 4e-3
 
 
+def test_rotation_of_queries_and_keys_in_groups(checked):
+    angles = np.repeat(np.linspace(0, 6, 300 * 64).reshape(300, -1), 2, axis=1)
+    tables = [jnp.float32(table(angles)) for table in (np.cos, np.sin)]
+    norms = [(draw(768, seed=n), 0.1) for n in (1, 2)]
+    arrays, kernel = [draw(1, 300, 768, seed=n) for n in (3, 4)], replace(SPLASH, interpret=TWO_CORES)
+    groups = checked(lambda *x: rotary.rotate_both(*x, tables, 128, kernel, 2, [1, 2], norms), *arrays)
+    wide = (array.astype(jnp.float32) for array in arrays)
+    truth = rotary.rotate_both(*wide, tables, 128, Kernel(), 2, [1, 2], norms)
+    assert all(relative_error(one, other) < 4e-3 for one, other in zip(groups, truth))
+
+
+def stack_and_join(*groups):
+    kernel = replace(SPLASH, interpret=TWO_CORES)
+    return lanes.stack(groups, kernel), lanes.join(groups[1], kernel, 128, 128)
+
+
+def test_copies_of_groups(checked):
+    groups = [draw(2, 1, rows, 256, seed=rows) for rows in (128, 384)]
+    stacked, joined = checked(stack_and_join, *groups)
+    rows = jnp.concatenate(groups, axis=2)
+    np.testing.assert_array_equal(stacked[0], jnp.concatenate([rows[0, 0], rows[1, 0]]))
+    np.testing.assert_array_equal(joined[0], jnp.concatenate([groups[1][0, 0, 128:256], groups[1][1, 0, 128:256]], 1))
+
+
 def copy_there_and_back(array):
     return lanes.join(lanes.cut(array, 2, replace(SPLASH, interpret=TWO_CORES)), SPLASH)
 
@@ -182,8 +208,8 @@ def test_attention_over_devices(checked, axes, parallel):
 
 def test_a_race_is_found(checked, monkeypatch):
     """Both parts are written to the same place, by two cores."""
-    monkeypatch.setattr(lanes, "part", lambda share: pl.BlockSpec(
-        (None, None, lanes.ROWS, share), lambda b, p, i: (0, b, i, 0)
+    monkeypatch.setattr(lanes, "part", lambda share, first=0: pl.BlockSpec(
+        (None, None, lanes.ROWS, share), lambda b, p, i: (0, b, first + i, 0)
     ))
     with pytest.raises(AssertionError, match="RACE DETECTED"):
         checked(copy_there_and_back, draw(1, 200, 512))

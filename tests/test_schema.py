@@ -66,7 +66,7 @@ BAD = {
     "pipeline.stages.decode.uses=[vea]": "pipeline.stages.decode.uses=vea: unknown; nearest: vae",
     "pipeline.stages.decode.gives=[embeddings]": "pipeline.stages: embeddings is given twice",
     "pipeline.inputs.prompt=prompt.txt": "pipeline.inputs.prompt=prompt.txt: no such key in the config",
-    "model=wan21_t2v_14b": "resolution.height=128: wan21_t2v_14b takes 256 to 1280; nearest 256",
+    "model=wan21_t2v_14b resolution=demo": "resolution.height=128: wan21_t2v_14b takes 256 to 1280; nearest 256",
 }
 
 

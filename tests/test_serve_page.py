@@ -14,11 +14,13 @@ import numpy
 import pytest
 from PIL import Image
 
-from tests import tiny
+from tests import flux, hunyuan15, tiny
 from tests.conftest import ROOT, SMALL
 from tests.serving import Server, wait_for
+from wan_torchax.config import camera, clips, sounds
 from wan_torchax.records.growing import Growing
 from wan_torchax.records.media import Encoding
+from wan_torchax.serve import worker
 from wan_torchax.serve.queue import Prompts, append
 from wan_torchax.session import session
 
@@ -32,6 +34,7 @@ pytestmark = [
     pytest.mark.skipif(not (chromium.CHROMIUM and chromium.DRIVER), reason="no Chromium and chromedriver here"),
 ]
 PICTURES = os.environ.get("PICTURES")
+RECORDS = ("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream")  # beeps and a clock; no questions
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +48,7 @@ def server(tmp_path_factory, two_layers):
 
 @pytest.fixture(scope="module")
 def browser(server, tmp_path_factory):
-    driver = chromium.start(tmp_path_factory.mktemp("profile"))
+    driver = chromium.start(tmp_path_factory.mktemp("profile"), *RECORDS)
     show(driver, 1280, 900, "light")
     driver.get(server.url)
     yield driver
@@ -338,6 +341,14 @@ def test_nothing_is_red_before_anything_was_done(pictured, browser):
     find(browser, "#run").click()
     wait_for(lambda: text_of(browser, "#error") == "Choose a picture to start from first.")
     keep(browser, "missing")
+    # An estimate that was under way does not wipe it away; a change of the form does.
+    estimates = "return performance.getEntriesByType('resource').filter((one) => one.name.endsWith('/estimate')).length"
+    before = browser.execute_script(estimates)
+    browser.execute_script("estimate()")
+    wait_for(lambda: browser.execute_script(estimates) > before)
+    assert find(browser, "#error").is_displayed()
+    write(browser, "#prompt", "two stars")
+    wait_for(lambda: not find(browser, "#error").is_displayed())
 
 
 def test_use_these_brings_the_picture_back_and_a_video_goes_on(pictured, browser, tmp_path):
@@ -377,6 +388,99 @@ def test_use_these_brings_the_picture_back_and_a_video_goes_on(pictured, browser
     assert numpy.argmin(apart) == len(frames) - 1 and apart[-1] < 6, apart
 
 
+# ---------------------------------------------------------------- people who move and speak
+
+
+@pytest.fixture
+def at(tmp_path, browser):
+    """The browser at a server of a tiny model."""
+    made = []
+
+    def start(kind: str, *overrides: str, **options) -> Server:
+        made.append(Server(tmp_path / kind, *tiny.model(kind), *overrides, **options))
+        browser.get_log("browser")  # what earlier tests left
+        browser.get(made[-1].url)
+        return made[-1]
+
+    yield start
+    browser.get("about:blank")
+    for one in made:
+        one.close()
+    session.clear()
+
+
+def record(browser, key: str, seconds: int) -> None:
+    button = f"[data-key={key}] .record"
+    find(browser, button).click()
+    wait_for(lambda: text_of(browser, button) == f"Stop, {seconds} s")
+    find(browser, button).click()
+    wait_for(lambda: "recording.webm" in text_of(browser, f"[data-key={key}] .names"))
+    assert text_of(browser, button).startswith("Record") and find(browser, f"[data-key={key}] .clip").is_displayed()
+
+
+def test_what_is_said_into_the_microphone_is_said_in_the_video(at, browser, tmp_path):
+    """As long as it is said, at the picture's aspect; the sound is in the video, and comes back with its settings."""
+    sized = ["model.area=8192", "model.size_multiple=64", "model.fps=8", "pipeline.segments.frames=8", "steps=1"]
+    server = at("spoken", "pipeline=s2v", "resolution=spoken", *sized, works=True)
+    worker.prepare(server.base, lambda event: None)
+    missing = "Choose a picture to start from first.\nChoose a sound first."
+    wait_for(lambda: text_of(browser, "#estimate") == missing)
+    Image.new("RGB", (128, 64), "red").save(tmp_path / "red.png")
+    find(browser, "#file-image").send_keys(str(tmp_path / "red.png"))
+    wait_for(lambda: text_of(browser, "#estimate") == "Choose a sound first.")
+    record(browser, "audio", 1)
+    shown = wait_for(lambda: re.match(r"128 × 64, (\d+) frames", text_of(browser, "#estimate")))
+    write(browser, "#prompt", "somebody speaks")
+    keep(browser, "recorded")
+    find(browser, "#run").click()
+    wait_for(lambda: text_of(browser, ".run .prompt") == "somebody speaks")
+    (job,) = server.queue.jobs()
+    frames = sounds.frame_count(job.folder / "inputs/audio.webm", 8) - 3
+    assert clips.frame_count(job.folder / "video.mp4", 8) == int(shown[1]) == frames and frames >= 4
+    assert clips.probe(job.folder / "video.mp4").has_sound
+    find(browser, "[data-key=audio] .remove").click()
+    wait_for(lambda: text_of(browser, "#estimate") == "Choose a sound first.")
+    find(browser, ".run .use").click()
+    wait_for(lambda: text_of(browser, "[data-key=audio] .names") == "audio.webm")
+    assert not browser.get_log("browser")
+
+
+def test_a_driving_video_is_filmed_and_described(at, browser, tmp_path):
+    server = at("driven", *SMALL, "pipeline=animate2", "resolution.fps=8")
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "red.png")
+    find(browser, "#file-image").send_keys(str(tmp_path / "red.png"))
+    record(browser, "video", 1)
+    write(browser, "[name=driving_prompt]", "a clock ticks")
+    keep(browser, "filmed")
+    run(browser, "a red thing ticks", 1)
+    (job,) = wait_for(server.queue.jobs)
+    assert job.request["values"]["driving_prompt"] == "a clock ticks"
+    clip = clips.probe(job.folder / "inputs/video.webm")
+    assert (clip.fps, clip.has_sound) == (clips.RECORDED_FPS, True) and clip.width > clip.height
+
+
+def test_a_camera_that_is_refused_is_told(at, browser):
+    at("driven", *SMALL, "pipeline=animate2")
+    refused = "navigator.mediaDevices.getUserMedia = async () => { throw new Error('Permission denied'); }"
+    browser.execute_script(refused)
+    find(browser, "[data-key=video] .record").click()
+    wait_for(lambda: text_of(browser, "#error") == "The camera cannot be used: Permission denied")
+    assert text_of(browser, "[data-key=video] .record") == "Record with the camera"
+
+
+def test_moves_of_the_camera_are_put_one_after_the_other(at, browser, tmp_path):
+    server = at("fun_camera", *SMALL, "pipeline=fun_camera")
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "red.png")
+    find(browser, "#file-image").send_keys(str(tmp_path / "red.png"))
+    for move in find_all(browser, ".move"):
+        if move.text in ("zoom_in", "clockwise"):
+            move.click()
+    assert value_of(browser, "[name=camera]") == "zoom_in, clockwise"
+    run(browser, "a red thing", 1)
+    (job,) = wait_for(server.queue.jobs)
+    assert camera.moves_of(job.request["values"]["camera"]) == ["zoom_in", "clockwise"]
+
+
 def test_a_live_video_plays_while_it_is_made_and_takes_another_prompt(tmp_path, browser):
     """The worker's part is played here: a step is done, and chunks are appended."""
     live = ["pipeline=live", "live=self_forcing", "scheduler=renoise_linear", "steps=4", "guidance_scale=1"]
@@ -406,3 +510,34 @@ def test_a_live_video_plays_while_it_is_made_and_takes_another_prompt(tmp_path, 
     finally:
         browser.get("about:blank")
         made.close()
+
+
+@pytest.mark.parametrize(
+    "model, size, script",
+    [
+        pytest.param(
+            hunyuan15.model, ["resolution=848x480", "resolution.frames=5"],
+            "shown.play(); return [shown.videoWidth, shown.videoHeight]", id="a clip",
+        ),
+        pytest.param(
+            lambda: flux.model("dev"), [],
+            "picture = new Image(); picture.src = shown.poster; return [picture.naturalWidth, picture.naturalHeight]",
+            id="a picture",
+        ),
+    ],
+)
+def test_other_families_have_the_page(request, tmp_path, browser, model, size, script):
+    """HunyuanVideo's clip plays in it, FLUX's picture is seen in it; its flow shift follows the size."""
+    kept = [text for text in model() if not text.startswith(("prompt=", "negative_prompt=", "output."))]
+    made = Server(tmp_path / "queue", *kept, *size, "resolution.height=48", "resolution.width=64", works=True)
+    try:
+        browser.get(made.url)
+        wait_for(lambda: text_of(browser, "#ready") == "ready")
+        run(browser, "a red circle", 2)
+        shown = "const shown = document.querySelector('.run video'); if (!shown) return null; "
+        wait_for(lambda: browser.execute_script(shown + script) == [64, 48])
+        keep(browser, request.node.callspec.id)
+    finally:
+        browser.get("about:blank")
+        made.close()
+        session.clear()

@@ -12,6 +12,7 @@ from tests import tiny
 from tests.conftest import SMALL, make_config
 from tests.serving import DEADLINE, Server, wait_for
 from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.validation import validate
 from wan_torchax.serve import estimate, page, requests
 from wan_torchax.serve.gallery import read_run
 from wan_torchax.serve.queue import append
@@ -277,3 +278,42 @@ def test_only_objects_are_taken_apart():
     assert requests.plain({"a": 1, "extra_body": {"b": 2}, "extra_json": None}) == {"a": 1, "b": 2}
     with pytest.raises(ConfigError, match="extra_params: must be a JSON object"):
         requests.plain({"extra_params": "{"})
+
+
+# ---------------------------------------------------------------- models of people who move
+
+
+@pytest.mark.parametrize("model, shown", [
+    ("wan22_s2v_14b", {"microphone"}), ("wan22_animate_14b", {"camera"}),
+    ("wan22_animate2_14b", {"camera", "driving_prompt"}), ("wan22_fun_camera_a14b", {"move"}),
+    ("wan21_t2v_14b", set()),
+])
+def test_the_page_asks_for_what_the_model_takes(model, shown, tmp_path):
+    server = Server(tmp_path / "queue", f"model={model}")
+    try:
+        text = server.get("/").text
+    finally:
+        server.close()
+    marks = {
+        "microphone": 'data-device="microphone"', "camera": 'data-device="camera"', "move": 'class="example move"',
+        "driving_prompt": 'name="driving_prompt"',
+    }
+    assert {name for name, mark in marks.items() if mark in text} == shown
+
+
+@pytest.mark.parametrize("model, sizes, frames", [
+    ("wan22_s2v_14b", ["auto", "1152x640", "640x1152", "832x832"], None),
+    ("wan22_animate_14b", ["auto", "1280x720", "720x1280", "960x960"], None),
+    ("wan21_i2v_14b_480p resolution=auto", ["auto", "848x480", "480x848", "624x624"], 81),
+])
+def test_size_and_length_are_those_of_the_files(model, sizes, frames):
+    """Unless somebody says another; before there are any, the page has nothing to say."""
+    config = make_config("task=serve", *f"model={model}".split())
+    validate(config)
+    assert page.sizes(config) == sizes
+    (field,) = [number for number in page.numbers(config) if number.name == "frames"]
+    assert field.value == frames
+    size = ["resolution.height=512", "resolution.width=768", "resolution.frames=33"]
+    said = make_config(*f"model={model}".split(), *size)
+    assert page.sizes(said)[0] == "768x512"
+    assert [number.value for number in page.numbers(said) if number.name == "frames"] == [33]

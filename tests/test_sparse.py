@@ -2,6 +2,7 @@
 pipelines with checkpoints trained for it."""
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,7 @@ def test_tiles_hold_every_token_once_and_partial_ones_are_shorter():
         assert len({tuple(position // TILE) for position in positions[start : start + size]}) == 1
     assert len(sparse.Blocks.tiles((21, 30, 52), TILE).sizes) == 624
     assert len(sparse.Blocks.tiles((21, 45, 80), TILE).sizes) == 1440
+    assert blocks.sizes == (64, 64, 32, 32, 16, 16, 16, 8, 8, 8, 4, 2)  # full ones first
     array = jnp.array(normal(1, 280, 4))
     np.testing.assert_array_equal(blocks.unpadded(blocks.padded(array), 280)[:, :270], array[:, :270])
 
@@ -101,6 +103,22 @@ def vsa_reference(query, key, value, gate, grid, keep):
     return out + coarse[number] * gate
 
 
+def merged_reference(query, key, value, grid, shape, keep):
+    """VSA with lists of even blocks, without its gate: one head, in float64, tokens in the order of tiles."""
+    tiles = sparse.Blocks.tiles(grid, TILE)
+    number = tiles.numbers(len(query))
+    means = [np.stack([x[number == tile].mean(0) for tile in range(len(tiles.sizes))]) for x in (query, key)]
+    weights = softmax(means[0] @ means[1].T * query.shape[1] ** -0.5)
+    by_token = weights[number][:, number] / np.array(tiles.sizes)[number]  # (queries, keys): sums to a tile's weight
+    blocks = [slice(start, start + shape[1]) for start in range(0, len(key), shape[1])]
+    count, out = int(np.ceil(round(keep * len(blocks), 6))), np.zeros_like(query)
+    for start in range(0, len(query), shape[0]):
+        rows = slice(start, start + shape[0])
+        best = np.argsort([-by_token[rows, block].sum() for block in blocks])[:count]
+        out[rows] = attend(query[rows], *(np.concatenate([x[blocks[j]] for j in best]) for x in (key, value)))
+    return out
+
+
 def by_head(function, *arrays):
     """Apply to each head of (1, tokens, heads * head_dim)."""
     split = [np.float64(array)[0].reshape(-1, HEADS, HEAD_DIM) for array in arrays]
@@ -143,13 +161,24 @@ def test_vsa_is_its_formula(place):
     assert relative_error(np.asarray(out)[:, sparse.video_order(grid, TILE)], expected) < 1e-5
 
 
+@pytest.mark.parametrize("place", PLACES, ids=["one device", "Ulysses", "heads"])
+@pytest.mark.parametrize("shape, keep", [((128, 64), 0.4), ((256, 128), 0.3), ((96, 32), 0.2)])
+def test_vsa_in_blocks_of_several_tiles_takes_those_with_most_of_the_coarse_attention(place, shape, keep):
+    grid = 5, 6, 9
+    arrays = [normal(1, 270, HEADS * HEAD_DIM, seed=seed) for seed in range(3)]
+    attention = placed(Kernel(kernel="xla", sparse=Sparse("vsa", keep, *shape)), place, 270, grid)
+    (out, _), _ = jax.jit(attention.counted)(*arrays)
+    expected = by_head(lambda *x: merged_reference(*x, grid, shape, keep), *arrays)
+    assert relative_error(np.asarray(out), expected) < 1e-5
+
+
 @pytest.mark.parametrize("kind", ["sla", "vsa"])
 def test_with_all_blocks_it_is_dense(kind):
     arrays = [normal(1, 270, HEADS * HEAD_DIM, seed=seed) for seed in range(3)]
     kernel, grid = Kernel(kernel="xla", sparse=Sparse(kind, 1.0, 64, 64)), (5, 6, 9)
     nothing = (np.zeros((HEAD_DIM, HEAD_DIM), np.float32), np.zeros(HEAD_DIM, np.float32)) if kind == "sla" else ()
-    out, _ = Attend(HEAD_DIM, kernel, grid=grid).counted(*arrays, branch=nothing)
-    dense = Attend(HEAD_DIM, Kernel(kernel="xla"))(*arrays)
+    out, _ = jax.jit(partial(Attend(HEAD_DIM, kernel, grid=grid).counted, branch=nothing))(*arrays)
+    dense = jax.jit(Attend(HEAD_DIM, Kernel(kernel="xla")))(*arrays)
     assert relative_error(np.asarray(out if kind == "sla" else out[0]), np.asarray(dense)) < 1e-5
 
 
@@ -171,11 +200,17 @@ def test_the_tpu_kernel_is_the_plain_one(tokens, head_dim, keep, scale, fold):
         for seed, size in enumerate((scale, scale, 1))
     )
     blocks = sparse.Blocks.even(tokens, 256), sparse.Blocks.even(tokens, 128)
-    scores = sparse.sla_scores(query, key, *blocks, head_dim)
-    chosen = sparse.top(scores, Sparse("sla", keep).count(len(blocks[1].sizes)))
     kernel = replace(SPLASH, fold_scale=fold)
-    out, rescued = splash_lists.attention(query, key, value.swapaxes(1, 2), chosen, *blocks, head_dim, kernel)
-    expected = sparse.listed(*(array.astype(jnp.float32) for array in (query, key, value)), chosen, *blocks, head_dim)
+
+    @jax.jit
+    def attend(*arrays):
+        scores = sparse.sla_scores(*arrays[:2], *blocks, head_dim)
+        chosen = sparse.top(scores, Sparse("sla", keep).count(len(blocks[1].sizes)))
+        expected = sparse.listed(*(array.astype(jnp.float32) for array in arrays), chosen, *blocks, head_dim)
+        query, key, value = arrays
+        return expected, *splash_lists.attention(query, key, value.swapaxes(1, 2), chosen, *blocks, head_dim, kernel)
+
+    expected, out, rescued = attend(query, key, value)
     assert reference.distance(np.float32(out.swapaxes(1, 2)), np.float32(expected)) < 4e-3
     assert (int(rescued) > 0) == (scale > 1)
 
@@ -192,20 +227,43 @@ def test_on_a_tpu_sla_adds_its_linear_branch_to_the_lists(tokens, padding, head_
     def attend(kernel, cast):
         given = [array.astype(cast) for array in (*arrays, *branch)]
         attend = Attend(head_dim, replace(kernel, sparse=settings), keys=tokens)
-        return np.float32(attend.counted(*given[:3], branch=given[3:])[0])[:, :tokens]
+        out, _ = jax.jit(lambda *arrays: attend.counted(*arrays[:3], branch=arrays[3:]))(*given)
+        return np.float32(out)[:, :tokens]
 
     out, expected = attend(SPLASH, dtype), attend(Kernel(kernel="xla"), jnp.float32)
     assert reference.distance(out, expected) < bound
 
 
-@pytest.mark.parametrize("block_kv", [64, 128])
-def test_the_hopper_kernel_lowers_over_lists(block_kv):
+def test_on_a_tpu_vsa_has_its_lists_and_its_coarse_branch():
+    grid, tokens = (5, 12, 20), 1200
+    arrays = [jnp.array(normal(1, tokens + 16, 256, seed=seed), jnp.bfloat16) for seed in range(3)]
+
+    def attend(kernel, cast):
+        attend = Attend(128, replace(kernel, sparse=Sparse("vsa", 0.3, 256, 128)), keys=tokens, grid=grid)
+        (out, coarse), _ = jax.jit(attend.counted)(*(array.astype(cast) for array in arrays))
+        return np.float32(out)[:, :tokens], np.float32(coarse)
+
+    for one, other in zip(attend(SPLASH, jnp.bfloat16), attend(Kernel(kernel="xla"), jnp.float32)):
+        assert reference.distance(one, other) < 6e-3
+
+
+@pytest.mark.parametrize("block_q, block_kv", [(128, 64), (128, 128), (64, 64)])
+def test_the_hopper_kernel_lowers_over_lists(block_q, block_kv):
     """benchmarks/sparse_gpu.py checks its numbers on such a GPU."""
     array = jax.ShapeDtypeStruct((1, 5000, 256), jnp.bfloat16)
     weight, bias = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((128, 128), (128,)))
-    kernel = Kernel(kernel="hopper", block_q=128, block_kv=128, sparse=Sparse("sla", 0.2, 128, block_kv))
+    kernel = Kernel(kernel="hopper", block_q=128, block_kv=128, sparse=Sparse("sla", 0.2, block_q, block_kv))
     attention = jax.jit(lambda *x: Attend(128, kernel).counted(*x[:3], branch=x[3:]))
     text = attention.trace(array, array, array, weight, bias).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 2 and "hopper_lists" in text
+
+
+def test_the_hopper_kernel_lowers_over_tiles():
+    """With partial ones, of which there is an odd number."""
+    array = jax.ShapeDtypeStruct((1, 990, 256), jnp.bfloat16)
+    kernel = Kernel(kernel="hopper", block_q=128, block_kv=128, sparse=Sparse("vsa", 0.4, 64, 64))
+    attention = jax.jit(Attend(128, kernel, keys=990, grid=(9, 10, 11)).counted)
+    text = attention.trace(array, array, array).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 2 and "hopper_lists" in text
 
 
@@ -364,14 +422,17 @@ def test_a_checkpoint_that_says_what_it_was_trained_for_is_believed(tmp_path):
     (["sparse=sla"], "sparse=sla: model=demo is trained for none"),
     (["model=turbowan21_t2v_14b", "attention.self.sparse.keep=0"], "keep=0.0: the share of key blocks"),
     (["model=turbowan21_t2v_14b", "mesh=v6e_8", "sharding=ring"], "a ring has a part of them"),
-    (["model=turbowan21_t2v_14b", "attention=hopper", "attention.self.sparse.block_q=64"],
-     "kernel=hopper has 128 x 64 and 128 x 128"),
+    (["model=turbowan21_t2v_14b", "attention=hopper", "attention.self.sparse.block_q=256"],
+     "kernel=hopper has 64 x 64, 128 x 64, 128 x 128"),
     (["model=turbowan21_t2v_14b", "mesh=v6e_8", "attention=splash_v6e"], "use sparse=sla_tpu"),
     (["model=turbowan21_t2v_14b", "attention=cudnn"], "kernel=cudnn has no lists"),
-    (["model=turbowan21_t2v_14b", "attention=hopper_eight"], "not with products of eight bits"),
+    (["model=fastwan21_t2v_14b", "mesh=v6e_8", "attention=splash_v6e"], "use sparse=vsa_tpu"),
+    (["model=turbowan21_t2v_14b", "mesh=v7x_8", "attention=splash_v7x", "sparse=sla_tpu", "attention.self.vmem_mib=16"],
+     "32760 tokens, need 20.7 MiB of VMEM, the limit is vmem_mib=16; use fewer frames"),
+    (["model=turbowan21_t2v_14b", "attention=hopper_eight"], "products of 16 bits only"),
     (["model=turbowan21_t2v_14b", "attention=xla", "attention.self.window=9"], "chooses the keys itself"),
     (["model=fastwan22_ti2v_5b", "pipeline=ti2v", "image=docs/demo.png"], "its tokens lie in tiles"),
-    (["model=flux1_dev", "attention=xla", "sparse=sla"], "no model of this family is trained for it"),
+    (["model=flux1_dev", "attention=xla", "sparse=sla"], "not for models of this family"),
     (["attention=xla", "attention.cross.sparse.kind=sla"], "lists are for a video's own tokens"),
     (["attention=xla", "attention.self.sparse.kind=sta"], "kind=sta"),
 ])

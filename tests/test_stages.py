@@ -132,6 +132,7 @@ def test_float32_islands_stay():
     assert tensors["blocks.*.attn1.to_q.weight"].dtype == "bfloat16"
 
 
+@pytest.mark.system
 def test_the_decode_programs_do_not_grow_with_the_video():
     sizes = []
     for frames in (5, 81):
@@ -142,7 +143,7 @@ def test_the_decode_programs_do_not_grow_with_the_video():
 
 def test_numbers_that_overflow_stop_the_run_and_write_nothing(generate, tmp_path, monkeypatch):
     infinite = numpy.float32(numpy.inf)
-    monkeypatch.setattr(denoise, "noises", lambda seed, shape, dtype: iter([numpy.full(shape, infinite)]))
+    monkeypatch.setattr(denoise, "noises", lambda seed, shape, dtype, skipped: iter([numpy.full(shape, infinite)]))
     message = r"after step 1 of 3: the checkpoint may be damaged; a guidance_scale that is too high"
     with pytest.raises(NotFinite, match=message):
         generate()

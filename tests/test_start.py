@@ -309,6 +309,7 @@ def test_a_warm_run_imports_no_torch_and_makes_the_same_video(overrides, first, 
     assert start["tracing"] == 0 < min(start[part] for part in ("imports", "devices", "reading", "sending"))
 
 
+@pytest.mark.system
 def test_a_new_prompt_is_encoded_by_the_program_that_is_kept(configure, first):
     _, heard = run(configure("prompt=something else"), ["text"])
     assert made(heard) == {"text.text_encoder": True}
@@ -316,6 +317,7 @@ def test_a_new_prompt_is_encoded_by_the_program_that_is_kept(configure, first):
     assert made(heard) == {}, "the same once it is cleaned"
 
 
+@pytest.mark.system
 def test_an_executable_that_cannot_be_loaded_is_made_again_and_told(configure, first, caplog):
     folder = Path(configure().compile.store)
     before = {file: file.read_bytes() for file in folder.glob("executable-*")}
@@ -371,11 +373,13 @@ LEAVES = {
 }
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("override", LEAVES)
 def test_a_leaf_that_counts_misses_and_no_other_does(configure, first, override):
     assert misses(configure(override)) == LEAVES[override]
 
 
+@pytest.mark.system
 def test_another_fine_tune_misses_its_plan_and_its_embeddings(configure, first):
     folder = Path(configure().model.path)
     file = folder / "text_encoder" / "model.safetensors"
@@ -390,6 +394,7 @@ def test_another_fine_tune_misses_its_plan_and_its_embeddings(configure, first):
     assert kinds.count("plan-text_encoder") == 2 and kinds.count("plan-vae") == 1
 
 
+@pytest.mark.system
 def test_without_a_store_nothing_is_kept(configure, first):
     folder = Path(configure().compile.store)
     before = sorted(folder.iterdir())
@@ -397,6 +402,7 @@ def test_without_a_store_nothing_is_kept(configure, first):
     assert made(heard) == {"text.text_encoder": False} and sorted(folder.iterdir()) == before
 
 
+@pytest.mark.system
 def test_why_a_run_traces_is_one_line(configure, first, caplog):
     with caplog.at_level("INFO"):
         run(configure("model.text_tokens=32", "prompt=y"), ["text"])

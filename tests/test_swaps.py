@@ -1,16 +1,21 @@
 """Adapters beside weights, with strengths from step to step, and exchanged without loading the model again."""
+import functools
 import itertools
+import re
 
 import numpy
 import pytest
 from safetensors.torch import load_file
 
-from tests import given, lora, reference, tiny
+from tests import flux, flux2, given, hunyuan15, lora, reference, tiny
 from tests.conftest import SMALL, make_config, results, run_into
 from tests.reference import TEXTS, relative_error
+from tests.test_flux import ODD, on
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
 from wan_torchax.events import silence
+from wan_torchax.models import loop
+from wan_torchax.models.family import DOWN, UP
 from wan_torchax.runtime import weights as loading
 from wan_torchax.runtime.build_cache import BuildCache
 from wan_torchax.session import Session, session
@@ -48,7 +53,7 @@ def latents(folder, *overrides):
 EIGHT = ["mesh=cpu_8", "mesh.axes={dp:2,sp:2,tp:2}", "sharding=tp_ring"]
 
 
-@pytest.mark.parametrize("mesh", [pytest.param([], id="one device"),
+@pytest.mark.parametrize("mesh", [pytest.param([], id="one device", marks=pytest.mark.full),
                                   pytest.param(EIGHT, id="eight devices", marks=pytest.mark.system)])
 def test_beside_is_merged(files, tmp_path, mesh):
     """Both adapters, with factors of blocks; what is no low-rank factor of a block is merged."""
@@ -73,6 +78,55 @@ def test_control_blocks_have_adapters_beside_them(tmp_path):
     merged, beside = (results(run_into(tmp_path / name, *common, *more))["latents"]
                       for name, more in (("merged", []), ("beside", BESIDE)))
     assert relative_error(beside, merged) < 1e-4
+
+
+@pytest.mark.parametrize("tokens, summed", [(3, False), (400, True)])
+def test_factors_are_added_to_a_weight_or_to_its_result(tokens, summed, monkeypatch):
+    """Whichever is less work: 24 x 16 products of a rank for the weight, 40 for each token."""
+    numbers = numpy.random.default_rng(0)
+    array, weight, down, up = (numbers.standard_normal(shape, numpy.float32) for shape in (
+        (1, tokens, 16), (1, 24, 16), (1, 4, 16), (1, 24, 4)))
+    bias = numpy.ones((1, 24), "float32")
+    arrays = {"to_q.weight": weight, "to_q.bias": bias, f"to_q.{DOWN}": down, f"to_q.{UP}": up}
+    sums, with_factors = [], loop.Layer.with_factors
+    monkeypatch.setattr(loop.Layer, "with_factors", lambda *given: sums.append(given) or with_factors(*given))
+    blocks = loop.Blocks(arrays, 1, functools.partial(loop.linear_with_adapters, loop.plain_linear), None, gathered={})
+    made = blocks.layer(0).linear("to_q", array, gelu=True)
+    expected = loop.finish(array @ (weight + up @ down)[0].T + 1, loop.Options(gelu=True))
+    assert relative_error(numpy.asarray(made), numpy.asarray(expected)) < 1e-5 and bool(sums) == summed
+
+
+OTHERS = {  # a model, its checkpoint, and what its run takes
+    "flux": (lambda: flux.model("dev"), lambda: flux.checkpoint("dev"), [*ODD, "steps=2"]),
+    "flux2": (flux2.model, flux2.checkpoint, [*ODD, "steps=2", *on("{dp:2,sp:2,tp:2}", "tp_ring")]),
+    "hunyuan15": (hunyuan15.model, hunyuan15.checkpoint, [
+        "prompt=a cat", "resolution.height=48", "resolution.width=64", "resolution.frames=5", "steps=2"
+    ]),
+}
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_have_adapters_beside_their_weights(family, tmp_path, read):
+    """The factors of every linear layer of the blocks; then none, without the weights being read again."""
+    model, checkpoint, more = OTHERS[family]
+    state = load_file(checkpoint() / "transformer" / "diffusion_pytorch_model.safetensors")
+    learned = lora.Learned({}, alpha=None)
+    for name, weight in state.items():
+        if re.match(r"(single_)?transformer_blocks\.", name) and name.endswith(".weight") and weight.ndim == 2:
+            learned.pairs[name.removesuffix(".weight")] = learned.random(2, weight.shape[1]), learned.random(
+                weight.shape[0], 2)
+    file = learned.save(tmp_path / "x.safetensors", **lora.FORMATS["diffusers"])
+    common, session.results = [*model(), *more, NO_DECODE], {}
+    merged = results(run_into(tmp_path / "merged", *common, row("a", file, strength=0.5)))["latents"]
+    common += [*BESIDE, "keep_resident=true"]
+    beside = results(run_into(tmp_path / "beside", *common, row("a", file, strength=0.5)))["latents"]
+    assert relative_error(beside, merged) < 1e-4
+    assert not session.components["transformer"].placement.merged
+    read.clear()
+    assert relative_error(results(run_into(tmp_path / "none", *common))["latents"], merged) > 1e-2
+    assert all("lora_" in name for names in read for name in names)
+    session.clear()
 
 
 def test_a_strength_for_each_step_is_diffusers(files, tmp_path):
@@ -204,7 +258,6 @@ WRONG = {
     ("adapter.demo_outline.strength=[1,0]", "steps=2"): "merged weights have one strength; set adapter.mode=beside",
     ("adapter.mode=beside", "adapter.demo_outline.strength=[1,0]", "steps=3"): "has 2 numbers, the run 3 steps",
     ("adapter.mode=beside", "adapter.demo_outline.strength=[1,99]", "steps=2"): "must be from -10 to 10",
-    ("adapter.mode=beside", "model=flux1_dev"): "adapters of flux are merged only; use adapter.mode=merge",
 }
 
 

@@ -25,7 +25,7 @@ from tests.fork import warm
 from wan_torchax.config.commandline import rewrite
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.records import media, outputs, report, results
-from wan_torchax.records.stored import compare_replay, read_stored, take_over
+from wan_torchax.records.stored import compare_replay, composed_from, read_stored, take_over
 from wan_torchax.session import session
 from wan_torchax.tasks import attempt
 
@@ -96,6 +96,7 @@ def test_a_sweep_loads_and_compiles_once(sweep):
     assert ["text" in job["seconds"] for job in (first, *later)] == 2 * [True, False, False], "each prompt once"
 
 
+@pytest.mark.system
 def test_a_sweep_is_reported(sweep):
     folder, output = sweep
     assert str(folder / "report.html") in output.splitlines()
@@ -186,12 +187,30 @@ def taken(source, *overrides):
     return take_over(make_config(*overrides), rewrite(overrides))
 
 
+@pytest.mark.system
 def test_overrides_go_on_top_of_a_replay(made):
     config = taken(made, "seed=77", "mesh=cpu_8")
     assert (config.seed, config.mesh.name, config.steps, config.resolution.height) == (77, "cpu_8", 3, 64)
     assert config.prompt.text == PROMPTS[0]
 
 
+def test_what_was_taken_over_is_taken_over_in_its_turn(tmp_path):
+    """Options that only a command line may choose, from run to run: their overrides are recorded again."""
+    source = tmp_path / "1"
+    first = ["model=wan21_t2v_1_3b", "pipeline=v2v", "video=circle.mp4", "steps=7", "prompt=a cat"]
+    source.mkdir()
+    outputs.write_config(source, outputs.settle(make_config(*first)), rewrite(first))
+    for number in (2, 3):
+        overrides = rewrite([f"resume={source}", "guidance_scale=4"])
+        config = take_over(make_config(*overrides), overrides)
+        assert (config.pipeline.name, config.model.name) == ("v2v", "wan21_t2v_1_3b")
+        assert (config.steps, config.guidance_scale, config.prompt.text) == (7, 4, "a cat")
+        source = tmp_path / str(number)
+        source.mkdir()
+        outputs.write_config(source, outputs.settle(config), composed_from(config, overrides))
+
+
+@pytest.mark.system
 def test_overrides_of_a_replay_have_their_consequences(made):
     assert taken(made).scheduler.arguments.flow_shift == 3
     assert taken(made, "resolution.flow_shift=7").scheduler.arguments.flow_shift == 7
@@ -204,6 +223,7 @@ def test_overrides_of_a_replay_have_their_consequences(made):
     assert taken(made, "scheduler=euler").scheduler.target == "FlowMatchEulerDiscreteScheduler"
 
 
+@pytest.mark.system
 def test_what_the_stored_run_said_holds_where_conf_has_changed_since(made, tmp_path, caplog):
     """As if another version had made it, with another default of its own and one key fewer."""
     source = tmp_path / "run"
@@ -223,6 +243,7 @@ def test_what_the_stored_run_said_holds_where_conf_has_changed_since(made, tmp_p
     assert "not taken over, since they may only be given on the command line: of_the_video" in caplog.text
 
 
+@pytest.mark.system
 def test_a_run_whose_command_is_not_known_is_taken_value_by_value(made, tmp_path):
     """As an unfinished job of a list was stored before there was a command.json."""
     source = tmp_path / "run"
@@ -242,6 +263,7 @@ def test_a_prompt_is_a_text_in_a_replay_too(generate):
     assert taken(source).prompt.text == text
 
 
+@pytest.mark.system
 def test_a_video_carries_nothing_of_this_machine(made):
     video = made / "video.mp4"
     carried = json.dumps(media.read_metadata(video))
@@ -250,6 +272,7 @@ def test_a_video_carries_nothing_of_this_machine(made):
     assert read_stored(video, "replay").config["resolution.height"] == 64
 
 
+@pytest.mark.system
 def test_a_replay_elsewhere_says_what_differs(made, caplog):
     now = metrics(made) | {"device": "TPU v6 lite", "devices": 8}
     with caplog.at_level("WARNING"):
@@ -301,6 +324,7 @@ def test_previews_are_updated_while_denoising(generate, monkeypatch):
     assert numpy.array_equal(last, frames(folder)[0]), "a preview of finished latents is that frame"
 
 
+@pytest.mark.system
 def test_a_report_takes_folders_that_others_are_still_writing_into(made, tmp_path):
     for name, files in (("0", ("metrics.json", "video.mp4")), ("1", ("metrics.json", "config.yaml"))):
         (tmp_path / name).mkdir()

@@ -106,6 +106,12 @@ def decode(checkpoint, latents):
     return ((torch.cat(pixels, 2)[0] + 1) * 127.5).round().permute(1, 2, 3, 0).numpy()
 
 
+def test_adapters_beside_its_weights_are_refused(checkpoint):
+    """Its family names no layers that can have them."""
+    with pytest.raises(ConfigError, match="adapters of toy are merged only; use adapter.mode=merge"):
+        validate(make_config(*overrides(checkpoint, "adapter.mode=beside")))
+
+
 WITH_TOY = """
 from wan_torchax.config import registry
 registry.FAMILIES["toy"] = "tests.toy.FAMILY"
@@ -176,8 +182,7 @@ LONG = ["pipeline=toy_long", "stages=[text,denoise,decode]"]
 
 
 def frames_in(video):
-    with clips.opened(video) as frames:
-        next(frames)
+    with clips.opened(video) as (_, frames):
         return sum(1 for _ in frames)
 
 

@@ -1,5 +1,7 @@
 """What a stranger made can only choose among what the project offers: videos, folders, lists, checkpoints."""
 import fnmatch
+import functools
+import itertools
 import json
 import os
 import re
@@ -11,22 +13,29 @@ import tracemalloc
 import typing
 from random import Random
 
+import jax
 import numpy
 import pytest
+import torch
 import yaml
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 
+from tests import lycoris
 from tests.conftest import ROOT, make_config
 from wan_torchax.config import jobs, trust
 from wan_torchax.config.commandline import compose, literal, plain_text, rewrite
+from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import flatten
 from wan_torchax.models.tokens import load_tokenizer
 from wan_torchax.records import media
 from wan_torchax.records.outputs import carried, settle
 from wan_torchax.records.stored import take_over
+from wan_torchax.runtime import adapters
 from wan_torchax.runtime.checkpoint import find_all, index
 from wan_torchax.runtime.formats import STORED_DTYPES, bytes_of
+from wan_torchax.runtime.merging import merged
 
 # What somebody would write into a file that you are going to open.
 FORGED = {
@@ -279,6 +288,53 @@ def test_damaged_and_lying_weight_files_are_refused(make, suffix, tmp_path):
     assert tracemalloc.get_traced_memory()[1] < 20 * 2**20
     tracemalloc.stop()
     assert refused > 100
+
+
+LIES = {  # what a file may say of a tensor that the others do not bear out
+    "is missing": lambda tensor: None, "has no numbers": lambda tensor: tensor[:0],
+    "has more rows": lambda tensor: torch.cat([tensor, tensor[:1]]),
+    "has more columns": lambda tensor: torch.cat([tensor, tensor[..., :1]], -1),
+    "is twice as large": lambda tensor: torch.cat([tensor, tensor]), "is flat": lambda tensor: tensor.reshape(-1),
+    "is transposed": lambda tensor: tensor.mT, "is one number": lambda tensor: tensor.reshape(-1)[0],
+    "has another dimension": lambda tensor: torch.stack([tensor, tensor]),
+    "has integers": lambda tensor: tensor.to(torch.int8), "has booleans": lambda tensor: tensor > 0,
+}
+
+
+PAIR = {"lora_up.weight": (32, 3), "lora_down.weight": (3, 48)}
+PLAIN = {
+    "LoRA": PAIR, "DoRA": PAIR | {"dora_scale": (32, 1)},
+    "LoHa": dict(zip(adapters.LOHA, ((32, 3), (3, 48)) * 2)),
+    "LoKr": {"lokr_w1": (4, 4), "lokr_w2_a": (8, 3), "lokr_w2_b": (3, 12)},
+}
+
+
+@pytest.mark.parametrize("kind", [*lycoris.KINDS, *PLAIN])
+def test_lying_adapters_are_refused_by_their_headers(kind, tmp_path):
+    """Each tensor of every kind with each lie: refused by name, or what it makes has the weight's shape."""
+    torch.manual_seed(3)
+    convolved, family, file = "Tucker" in kind, family_of(make_config()), tmp_path / "x.safetensors"
+    name, shape = ("patch_embedding", (32, 16, 1, 2, 2)) if convolved else ("blocks.0.attn1.to_q", (32, 48))
+    tensors = {end: torch.rand(size) for end, size in PLAIN[kind].items()} if kind in PLAIN else lycoris.module(
+        kind, torch.rand(shape).double(), 1.0)[0]
+    refused, number = [], jax.ShapeDtypeStruct((), "float32")
+    for key, (lie, change) in itertools.product(tensors, LIES.items()):
+        if tensors[key].ndim < 2 and lie != "has booleans":
+            continue
+        told = tensors | {key: change(tensors[key])}
+        save_file({f"{name}.{end}": one.contiguous() for end, one in told.items() if one is not None}, file)
+        try:
+            placed = adapters.place((adapters.File("x", file, "", 1.0, False),), {f"{name}.weight": shape}, family)
+        except ConfigError as error:
+            refused.append((key, lie))
+            assert f"{name}." in str(error) or "an alpha of" in str(error)
+            continue
+        for change in placed[f"{name}.weight"]:
+            factors = [jax.ShapeDtypeStruct(one.shape, "float32") for one in change.factors]
+            merge = functools.partial(merged, dtype="float32", forms=[change.form])
+            made = jax.eval_shape(merge, jax.ShapeDtypeStruct(shape, "float32"), [(number, number)], [factors])
+            assert made.shape == shape, (key, lie)
+    assert len(refused) >= 9 * sum(tensor.ndim > 1 for tensor in tensors.values()), refused
 
 
 def test_random_overrides_are_refused_or_offered():

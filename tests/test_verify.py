@@ -1,5 +1,7 @@
 """task=verify: what is right is said to be, and each fault, planted, is named."""
 import json
+import os
+import shlex
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -17,6 +19,7 @@ from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import VERIFY_CHECKS, validate
 from wan_torchax.kernels import attention
 from wan_torchax.session import session
+from wan_torchax.tasks import plan
 from wan_torchax.tasks.verify import CHECKS, kernels, known, machine, profile, step, verify
 
 EIGHT = "mesh=cpu_8", "sharding=sequence", "mesh.axes={dp:2,sp:4,tp:1}", "verify.repeats=1"
@@ -37,6 +40,21 @@ def test_a_loop_has_only_the_time_that_its_body_leaves():
     for op, nanoseconds in profile.self_times(events):
         times[op] = times.get(op, 0) + nanoseconds
     assert times == {"while": 20, "dot": 40, "fusion": 40, "copy": 10} and profile.length(events) == 110
+
+
+def test_kernels_of_a_cuda_graph_have_their_parts():
+    """A profile says of each kernel in it only that it is the graph's."""
+
+    def event(name, duration):
+        return SimpleNamespace(name=name, start_ns=0, duration_ns=duration, stats=[("hlo_op", "command_buffer_7")])
+
+    names = ["loop_add_fusion_3", "nvjet_sm90_tst_256x144", "hopper_fast_mosaic_gpu_kernel", "memcpy128"]
+    ops = {"loop_add_fusion.3": ("fusion", "block/norm1/add"), "attention": (), "projections": (), "copies": ()}
+    line = SimpleNamespace(events=[event(name, 5) for name in names])
+    (events,) = profile.by_device("/device:GPU:0", line, ops).values()
+    assert [op for _, _, op in events] == ["loop_add_fusion.3", "projections", "attention", "copies"]
+    parts = [step.part_of("kernel", op, {}) for op in ("projections", "attention", "copies")]
+    assert parts == ["linear layers", "attention", "rest"]
 
 
 def test_a_profile_is_read(tmp_path):
@@ -166,6 +184,7 @@ def test_a_wrong_device_is_named(tmp_path, monkeypatch, two_layers):
     assert any(row["wrong"] == ["differs on device 5"] for row in report["kernels"])
 
 
+@pytest.mark.system
 def test_a_kernel_slower_than_xla_and_one_beyond_its_bound_are_named(two_layers):
     resolved = resolve_here(*two_layers, "verify.repeats=1")
 
@@ -288,3 +307,26 @@ def test_the_demo_on_one_device_and_a_page_without_its_owner(tmp_path, capsys, m
     monkeypatch.setattr("wan_torchax.tasks.verify.CHECKS", {"weights": known.check})
     with pytest.raises(ConfigError, match="task=verify: answer"):
         verify(make_config("task=verify", "verify.checks=[weights]"), tmp_path)
+
+
+# ---------------------------------------------------------------- on a TPU, before there is one
+
+
+@pytest.mark.skipif("TPU_PYTHON" not in os.environ, reason="TPU_PYTHON names no Python with libtpu")
+@pytest.mark.parametrize(
+    "preset", ["t2v_14b_720p_v6e8_v3", "t2v_14b_720p_int8_v6e8_v2", "t2v_turbo_14b_720p_v6e8_v1"]
+)
+def test_every_kernel_that_would_be_verified_compiles_for_a_v6e(tmp_path, preset):
+    """At the run's shapes and at awkward ones: all cases as one program, by libtpu."""
+    python = f"plan.compiler={shlex.quote(os.environ['TPU_PYTHON'])}"
+    config = make_config("task=plan", "plan.kernels=true", f"preset={preset}", "compile.store=null", python)
+    every = list(kernels.cases(plan.describe(config)))
+    shapes = [[jax.ShapeDtypeStruct(shape, "bfloat16") for shape in case.shapes] for case in every]
+
+    def program(inputs):
+        return [case.run(*arrays) for case, arrays in zip(every, inputs)]
+
+    artifact = tmp_path / "cases.bin"
+    artifact.write_bytes(jax.export.export(jax.jit(program), platforms=["tpu"])(shapes).serialize())
+    used = plan.call_compiler(config, artifact)["vmem_bytes"]
+    assert len(every) > 10 and len(used) >= 3, used

@@ -197,12 +197,14 @@ def test_a_folder_that_is_no_checkpoint_is_told(tmp_path):
 
 def test_an_architecture_that_contradicts_the_config_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"num_layers": 30, "eps": 1e-6, "_class_name": "X"}))
-    assert checkpoint.read_architecture(tmp_path, {"num_layers": 30}, "transformer") == {"num_layers": 30, "eps": 1e-6}
+    spec = ComponentSpec(lambda architecture: None)
+    found = checkpoint.read_architecture(tmp_path, {"num_layers": 30}, "transformer", spec)
+    assert found == {"num_layers": 30, "eps": 1e-6}
     with pytest.raises(ConfigError, match="num_layers: 30 in the checkpoint, 40 in the config"):
-        checkpoint.read_architecture(tmp_path, {"num_layers": 40}, "transformer")
+        checkpoint.read_architecture(tmp_path, {"num_layers": 40}, "transformer", spec)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"no readable config\.json"):
-        checkpoint.read_architecture(tmp_path, {}, "transformer")
+        checkpoint.read_architecture(tmp_path, {}, "transformer", spec)
 
 
 @pytest.fixture
@@ -293,6 +295,7 @@ print(imported, sum(tensor.bytes for tensor in tensors.values()), peak_host_byte
 """
 
 
+@pytest.mark.system
 def test_streaming_never_holds_a_second_copy(tmp_path):
     """1.5 GiB of weights, stacked for the scan, an adapter of rank 64 merged on the way: peak resident memory under the
     device's bytes plus 1 GiB."""

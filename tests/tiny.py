@@ -26,6 +26,11 @@ IMAGE_ENCODER = dict(
     hidden_size=24, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, image_size=28, patch_size=14,
     hidden_act="gelu",
 )
+AUDIO_ENCODER = dict(
+    hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, conv_dim=[8] * 7,
+    conv_kernel=[10, 3, 3, 3, 3, 2, 2], conv_stride=[5, 2, 2, 2, 2, 2, 2], conv_bias=True, num_conv_pos_embeddings=16,
+    num_conv_pos_embedding_groups=4, layer_norm_eps=1e-5,
+)
 TOKENS = 128  # of a prompt: model.text_tokens of conf/model/demo.yaml
 SHOWN = {  # what conf/model/demo.yaml says of itself, and this model says otherwise
     "transformer": ("num_layers", "attention_head_dim", "ffn_dim", "in_channels", "text_dim", "rope_max_seq_len"),
@@ -45,13 +50,30 @@ KINDS = {  # what is special about the transformer
         motion_style_dim=12, motion_dim=3, motion_encoder_dim=10, face_encoder_hidden_dim=6, face_encoder_num_heads=3,
         inject_face_latents_blocks=2,
     ),
+    "driven": SEEN | dict(num_layers=11, refer_offset_t=1, refer_offset_h=0, refer_offset_w=-1, refer_stride=1),
+    # VideoX-Fun's: control latents and a reference, or a camera's path; of the A14B and of the 5B.
+    "fun_control": dict(in_channels=52, add_ref_conv=True, in_dim_ref_conv=16),
+    "fun_control_5b": dict(in_channels=76, out_channels=24, add_ref_conv=True, in_dim_ref_conv=24),
+    "fun_camera": PICTURE | dict(
+        add_control_adapter=True, in_dim_control_adapter=24, downscale_factor_control_adapter=8,
+    ),
+    "fun_camera_5b": dict(
+        in_channels=52, out_channels=24, add_control_adapter=True, in_dim_control_adapter=24,
+        downscale_factor_control_adapter=16,
+    ),
+    "spoken": dict(
+        num_layers=4, audio_inject_layers=[0, 2, 3], audio_dim=16, num_audio_layers=4, num_audio_token=3, cond_dim=16,
+        motion_frames=73,
+    ),
     "wide": dict(num_attention_heads=4, attention_head_dim=64),  # heads that the TPU's kernel takes
     "deep": dict(num_layers=5),
 }
-EXPERTS = ("text", "pictured", "controlled")  # kinds of which there are two transformers
+EXPERTS = ("text", "pictured", "controlled", "fun_control", "fun_camera")  # kinds of which there are two transformers
 PIPELINES = {  # of conf/pipeline: the kind of model each goes with
     "t2v": "text", "v2v": "text", "i2v": "pictured", "flf2v": "pictured", "i2v_clip": "seen", "flf2v_clip": "seen_both",
-    "ti2v": "five", "vace": "controlled", "animate": "animated", "replace": "animated",
+    "ti2v": "five", "vace": "controlled", "animate": "animated", "replace": "animated", "animate2": "driven",
+    "s2v": "spoken", "i2v_long": "pictured",
+    **{name: name for name in ("fun_control", "fun_control_5b", "fun_camera", "fun_camera_5b")},
 }
 
 
@@ -72,7 +94,8 @@ def checkpoint(kind: str) -> Path:
     if not folder.exists():
         folder.parent.mkdir(exist_ok=True)
         mine = Path(tempfile.mkdtemp(dir=folder.parent)) / kind
-        make_checkpoint(mine, 1 + (kind in EXPERTS), VAE_22 if kind == "five" else VAE, **KINDS[kind])
+        vae = VAE if KINDS[kind].get("out_channels", 16) == 16 else VAE_22
+        make_checkpoint(mine, 1 + (kind in EXPERTS), vae, **KINDS[kind])
         if kind == "seen_both":
             name_as_on_the_hub(mine / "image_encoder" / "model.safetensors")
         try:
@@ -88,10 +111,15 @@ def make_checkpoint(folder: Path, experts: int = 1, vae: dict = VAE, **transform
     import torch
     import transformers
 
+    from tests import fun, s2v
+
     demo = ROOT / "models" / "demo"
     shutil.copytree(demo, folder, ignore=shutil.ignore_patterns("*.safetensors", "metrics.json"))
     wan = diffusers.WanVACETransformer3DModel if "vace_layers" in transformer else diffusers.WanTransformer3DModel
     wan = diffusers.WanAnimateTransformer3DModel if "motion_dim" in transformer else wan
+    wan = fun.transformer if fun.FIELDS & transformer.keys() else wan
+    wan = driven_by_video if "refer_offset_w" in transformer else wan
+    wan = s2v.transformer if s2v.FIELDS & transformer.keys() else wan
     vocabulary = transformers.AutoConfig.from_pretrained(demo / "text_encoder").vocab_size
     torch.manual_seed(0)
     modules = {
@@ -102,15 +130,36 @@ def make_checkpoint(folder: Path, experts: int = 1, vae: dict = VAE, **transform
     if experts == 2:
         modules["transformer_2"] = wan(**TRANSFORMER | transformer)
     if "image_dim" in transformer:
-        modules["image_encoder"] = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**IMAGE_ENCODER))
-        side = IMAGE_ENCODER["image_size"]
+        seen = image_encoder(transformer)
+        modules["image_encoder"] = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**seen))
+        side = seen["image_size"]
         sizes = dict(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
         transformers.CLIPImageProcessor(**sizes).save_pretrained(folder / "image_processor")
+    if "audio_dim" in transformer:
+        modules["audio_encoder"] = s2v.sound_encoder(**AUDIO_ENCODER)
     for name, module in modules.items():
         for parameter in module.parameters():  # norms and modulations too: ones and zeros would hide mistakes
             parameter.data += 0.05 * torch.randn(parameter.shape)
         module.save_pretrained(folder / name)
     return folder
+
+
+def driven_by_video(**settings):
+    """Animate 2's class, whose own names are Wan's; the size of a picture's tokens is a constant in it."""
+    from diffusers.models.transformers import transformer_wan_animate_2 as animate2
+
+    width = settings["num_attention_heads"] * settings["attention_head_dim"]
+    module = animate2.WanAnimate2Transformer3DModel(
+        dim=width, in_dim=settings["in_channels"], num_heads=settings["num_attention_heads"],
+        **{name: settings[name] for name in ("num_layers", "ffn_dim", "text_dim", "freq_dim")},
+    )
+    module.img_emb = animate2.MLPProj(settings["image_dim"], width)
+    return module
+
+
+def image_encoder(transformer: dict) -> dict:
+    """Animate 2's pictures have CLIP's size: another is not foreseen."""
+    return IMAGE_ENCODER | (dict(image_size=224, patch_size=112) if "refer_offset_w" in transformer else {})
 
 
 def name_as_on_the_hub(file: Path) -> None:
@@ -130,8 +179,12 @@ def overrides(folder: Path, **transformer) -> list[str]:
         shown = ("z_dim", "scale_factor_spatial", "patch_size", "is_residual", "decoder_base_dim")
         added += [f"++model.architecture.vae.{name}={VAE_22[name]}" for name in shown]
     if "image_dim" in transformer:
-        added += [f"++model.architecture.image_encoder.{name}={value}" for name, value in IMAGE_ENCODER.items()]
+        seen = image_encoder(transformer)
+        added += [f"++model.architecture.image_encoder.{name}={value}" for name, value in seen.items()]
         added.append("++model.dtype.image_encoder=float32")
+    if "audio_dim" in transformer:
+        added += [f"++model.architecture.audio_encoder.{name}={value}" for name, value in AUDIO_ENCODER.items()]
+        added.append("++model.dtype.audio_encoder=float32")
     return [f"model.path={folder}", *(f"model.architecture.{c}.{name}={values[c][name]}" for c, name in keys), *added]
 
 

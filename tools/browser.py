@@ -10,13 +10,13 @@ FLAGS = (
 )
 
 
-def start(profile: Path):
+def start(profile: Path, *flags: str):
     """Selenium's driver of one that has never seen a page; `quit()` ends it."""
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
-    for flag in (*FLAGS, f"--user-data-dir={profile}"):
+    for flag in (*FLAGS, *flags, f"--user-data-dir={profile}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))

@@ -103,6 +103,16 @@ def outline(folder: Path) -> None:
     strip("outline", *(some(imageio.imread(path)) for path in sorted(folder.glob("*/video.mp4"))))
 
 
+def guiders(folder: Path) -> None:
+    """Strong guidance, plain and projected; a heart of any colour in four steps, and away from red."""
+    heart = "adapter=demo_4step", "prompt=a big heart in the middle on a blue background"
+    runs = {
+        "cfg": ["guidance_scale=8"], "apg": ["guidance_scale=8", "guider=apg"], "any": heart,
+        "nag": [*heart, "guider=nag", "negative_prompt=a red heart"],
+    }
+    strip("guiders", *(some(run(folder / name, *overrides)) for name, overrides in runs.items()))
+
+
 def serve(folder: Path) -> None:
     """The page with a gallery, one video in the making and two that wait."""
     with started(folder) as url:
@@ -161,7 +171,7 @@ def wait_for(condition) -> None:
         time.sleep(0.1)
 
 
-PICTURES = {make.__name__: make for make in (demo, v2v, i2v, four_steps, outline, serve)}
+PICTURES = {make.__name__: make for make in (demo, v2v, i2v, four_steps, outline, guiders, serve)}
 
 
 def main() -> None:

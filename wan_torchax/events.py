@@ -95,6 +95,21 @@ class Asked:
 
 
 @dataclass(frozen=True)
+class Reencoded:
+    """A live video is about to read what is kept anew. The latents of its first picture, as the decoder shows it, are
+    appended."""
+
+    latents: list[Any] = field(default_factory=list)  # (1, channels, 1, height, width)
+
+
+@dataclass(frozen=True)
+class Queued:
+    """A stage has queued work on the devices and is about to wait for it: the time to fetch what they made before."""
+
+    stage: str
+
+
+@dataclass(frozen=True)
 class Part:
     """A part of a stage's result, while the stage goes on."""
 
@@ -112,7 +127,10 @@ class Finished:
     segment: int | None = None  # if the video has several
 
 
-Event = Began | Advanced | Ended | Compiled | Took | Stepped | Previewed | Decoded | Asked | Part | Finished
+Event = (
+    Began | Advanced | Ended | Compiled | Took | Stepped | Previewed | Decoded | Asked | Reencoded | Queued | Part
+    | Finished
+)
 Listener = Callable[[Event], None]
 
 

@@ -27,15 +27,21 @@ from wan_torchax.events import (
     Listener,
     Part,
     Previewed,
+    Queued,
+    Reencoded,
     Stepped,
     silence,
 )
+from wan_torchax.records.files import Spool
 from wan_torchax.runtime.build_cache import BuildCache
 from wan_torchax.runtime.programs import compiling, no_compilation, own_compilation
 from wan_torchax.stages.stage import Stage, find
 
 if TYPE_CHECKING:
     from wan_torchax.session import Session
+
+
+REENCODE = "reencode"
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +64,15 @@ class Work:
         self, resolved: Resolved, names: list[str], values: Mapping, segments: Mapping, finished: Mapping,
         recall: Callable,
     ):
-        self.resolved, self.values, self.steps = resolved, dict(values), schedule(resolved, names)
+        # What segments carry over is absent before the first, unless it is an input.
+        self.resolved, self.values = resolved, {**dict.fromkeys(resolved.graph.carry), **values}
+        self.steps = schedule(resolved, names)
         self.finished = finished  # by stage: parts of its result
         # A step sees the values of its segment first, then those of the whole run.
         self.scopes = {
-            step.segment: ChainMap(dict(segments.get(step.segment, {})), self.values) for step in self.steps
+            step.segment: ChainMap({}, segments.get(step.segment, {}), self.values) for step in self.steps
         }
+        self.frames = Spool()  # of all segments, joined into one video
         absent = [step for step in self.steps if not step.gives <= self.scopes[step.segment].keys()]
         self.recalled = {step: result for step in absent if (result := recall(step)) is not None}
         self.left = [step for step in absent if step not in self.recalled]
@@ -81,19 +90,27 @@ class Work:
     def run(self, step: RunStep) -> None:
         """Provide a step's values: given, recalled from a cache, or computed now."""
         scope, emit = self.scopes[step.segment], joined(step, self.resolved, self.emit)
-        if step.segment is not None:  # carried over from the previous segment
-            before: Mapping[str, Any] = self.scopes.get(step.segment - 1, {})
-            scope.update({value: before.get(source) for value, source in self.resolved.graph.carry.items()})
+        if step.segment:  # carried over from the previous segment
+            before = self.scopes[step.segment - 1]
+            scope.update({value: before[source] for value, source in self.resolved.graph.carry.items()})
         if step in self.left:
             result = self.make(step, scope, emit)
         elif step in self.recalled:
-            result = self.recalled[step]
+            result = self.recalled.pop(step)
         else:
             if "frames" in step.gives:
                 emit(Decoded(scope["frames"]))
+            self.leave(step, scope)
             return
         (self.values if step.segment is None else scope).update(result)
         self.emit(Finished(step.name, result, step.segment))
+        self.leave(step, scope)
+
+    def leave(self, step: RunStep, scope: Mapping) -> None:
+        """Join a segment's frames to the video's. What is known of the segment before is not needed any longer."""
+        if step.segment is not None and "frames" in step.gives:
+            self.frames.append(scope["frames"][window(self.resolved, step.segment)])
+            self.scopes.pop(step.segment - 1, None)
 
     def make(self, step: RunStep, scope: Mapping, emit: Listener) -> dict[str, Any]:
         """Load a stage's weights, wait for its programs and run it."""
@@ -110,8 +127,10 @@ class Work:
         taken = {value: scope[value] for value in resolved.graph.stages[name].takes}
         listener = emit if previewer is None else with_previews(previewer, resolved.config.preview_every, emit)
         if behind is not None:
-            following = behind.following(behind.view_of(behind.name, resolved), emit)
+            following = Following(behind.following(behind.view_of(behind.name, resolved), emit))
             listener = with_follower(following, listener)
+            if REENCODE in self.stages:
+                listener = with_pictures(self.encoder(emit), following, listener)
         listener = with_embeddings(self.encode, listener)
         view = replace(stage.view_of(name, resolved), finished=tuple(self.finished.get(name, ())))
         with phase(name, emit, *stage.amount(name, resolved)), no_compilation(name):
@@ -119,7 +138,8 @@ class Work:
         self.left.remove(step)
         if follower is not None:
             self.left.remove(follower)
-            self.recalled[follower] = following.result()
+            self.recalled[follower] = following.do("result")
+            emit(Ended(follower.name, following.seconds))
         if not is_resident(resolved.config):
             self.session.free_unused([self.stages[other.name] for other in self.left])
         self.session.remember(self.cache, step, result)
@@ -132,6 +152,14 @@ class Work:
         later = self.left[self.left.index(step) + 1 :][:1]
         takes = [(other, set(step.resolved.graph.stages[other.name].takes)) for other in later]
         return next((other for other, taken in takes if find(other.name).follows and taken <= step.gives), None)
+
+    def encoder(self, emit: Listener) -> Callable[[numpy.ndarray], numpy.ndarray]:
+        """From pixels (1, 3, 1, height, width) to latents, by the stage that helps."""
+        stage = self.stages[REENCODE]
+        load(stage, self.resolved, emit)
+        wait_for_programs(stage, emit)
+        view = stage.view_of(REENCODE, self.resolved)
+        return lambda pixels: stage.encode(view, 1, lambda _: pixels, silence)  # type: ignore[attr-defined]
 
     def encode(self, prompt: str) -> numpy.ndarray:
         """The embeddings of another prompt."""
@@ -164,9 +192,7 @@ class Work:
     @property
     def result(self) -> dict[str, Any]:
         """All values; the frames of all segments joined into one video."""
-        own = {number: scope.maps[0] for number, scope in self.scopes.items() if number is not None}
-        made = [values["frames"][window(self.resolved, number)] for number, values in own.items() if "frames" in values]
-        return self.values | ({"frames": numpy.concatenate(made)} if made else {})
+        return self.values | ({"frames": self.frames.array()} if self.frames.rows else {})
 
 
 # ---------------------------------------------------------------- segments of a video
@@ -187,11 +213,11 @@ def schedule(resolved: Resolved, names: list[str]) -> list[RunStep]:
 
 
 def window(resolved: Resolved, segment: int) -> slice:
-    """The frames of a segment that go into the video: without the overlap with the previous one, cut at the video's
-    length."""
+    """The frames of a segment that go into the video: without the overlap with the previous one and what is dropped of
+    the first, cut at the video's length."""
     segments, total = resolved.config.pipeline.segments, resolved.config.resolution.frames
-    first = segment * (segments.frames - segments.overlap)
-    return slice(segments.overlap if segment else 0, min(segments.frames, total - first))
+    first = segment * (segments.frames - segments.overlap) - segments.dropped
+    return slice(segments.overlap if segment else segments.dropped, min(segments.frames, total - first))
 
 
 def joined(step: RunStep, resolved: Resolved, emit: Listener) -> Listener:
@@ -243,13 +269,42 @@ def wait_for_programs(stage: Stage, emit: Listener) -> None:
                 emit(Advanced(name, 0))
 
 
-def with_follower(following, emit: Listener) -> Listener:
-    """A listener that also passes the parts of a result to the stage behind it, once they are saved."""
+class Following:
+    """A stage that follows another (Stage.following), and the seconds that it takes from it."""
+
+    def __init__(self, work):
+        self.work, self.seconds = work, 0.0
+
+    def do(self, what: str, *arguments) -> Any:
+        """One of `add`, `fetch` and `result`."""
+        began = time.perf_counter()
+        result = getattr(self.work, what)(*arguments)
+        self.seconds += time.perf_counter() - began
+        return result
+
+
+def with_follower(following: Following, emit: Listener) -> Listener:
+    """A listener that also passes the parts of a result to the stage behind it. That queues its work on the devices
+    before anything else happens; what comes of it is fetched, and shown, once the part is saved and the devices have
+    more to do."""
+
+    def listener(event):
+        if isinstance(event, Part):
+            following.do("add", event.values)
+        emit(event)
+        if isinstance(event, Queued):
+            following.do("fetch")
+
+    return listener
+
+
+def with_pictures(encode: Callable, following: Following, emit: Listener) -> Listener:
+    """A listener that encodes pictures of a live video again, which the stage behind it has decoded."""
 
     def listener(event):
         emit(event)
-        if isinstance(event, Part):
-            following.add(event.values)
+        if isinstance(event, Reencoded):
+            event.latents.append(encode(following.do("first_kept")))
 
     return listener
 

@@ -8,21 +8,25 @@ from omegaconf import OmegaConf
 from wan_torchax import ROOT
 from wan_torchax.config.schema import Attention, ConfigError
 from wan_torchax.config.wording import nearest_multiple, one_of
-from wan_torchax.kernels.settings import Kernel, Parallel, Question
+from wan_torchax.kernels.settings import UNTRAINED, Kernel, Parallel, Question, vmem_bytes
 
 KERNELS = ("auto", "splash", "hopper", "cudnn", "xla")
 BESIDE_AUTO = ("window", "smooth_keys", "min_keys", "sparse", "outline")  # keys allowed beside `kernel: auto`
+HOPPER_LISTS = (64, 64), (128, 64), (128, 128)
 # Kinds of lists -> kernels -> their shapes, as (block_q, block_kv); (): any.
 LISTS: dict[str, dict[str, tuple]] = {
-    "sla": {"auto": (), "xla": (), "hopper": ((128, 64), (128, 128)), "splash": ((256, 128),)},
-    "vsa": {"auto": ((64, 64),), "xla": ((64, 64),)},
+    "sla": {"auto": (), "xla": (), "hopper": HOPPER_LISTS, "splash": ((256, 128),)},
+    "vsa": {"auto": (), "xla": (), "hopper": HOPPER_LISTS, "splash": ((256, 128),)},
+    "radial": {"auto": (), "xla": (), "hopper": HOPPER_LISTS, "splash": ((256, 128),)},
+    "band": {"auto": (), "xla": (), "hopper": HOPPER_LISTS, "splash": ((256, 128),)},
 }
 HOPPER_BLOCKS = (64, 96, 128, 160)  # values of block_kv whose scores and sums fit a warpgroup's registers
 
 
 def parallel_of(sharding) -> Parallel:
     """The mesh axes over which attention is parallelized."""
-    return Parallel(heads=sharding.axes.get("heads"), **sharding.attention)
+    named = {**sharding.attention, "groups": tuple(sharding.attention.groups)}
+    return Parallel(heads=sharding.axes.get("heads"), **named)
 
 
 # ---------------------------------------------------------------- the choice
@@ -91,6 +95,10 @@ def attention_problems(attention, questions: dict[str, Question], axes, parallel
             "set window=null, or sharding.attention.ring=null and use ulysses or heads"
         )
     yield from spread_problems(questions["self"].heads, axes, parallel)
+    if parallel.groups:
+        key = f"sharding.attention.groups={list(parallel.groups)}"
+        problems = group_problems(attention.self, questions["self"], axes, parallel)
+        yield from (f"{key}: {problem}; set groups=[]" for problem in problems)
 
 
 def kernel_problems(kernel: Kernel, question: Question) -> Iterator[str]:
@@ -127,17 +135,31 @@ def sparse_problems(kernel: Kernel, question: Question) -> Iterator[str]:
     if not 0 < sparse.keep <= 1:
         yield f"keep={sparse.keep}: the share of key blocks, above 0 and at most 1"
     if sparse.kind in LISTS and sparse.kind not in question.sparse:
-        yield f"kind={sparse.kind}: no model of this family is trained for it; set sparse=none"
+        yield f"kind={sparse.kind}: not for models of this family; set sparse=none"
+    if not 0 <= sparse.dense_above <= 1:
+        yield f"dense_above={sparse.dense_above}: a share of noise, from 0 (all steps are dense) to 1 (none)"
+    if sparse.dense_layers < 0:
+        yield f"dense_layers={sparse.dense_layers}: how many of the first layers; 0 for none"
+    if sparse.kind not in UNTRAINED and (sparse.dense_above < 1 or sparse.dense_layers):
+        yield f"kind={sparse.kind}: is trained for all steps and layers; set dense_above=1 and dense_layers=0"
     if kernel.window is not None:
         yield f"kind={sparse.kind}: chooses the keys itself; set window=null"
     if kernel.eight_bits:
-        yield f"kind={sparse.kind}: not with products of eight bits yet; set eight_bits=false"
+        yield f"kind={sparse.kind}: kernels over lists have products of 16 bits only; set eight_bits=false"
+    if kernel.kernel == "splash" and question.grid is not None:
+        tokens = math.prod(question.grid)
+        needed = vmem_bytes(tokens, kernel.block_q, question.head_dim, kernel, buffers=1) / 2**20
+        if needed > kernel.vmem_mib:
+            yield (
+                f"kind={sparse.kind}: a head's keys and values, of {tokens} tokens, need {needed:.1f} MiB of VMEM, "
+                f"the limit is vmem_mib={kernel.vmem_mib}; use fewer frames or a smaller resolution"
+            )
     served = LISTS.get(sparse.kind, {}).get(kernel.kernel)
     if served is None:
         yield f"kind={sparse.kind}: kernel={kernel.kernel} has no lists of this kind; use kernel=xla"
     elif (sparse.block_q, sparse.block_kv) not in served and (served or min(sparse.block_q, sparse.block_kv) < 1):
-        shapes = " and ".join(f"{block_q} x {block_kv}" for block_q, block_kv in served) or "positive sizes"
-        remedy = "; use sparse=sla_tpu" if kernel.kernel == "splash" else ""
+        shapes = ", ".join(f"{block_q} x {block_kv}" for block_q, block_kv in served) or "positive sizes"
+        remedy = f"; use sparse={sparse.kind}_tpu" if kernel.kernel == "splash" else "; set them so"
         yield f"block_q={sparse.block_q}, block_kv={sparse.block_kv}: kernel={kernel.kernel} has {shapes}{remedy}"
 
 
@@ -150,9 +172,9 @@ def unserved(kernel: Kernel, question: Question) -> Iterator[str]:
     """What a kernel does not support, whatever its block sizes."""
     head_dim = question.head_dim
     if question.beside:  # tokens without a grid position, whose keys are merged with the others
-        beside = "the model's text attends together with its video"
+        beside = "the model attends to other tokens besides its video's"
         if kernel.window is not None:
-            yield f"window={kernel.window}: {beside}, and has no place in it; set null"
+            yield f"window={kernel.window}: {beside}, which have no place in it; set null"
         if kernel.smooth_keys:
             yield f"smooth_keys=true: {beside}, and all keys need one mean; set false"
         if kernel.eight_bits:
@@ -200,6 +222,25 @@ def splash_vmem_bytes(kernel: Kernel, head_dim: int) -> int:
     # Transposed query and sums; two statistics and log_sum twice.
     state = kernel.block_q * (head_dim * (2 * query_terms + 4) + 4 * 8 * 4)
     return blocks + state + 2 * 4 * kernel.chunk_kv * kernel.sub_q
+
+
+def group_problems(kernel: Kernel, question: Question, axes: dict[str, int], parallel: Parallel) -> Iterator[str]:
+    """Problems with groups of heads that Ulysses exchanges in turn."""
+    if parallel.ulysses is None or parallel.ring is not None:
+        yield "heads are exchanged by ulysses (sharding=sequence, tokens), and without a ring"
+    if question.beside:
+        yield "the model attends to other tokens besides its video's, which are not exchanged"
+    if kernel.smooth_keys:
+        yield "keys travel with queries, before the mean is known that attention.self.smooth_keys=true subtracts"
+    if kernel.sparse.kind == "vsa":
+        yield "sparse=vsa has a second output, which is not exchanged"
+    if min(parallel.groups) < 1:
+        yield "these are relative sizes, from 1 on, e.g. [1, 8, 1]"
+        return
+    heads = question.heads // math.prod(axes.get(axis, 1) for axis in (parallel.heads, parallel.ulysses) if axis)
+    if parallel.group_sizes(heads) is None:
+        sums = ", ".join(str(total) for total in range(2, heads + 1) if heads % total == 0)
+        yield f"a device's {heads} heads do not divide into {sum(parallel.groups)} (sums that divide them: {sums})"
 
 
 def spread_problems(heads: int, axes: dict[str, int], parallel: Parallel) -> Iterator[str]:

@@ -3,7 +3,7 @@ import contextlib
 import functools
 import itertools
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # not at run time: --help must be fast
 
 # Self-contained formats only: a playlist would make ffmpeg open the files it lists.
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpegts,mpeg,ogg,flv"
+RECORDED_FPS = 30  # of a video that says no rate of its own: a browser's recording, whose frames have times instead
 REMEDY = "pip install --force-reinstall imageio-ffmpeg, or name one with the variable IMAGEIO_FFMPEG_EXE"
 SAFE = ["-protocol_whitelist", "file", "-format_whitelist", FORMATS]
 
@@ -52,25 +53,21 @@ class Clip:
 
 def probe(path: Path) -> Clip:
     """A video's header. Raises OSError with ffmpeg's message if the file is not a video."""
-    with opened(path) as frames:
-        meta = next(frames)
-        width, height = meta["size"]
-        return Clip(width, height, meta["fps"], "audio_codec" in meta)
+    with opened(path) as (clip, _):
+        return clip
 
 
 def read_frames(path: Path, count: int, fps: float) -> "Iterator[numpy.ndarray]":
     """Up to `count` uint8 frames (height, width, 3), resampled to `fps`: each is the one nearest in time."""
     import numpy
 
-    with opened(path) as frames:
-        meta = next(frames)
-        width, height = meta["size"]
-        rate = meta["fps"] / fps if meta["fps"] else 1.0
+    with opened(path) as (clip, frames):
+        rate = clip.fps / fps
         sources = (int(index * rate + 0.5) for index in range(count))
         source = next(sources, None)
         for index, frame in enumerate(frames):
             while index == source:  # repeated if the video has fewer frames per second
-                yield numpy.frombuffer(frame, numpy.uint8).reshape(height, width, 3)
+                yield numpy.frombuffer(frame, numpy.uint8).reshape(clip.height, clip.width, 3)
                 source = next(sources, None)
             if source is None:
                 return
@@ -80,7 +77,7 @@ def frame_count(path: Path, fps: float) -> int:
     """How many frames `read_frames` gives at most."""
     status = path.stat()
     frames, own = count_frames(path, status.st_mtime_ns, status.st_size)
-    rate = own / fps if own else 1.0
+    rate = own / fps
     near = max(int((frames - 0.5) / rate) - 1, 0)
     return next(index for index in itertools.count(near) if int(index * rate + 0.5) >= frames)
 
@@ -88,18 +85,28 @@ def frame_count(path: Path, fps: float) -> int:
 @functools.lru_cache(maxsize=16)
 def count_frames(path: Path, *changed: int) -> tuple[int, float]:
     """A video's frames, each decoded to be counted, and their rate."""
-    with opened(path) as frames:
-        meta = next(frames)
-        return sum(1 for _ in frames), meta["fps"]
+    with opened(path) as (clip, frames):
+        return sum(1 for _ in frames), clip.fps
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator:
-    """imageio-ffmpeg's generator: the header, then frames as bytes. ffmpeg exits with the context."""
-    import imageio_ffmpeg
-
-    frames = imageio_ffmpeg.read_frames(f"file:{path}", pix_fmt="rgb24", input_params=SAFE)
+def opened(path: Path) -> "Iterator[tuple[Clip, Iterator[bytes]]]":
+    """The header, and the frames at its rate. ffmpeg exits with the context."""
+    frames = decoder(path)
     try:
-        yield frames
+        meta = next(frames)
+        if not meta["fps"]:
+            frames.close()
+            frames = decoder(path, "-r", str(RECORDED_FPS))
+            meta = next(frames) | {"fps": RECORDED_FPS}
+        width, height = meta["size"]
+        yield Clip(width, height, meta["fps"], "audio_codec" in meta), frames
     finally:
         frames.close()
+
+
+def decoder(path: Path, *options: str) -> Generator:
+    """imageio-ffmpeg's generator: the header, then frames as bytes."""
+    import imageio_ffmpeg
+
+    return imageio_ffmpeg.read_frames(f"file:{path}", pix_fmt="rgb24", input_params=SAFE, output_params=list(options))

@@ -11,12 +11,19 @@ if TYPE_CHECKING:  # not at run time: --help must be fast
     from PIL import Image
 
 log = logging.getLogger("wan")
+# How Animate 2's picture and driving video are fitted: each with the filter of diffusers.
+LETTERBOXED = {"letterbox_picture": "BICUBIC", "letterbox_video": "BILINEAR"}
 
 
-def open_picture(path: Path) -> "Image.Image":
-    """A picture in RGB, rotated as its EXIF orientation says, with transparency over white."""
-    status = path.stat()
-    return decode_picture(path, status.st_mtime_ns, status.st_size)
+def open_picture(source: "str | Path | numpy.ndarray") -> "Image.Image":
+    """A picture in RGB, rotated as its EXIF orientation says, with transparency over white. Of frames (frames, height,
+    width, 3), the last."""
+    from PIL import Image
+
+    if not isinstance(source, (str, Path)):
+        return Image.fromarray(source[-1])
+    status = Path(source).stat()
+    return decode_picture(Path(source), status.st_mtime_ns, status.st_size)
 
 
 @functools.lru_cache(maxsize=4)
@@ -46,14 +53,27 @@ def in_eight_bits(picture: "Image.Image") -> "Image.Image":
 
 
 def fitted(picture: "Image.Image", size: tuple[int, int], fit: str) -> "Image.Image":
-    """A picture fitted to the size (width, height): cover (scaled and cropped), contain (scaled, with black borders) or
-    stretch."""
+    """A picture fitted to the size (width, height): cover (scaled and cropped), contain (scaled, with black borders),
+    stretch, or one of LETTERBOXED."""
     from PIL import Image, ImageOps
 
     filtering = Image.Resampling.LANCZOS
+    if fit in LETTERBOXED:
+        return letterboxed(picture, size, Image.Resampling[LETTERBOXED[fit]])
     if fit == "stretch":
         return picture.resize(size, filtering)
     return {"cover": ImageOps.fit, "contain": ImageOps.pad}[fit](picture, size, filtering)
+
+
+def letterboxed(picture: "Image.Image", size: tuple[int, int], filtering) -> "Image.Image":
+    """The whole picture centred on black, as in diffusers for Animate 2: sides and borders are rounded down."""
+    from PIL import Image
+
+    (width, height), (wide, high) = size, picture.size
+    scaled = (width, high * width // wide) if width * high < wide * height else (wide * height // high, height)
+    canvas = Image.new("RGB", size)
+    canvas.paste(picture.resize(scaled, filtering), ((width - scaled[0]) // 2, (height - scaled[1]) // 2))
+    return canvas
 
 
 def read_frames(path: Path, size, fit: str, first: int = 0) -> "numpy.ndarray":

@@ -99,7 +99,8 @@ def is_segmented(config) -> bool:
 
 def segment_count(config) -> int:
     """How many segments a video is made in, one after the other."""
-    segments, frames = config.pipeline.segments, config.resolution.frames
+    segments = config.pipeline.segments
+    frames = config.resolution.frames + segments.dropped
     if not is_segmented(config) or frames <= segments.frames:
         return 1
     return math.ceil((frames - segments.overlap) / (segments.frames - segments.overlap))

@@ -1,9 +1,20 @@
 """A pipeline as a graph: stages depend on each other through the values they take and give (conf/pipeline). No JAX, no
 torch."""
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from wan_torchax.config.geometry import previewer_of
 from wan_torchax.config.schema import Pipeline, PipelineStage
+
+
+def helpers_of(config) -> dict[str, PipelineStage]:
+    """What decodes previews, if no stage of the pipeline does, and what encodes pictures of a live video again."""
+    previewer, helpers = previewer_of(config), {}
+    if previewer:
+        helpers["preview"] = PipelineStage([previewer], ["latents"])
+    if config.live.reencode:
+        helpers["reencode"] = PipelineStage(["vae"], ["frames"], ["first_latent"])
+    return helpers
 
 
 @dataclass(frozen=True)
@@ -14,14 +25,13 @@ class Graph:
     stages: dict[str, PipelineStage]
     repeated: tuple[str, ...] = ()  # stages that run once per segment of a video
     carry: dict[str, str] = field(default_factory=dict)  # a value that a segment takes -> the previous segment's output
-    helpers: dict[str, PipelineStage] = field(default_factory=dict)  # these do not run: they decode previews
+    helpers: dict[str, PipelineStage] = field(default_factory=dict)  # these do not run: others need them while they do
 
     @classmethod
-    def of(cls, pipeline: Pipeline, previewed_by: str | None = None) -> "Graph":
-        """`previewed_by` is a component that decodes previews, if no stage of the pipeline does."""
+    def of(cls, pipeline: Pipeline, helpers: Mapping[str, PipelineStage] | None = None) -> "Graph":
         segments = pipeline.segments
-        helpers = {"preview": PipelineStage([previewed_by], ["latents"])} if previewed_by else {}
-        return cls(dict(pipeline.inputs), dict(pipeline.stages), tuple(segments.stages), dict(segments.carry), helpers)
+        repeated, carry = tuple(segments.stages), dict(segments.carry)
+        return cls(dict(pipeline.inputs), dict(pipeline.stages), repeated, carry, dict(helpers or {}))
 
     def stage(self, name: str) -> PipelineStage:
         """A stage that runs, or one that helps."""
@@ -31,17 +41,20 @@ class Graph:
         """The stage that gives a value; None for an input."""
         return next((name for name, stage in self.stages.items() if value in stage.gives), None)
 
-    def upstream(self, name: str) -> list[str]:
-        """The stage and every stage it depends on, in order."""
-        needed = {name}
-        for stage in reversed(self.stages):
-            if stage in needed:
-                needed |= {giver for value in self.stages[stage].takes if (giver := self.giver(value)) is not None}
-        return [stage for stage in self.stages if stage in needed]
+    def upstream(self, name: str, goes_on: bool = False) -> list[str]:
+        """The stage and every stage it depends on, in order; if it `goes_on`, in the segment before too."""
+        needed, carry = {name}, self.carry if goes_on else {}
+        while True:
+            takes = {value for stage in needed for value in self.stages[stage].takes}
+            takes |= {carry[value] for value in takes if value in carry}
+            more = {giver for value in takes if (giver := self.giver(value)) is not None}
+            if more <= needed:
+                return [stage for stage in self.stages if stage in needed]
+            needed |= more
 
-    def input_keys(self, name: str) -> list[str]:
+    def input_keys(self, name: str, goes_on: bool = False) -> list[str]:
         """The config keys of the inputs that reach a stage, directly or through other stages."""
-        taken = {value for stage in self.upstream(name) for value in self.stages[stage].takes}
+        taken = {value for stage in self.upstream(name, goes_on) for value in self.stages[stage].takes}
         return [key for value, key in self.inputs.items() if value in taken]
 
     def components(self, names: Iterable[str]) -> list[str]:

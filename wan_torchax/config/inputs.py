@@ -1,24 +1,28 @@
 """A pipeline's inputs: texts, typed or from files, pictures and videos. No JAX, no torch."""
 import contextlib
 import functools
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from wan_torchax.config import clips
+from wan_torchax.config import camera, clips, live, sounds
 from wan_torchax.config.commandline import literal
 from wan_torchax.config.frames import open_picture, read_frames
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.wording import one_of
 
+log = logging.getLogger("wan")
 FITS = ("cover", "contain", "stretch")
 MOST_BYTES = 200_000_000  # of a picture
 MOST_VIDEO_BYTES = 4_000_000_000
 MOST_PIXELS = 100_000_000
 MOST_REFERENCES = 16
 LEAST_SIDE = 16
+LEAST_SECONDS = 0.3  # of a sound
+SHAPES = (16 / 9, 9 / 16, 1)  # of videos
 
 
 def with_texts(config: DictConfig) -> DictConfig:
@@ -33,7 +37,7 @@ def with_texts(config: DictConfig) -> DictConfig:
 
 def taken(config: DictConfig) -> list[str]:
     """The file keys that the config's pipeline takes."""
-    return [key for key in config.pipeline.inputs.values() if key in FILES]
+    return [key for key in dict.fromkeys(config.pipeline.inputs.values()) if key in FILES]
 
 
 def paths(config: DictConfig, key: str) -> list[Path]:
@@ -43,8 +47,12 @@ def paths(config: DictConfig, key: str) -> list[Path]:
 
 
 def sound_of(config: DictConfig) -> Path | None:
-    """The file whose sound goes into the video: of the driving videos the first that has some."""
-    files = [path for key in DRIVING if key in taken(config) for path in paths(config, key)]
+    """The file whose sound goes into the video: the one that is spoken, or of the driving videos the first that has
+    some."""
+    if "audio" in taken(config):
+        return next((path for path in paths(config, "audio") if path.is_file()), None)
+    keys = [config.pipeline.inputs[value] for value in DRIVING if value in config.pipeline.inputs]
+    files = [path for key in keys for path in paths(config, key)]
     return next((path for path in files if path.is_file() and clips.probe(path).has_sound), None)
 
 
@@ -73,6 +81,8 @@ def input_problems(config: DictConfig, whole: bool = True) -> Iterator[str]:
             yield f"{key}: missing; pipeline={name} starts from it: {key}={EXAMPLES[key]}"
         for path in files:
             yield from problems(f"{key}={path}", path, config, whole)
+    if camera.is_taken(config) and not camera.moves_of(config.camera):
+        yield f"camera: missing; pipeline={name} follows its path: camera=zoom_in; moves are {', '.join(camera.MOVES)}"
     if {"mask", "video"} <= {*taken(config)} and config.mask is not None and config.video is None:
         yield f"mask={config.mask}: says which parts of a video to keep; give video=clip.mp4 too"
     if len(config.references) > MOST_REFERENCES:
@@ -106,8 +116,12 @@ def picture_problems(key: str, path: Path, config: DictConfig, whole: bool) -> I
 
 
 def video_problems(key: str, path: Path, config: DictConfig, whole: bool) -> Iterator[str]:
-    """A video must have enough frames at the output's frame rate."""
-    size = config.resolution
+    """A video must have enough frames at the output's frame rate; one that leads a live video, those of a chunk."""
+    size, leads = config.resolution, live.is_given(config) and config.live.chunk is not None
+    least, wanted = size.frames, f"resolution.frames={size.frames}"
+    if leads:
+        least = live.chunk_frames(config)[0]
+        wanted = f"the {least} of a first chunk"
     if not path.is_file():
         yield f"{key}: no such file"
     elif path.stat().st_size > MOST_VIDEO_BYTES:
@@ -120,24 +134,41 @@ def video_problems(key: str, path: Path, config: DictConfig, whole: bool) -> Ite
                 yield f"{key}: {clip.width} x {clip.height}; must be {sizes}"
                 return
             if is_picture(path):
-                yield f"{key}: is one picture; give a video of at least {size.frames} frames"
+                yield f"{key}: is one picture; give a video of at least {least} frames"
                 return
-            count = frames_of(path, config) if whole else size.frames
+            count = frames_of(path, config) if whole else least
         except Exception as error:  # imageio-ffmpeg raises all kinds
             yield f"{key}: not a video that ffmpeg reads ({str(error).strip().splitlines()[-1][:200]}); save it as MP4"
             return
-        if count < size.frames:
+        if count < least:
             scale = family_of(config).geometry(config.model.architecture).frame_scale
             most = count if config.pipeline.segments.whole else (count - 1) // scale * scale + 1
-            remedy = f"use resolution.frames={most}" if count else "it is empty"
-            fewer = f"fewer than resolution.frames={size.frames}"
-            yield f"{key}: has {count} frames at {size.fps} per second, {fewer}; {remedy}"
+            remedy = "give a longer one" if leads else f"use resolution.frames={most}" if count else "it is empty"
+            yield f"{key}: has {count} frames at {size.fps} per second, fewer than {wanted}; {remedy}"
+
+
+def sound_problems(key: str, path: Path, config: DictConfig, whole: bool) -> Iterator[str]:
+    """A sound may be shorter than the video, which is then silent, or longer: what is beyond its end is left out."""
+    if not path.is_file():
+        yield f"{key}: no such file"
+    elif path.stat().st_size > MOST_VIDEO_BYTES:
+        yield f"{key}: has more than {MOST_VIDEO_BYTES // 10**9} GB; cut it shorter"
+    elif whole:
+        try:
+            samples = sounds.read(path)
+        except Exception as error:  # ffmpeg's, and what subprocesses raise
+            yield f"{key}: not a sound that ffmpeg reads ({str(error).strip()[:200]}); save it as WAV, MP3 or MP4"
+            return
+        if len(samples) < LEAST_SECONDS * sounds.RATE:
+            yield f"{key}: {len(samples) / sounds.RATE:.3f} seconds of sound; at least {LEAST_SECONDS}"
+        elif not samples.any():
+            log.warning("%s: silence; nobody will speak", key)
 
 
 def frames_of(path: Path, config: DictConfig) -> int:
     """A video's frames, as far as they are needed. A short one is decoded, for the stages too; a long one is not kept
     in memory."""
-    if config.pipeline.segments.stages:
+    if config.pipeline.segments.stages or live.is_given(config):
         return clips.frame_count(path, config.resolution.fps)
     return len(read_frames(path, config.resolution, config.fit))
 
@@ -169,12 +200,36 @@ def side(name: str, area: int, multiple: int, buckets: bool, *files: str | None)
     return max(round((area * ratio) ** 0.5) // multiple * multiple, multiple)
 
 
-def length_of(file: str | None, fps: int, otherwise: int) -> int:
-    """A video's frames at this rate; `otherwise` if there is none. ${length_of:…} in conf/resolution/driven.yaml."""
+def length_of(fps: int, otherwise: int, *files: str | None) -> int:
+    """Frames at this rate of the first video given; `otherwise` if none is. ${length_of:…} in
+    conf/resolution/driven.yaml."""
     with contextlib.suppress(Exception):  # input_problems reports errors
-        if file is not None and not is_picture(Path(file)):
-            return clips.frame_count(Path(file), fps) or otherwise
+        video = next((Path(file) for file in files if file is not None), None)
+        if video is not None and not is_picture(video):
+            return clips.frame_count(video, fps) or otherwise
     return otherwise
+
+
+def length_of_sound(file: str | None, fps: int, otherwise: int, dropped: int) -> int:
+    """Frames of a video as long as a sound, without so many that are dropped at its beginning; `otherwise` if there is
+    none. ${length_of_sound:…} in conf/resolution/spoken.yaml."""
+    with contextlib.suppress(Exception):  # input_problems reports errors
+        if file is not None:
+            return max(sounds.frame_count(Path(file), fps) - dropped, 1)
+    return otherwise
+
+
+def follows(config: DictConfig, key: str) -> bool:
+    """Whether resolution's `key` is that of the input files, unless it is given."""
+    value = OmegaConf.to_container(config.resolution, resolve=False)[key]
+    return isinstance(value, str) and value.startswith(("${side:", "${length_of:", "${length_of_sound:"))
+
+
+def usual_sizes(config: DictConfig) -> list[tuple[int, int]]:
+    """Widths and heights of about resolution.area, for a size that follows files that are not there yet."""
+    area, multiple = config.resolution.area, config.model.size_multiple
+    sides = [[round((area * ratio) ** 0.5 / multiple) * multiple for ratio in (shape, 1 / shape)] for shape in SHAPES]
+    return [(width, height) for width, height in sides]
 
 
 def nearest_bucket(ratio: float, area: int, multiple: int) -> tuple[int, int]:
@@ -215,18 +270,21 @@ def read_aspect(path: Path, *changed: int) -> tuple[int, int]:
 
 OmegaConf.register_new_resolver("side", side, replace=True)
 OmegaConf.register_new_resolver("length_of", length_of, replace=True)
+OmegaConf.register_new_resolver("length_of_sound", length_of_sound, replace=True)
 
 # Config keys that name files, and the checks of a file.
 FILES = {
     "image": picture_problems, "last_image": picture_problems, "video": video_problems, "pose": video_problems,
     "face": video_problems, "background": video_problems, "mask": mask_problems, "references": picture_problems,
+    "audio": sound_problems,
 }
-DRIVING = ("background", "pose", "face")  # videos of whom a character moves like
-VIDEOS = tuple(key for key, problems in FILES.items() if problems is not picture_problems)
+DRIVING = ("background", "pose", "face", "driving")  # a pipeline's inputs: videos of whom a character moves like
+VIDEOS = tuple(key for key, problems in FILES.items() if problems in (video_problems, mask_problems))
+SOUNDS = ("audio",)
 EXAMPLES = {
     "image": "photo.jpg", "last_image": "photo.jpg", "video": "clip.mp4",
     "pose": "pose.mp4, skeletons on black, frame by frame those of the person who moves (tools/skeleton.py)",
     "face": "face.mp4, that person's face, square, in the same frames", "mask": "mask.mp4",
     "background": "background.mp4, the video in which that person is replaced, painted black",
-    "references": "[photo.jpg]",
+    "references": "[photo.jpg]", "audio": "speech.wav",
 }

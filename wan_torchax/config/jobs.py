@@ -5,7 +5,7 @@
     python run.py prompts=jobs.jsonl shard=3/12           # every twelfth job from the third on, for one of 12 machines
 
 A list is untrusted: a line may set what trust.py allows an artefact to set, and name files in the list's folder, in the
-columns image, last_image, video, pose, face, background, mask and references.
+columns image, last_image, video, pose, face, background, mask, references and audio.
 """
 import csv
 import hashlib

@@ -10,8 +10,9 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from wan_torchax.config import caches
+from wan_torchax.config import caches, clips
 from wan_torchax.config.geometry import guided
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import POSITIONS
@@ -35,6 +36,21 @@ def chunk_frames(config) -> tuple[int, int]:
 def first_of(live) -> int:
     """Latent frames of the first chunk."""
     return live.chunk if live.first is None else live.first
+
+
+def given_chunks(live, size, geometry, video: str | None) -> int:
+    """Chunks at the beginning of a video that are given: as many as another video has whole, but for the last; of a
+    picture the first."""
+    if video is None:
+        return 1
+    first, later = (first_of(live) - 1) * geometry.frame_scale + 1, live.chunk * geometry.frame_scale
+    frames = min(clips.frame_count(Path(video), size.fps), size.frames - later)
+    return max(1 + (frames - first) // later, 1)
+
+
+def is_given(config) -> bool:
+    """Whether a picture or a video leads the video."""
+    return is_on(config) and any(value in config.pipeline.inputs for value in ("image", "video"))
 
 
 @dataclass(frozen=True)
@@ -131,7 +147,7 @@ def prompt_chunks(config, geometry, layout: Layout) -> list[int]:
 def live_problems(config) -> Iterator[str]:
     live, pipeline = config.live, f"pipeline={config.pipeline.name}"
     if live.chunk is None and is_on(config):
-        remedy = "choose live=self_forcing or longlive, as the model was trained, or another pipeline"
+        remedy = "choose live=self_forcing, longlive, longlive2 or krea, as the model was trained, or another pipeline"
         yield f"{pipeline}: live={live.name} has no chunks; {remedy}"
     elif live.chunk is not None and not is_on(config):
         yield f"live={live.name}: {pipeline} makes a video in one piece; use pipeline=live, or live=none"
@@ -147,15 +163,21 @@ def size_problems(config) -> Iterator[str]:
     yield from one_of("live.positions", live.positions, POSITIONS)
     if not 0 <= live.context_noise <= MOST_TIME:
         yield f"live.context_noise={live.context_noise}: a time from 0 to {MOST_TIME}; usual 0"
-    for key, least in (("chunk", 1), ("first", 1), ("window", 1), ("sink", 0)):
+    for key, least in (("chunk", 1), ("first", 1), ("window", 1), ("sink", 0), ("blend", 0)):
         if live[key] is not None and live[key] < least:
-            yield f"live.{key}={live[key]}: must be at least {least} latent frames; nearest {least}"
+            unit = "chunks" if key == "blend" else "latent frames"
+            yield f"live.{key}={live[key]}: must be at least {least} {unit}; nearest {least}"
             return
     chunk, first = live.chunk, first_of(live)
     whole = f"must be of whole chunks, {first} and then {chunk} each"
     for key in ("window", "sink"):
         if live[key] and (live[key] < first or (live[key] - first) % chunk):
             yield f"live.{key}={live[key]}: {whole}; {nearest_multiple(live[key], chunk, first % chunk)}"
+    if live.reencode and not (live.rebuild and live.window is not None and not live.sink and first == chunk):
+        own = "the first of a window that is read anew, in whole chunks and without a sink"
+        yield f"live.reencode=true: encodes {own}; set live.rebuild=true, live.window and live.sink=0, or false"
+    elif live.reencode and live.window is not None and live.window <= chunk:
+        yield f"live.reencode=true: live.window={live.window} keeps no chunk to read anew; at least {2 * chunk}"
     if live.window is not None and live.sink + chunk > live.window:
         yield f"live.sink={live.sink}: leaves no chunk of live.window={live.window}; at most {live.window - chunk}"
 
@@ -173,6 +195,25 @@ def frame_problems(config) -> Iterator[str]:
     elif first != live.chunk and not live.sink and live.window is not None and latents > live.window:
         reason = "the first chunk's slot is too small for another"
         yield f"live.sink=0: {reason}, and the video is longer than live.window={live.window}; set live.sink={first}"
+    elif is_given(config) and not chunks:
+        least = (first + live.chunk - 1) * geometry.frame_scale + 1
+        yield f"resolution.frames={frames}: the first chunk is given, and no other is made; at least {least}"
+    if "image" in config.pipeline.inputs and first != 1:
+        yield (
+            f"live.first={live.first}: a picture is one latent frame, and the first chunk has {first}; use "
+            "live=first_frame with a model that begins so, or pipeline=live_v2v with a video"
+        )
+
+
+def live_warnings(config) -> Iterator[str]:
+    """Of a video that leads another, what is left out."""
+    if is_given(config) and config.get("video") is not None:
+        geometry = family_of(config).geometry(config.model.architecture)
+        first, later = chunk_frames(config)
+        count = clips.frame_count(Path(config.video), config.resolution.fps)
+        taken = first + (given_chunks(config.live, config.resolution, geometry, config.video) - 1) * later
+        if taken < count:
+            yield f"video={config.video}: has {count} frames; the last {taken} lead the video, in whole chunks"
 
 
 def prompt_problems(config) -> Iterator[str]:
@@ -222,6 +263,12 @@ def unserved(config) -> Iterator[str]:
     if config.sharding.attention.ring is not None:
         ring = "a ring shares keys that must be kept"
         yield f"sharding.attention.ring={config.sharding.attention.ring}: {ring}; use sharding=tp or tokens"
+    if config.live.reencode and "decode" not in config.stages:
+        stages = list(config.stages)
+        yield f"live.reencode=true: needs decoded pictures, and stages={stages} makes none; add decode, or set false"
+    if config.sharding.attention.groups:
+        groups = f"sharding.attention.groups={config.sharding.attention.groups}"
+        yield f"{groups}: {pipeline} keeps all heads of a chunk together; set groups=[]"
     if config.preview_every:
         yield f"preview_every={config.preview_every}: {pipeline} writes the video itself as it grows; set 0"
     if config.task in ("calibrate", "tune", "verify"):

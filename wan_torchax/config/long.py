@@ -2,14 +2,18 @@
 
     riflex=true                         up to twice the length in one piece (RIFLEx, arXiv 2502.15894)
     windows=static, windows=uniform     any length: the transformer sees windows, and their velocities are averaged
+    pipeline=i2v_long, ti2v_long, …     any length: segments that begin with the last frames of the one before
 """
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from omegaconf import OmegaConf
+
 from wan_torchax.config import caches, coarse, live
-from wan_torchax.config.geometry import Geometry
+from wan_torchax.config.commandline import options
+from wan_torchax.config.geometry import Geometry, is_segmented
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import Resolution
 from wan_torchax.config.wording import nearest_multiple, one_of
@@ -19,7 +23,7 @@ if TYPE_CHECKING:  # imported where it is used: most commands need none
 
 MODES = ("static", "uniform")
 WEIGHTS = ("pyramid", "linear", "flat")
-MOST_FRAMES = 1_000_001  # with windows
+MOST_FRAMES = 1_000_001  # with windows or segments
 STEP_BITS = 64
 # Published as 1e-37, of which products are rounded to 0; and a frame may have no other weight.
 LEAST_WEIGHT = 1e-6
@@ -29,8 +33,8 @@ LEAST_WEIGHT = 1e-6
 
 def most_frames(config) -> int:
     """Frames that a video may have."""
-    model = config.model
-    if config.windows.mode is not None:
+    model, segments = config.model, config.pipeline.segments
+    if config.windows.mode is not None or (segments.stages and not segments.whole):
         return MOST_FRAMES
     return max(model.max_frames, 2 * model.frames - 1) if config.riflex else model.max_frames
 
@@ -40,9 +44,21 @@ def is_windowed(config) -> bool:
 
 
 def seen_at_once(config) -> Resolution:
-    """The size of what the transformer sees in one forward pass: the video, or a window of it."""
-    size = config.resolution
-    return Resolution(size.height, size.width, config.windows.frames if is_windowed(config) else size.frames)
+    """The size of what the transformer sees in one forward pass: the video, or a window or segment of it."""
+    size, frames = config.resolution, config.resolution.frames
+    if is_windowed(config):
+        frames = config.windows.frames
+    elif is_segmented(config):
+        frames = config.pipeline.segments.frames
+    return Resolution(size.height, size.width, frames)
+
+
+def longer_with(config) -> str:
+    """What makes videos that are longer than the model takes, for a message; empty if nothing does."""
+    if f"{config.pipeline.name}_long" in options("pipeline"):
+        return f"; pipeline={config.pipeline.name}_long goes on from its last frames, in segments"
+    windowed = OmegaConf.merge(config, {"windows": {"name": "static", "mode": "static"}})
+    return "; windows=static has no such limit" if not any(long_problems(windowed)) else ""
 
 
 # ---------------------------------------------------------------- windows
@@ -124,6 +140,9 @@ def long_problems(config) -> Iterator[str]:
             f"riflex=true: it is not known which frequency to slow down in model={config.model.name}; "
             "set riflex=false, or model.riflex_frequency"
         )
+    if config.riflex and config.pipeline.segments.stages:
+        reason = f"a segment of pipeline={config.pipeline.name} is no longer than the model was trained for"
+        yield f"riflex=true: {reason}; set riflex=false"
     if live.is_on(config) and (config.riflex or config.windows.mode is not None):
         chosen = "riflex=true" if config.riflex else f"windows={config.windows.name}"
         yield f"{chosen}: pipeline={config.pipeline.name} makes a video of any length chunk by chunk; leave it out"
@@ -170,8 +189,9 @@ def long_warnings(config) -> Iterator[str]:
             f"riflex=true: {model.name} was trained for {model.frames} frames, and resolution.frames={frames}; it only "
             "helps longer videos, and changes this one"
         )
-    if not config.riflex and model.frames < seen_at_once(config).frames and model.riflex_frequency is not None:
+    is_long = model.frames < seen_at_once(config).frames and not live.is_on(config)
+    if not config.riflex and is_long and model.riflex_frequency is not None:
         yield (
             f"resolution.frames={frames}: {model.name} was trained for {model.frames}, and in longer ones motion tends "
-            "to start again; riflex=true or windows=static is for that"
+            "to start again; riflex=true, windows=static or, with a picture, a pipeline=…_long is for that"
         )

@@ -23,8 +23,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from wan_torchax.config import attention, validation
 from wan_torchax.config.commandline import literal
-from wan_torchax.config.geometry import Geometry, is_segmented, previewer_of, segment_count
-from wan_torchax.config.graph import Graph
+from wan_torchax.config.geometry import Geometry, is_segmented, segment_count
+from wan_torchax.config.graph import Graph, helpers_of
 from wan_torchax.config.long import seen_at_once
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ConfigError
@@ -107,7 +107,7 @@ class Job:
                 raise ConfigError(f"{checkpoint.path} and {checkpoints[name].path} are of different architectures")
             complete.model.architecture[name] = literals(checkpoint.architecture)
         OmegaConf.set_readonly(complete, True)
-        graph = Graph.of(config.pipeline, previewer_of(config))
+        graph = Graph.of(config.pipeline, helpers_of(config))
         geometry = family.geometry(complete.model.architecture)
         return cls(complete, graph, family, geometry, dict(checkpoints), dict(contents or {}), (config.seed,))
 
@@ -135,7 +135,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        return math.prod(self.grid)
+        return math.prod(self.grid) + self.family.behind(self.config)
 
     @property
     def is_segmented(self) -> bool:
@@ -169,8 +169,23 @@ class Job:
 
     def recipe(self, keys: Iterable[str], **derived) -> Recipe:
         """A recipe of some config keys and of numbers derived from others."""
-        settings = {key: plain(OmegaConf.select(self.config, key)) for key in keys}
-        return Recipe(settings, derived=derived)
+        return Recipe({key: self.setting(key) for key in keys}, derived=derived)
+
+    def setting(self, key: str) -> Any:
+        """A key's value, read once: a request asks for most of them a dozen times, a millisecond each."""
+        if key not in self.known:
+            self.known[key] = plain(OmegaConf.select(self.config, key))
+        return self.known[key]
+
+    @functools.cached_property
+    def known(self) -> dict[str, Any]:
+        """Values of the config, which is read-only, by key."""
+        return {}
+
+    @functools.cached_property
+    def views(self) -> dict[str, View]:
+        """What stages see of this job, by name, once they have asked."""
+        return {}
 
 
 @dataclass(frozen=True)

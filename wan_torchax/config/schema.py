@@ -123,9 +123,11 @@ class Segments:
     frames and a first frame in the whole."""
 
     stages: list[str] = field(default_factory=list)  # empty: the video is made in one piece
-    frames: int = 0  # of a segment
+    frames: int = offered(0)  # of a segment
     whole: bool = False  # every segment has all its frames: what is beyond the video's end is cut off
-    overlap: int = 0  # frames that a segment shares with the previous one, which makes them
+    overlap: int = offered(0)  # frames that a segment shares with the previous one, which makes them
+    dropped: int = 0  # frames of the first segment that are not part of the video
+    remembered: int = 0  # frames before a segment that it goes on from, which it does not share
     carry: dict[str, str] = field(default_factory=dict)  # a value that a segment takes -> the previous segment's output
 
 
@@ -170,6 +172,7 @@ class Model:
     min_size: int = 256
     max_size: int = 1280
     max_frames: int = 121
+    driving_prompt: Optional[str] = None  # what it was trained to read with a driving video
     riflex_frequency: Optional[int] = None  # of time, counted from 1: the one that riflex=true slows down
     architecture: dict[str, dict[str, Any]] = field(default_factory=dict)  # by component
 
@@ -241,6 +244,7 @@ class Tokens:
     batch: Optional[str] = None
     ulysses: Optional[str] = None
     ring: Optional[str] = None
+    groups: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -334,6 +338,9 @@ class Live:
     positions: str = offered("absolute")  # one of POSITIONS
     prompts: list[str] = offered(list)  # "<second>: <prompt>"
     recache: bool = offered(True)
+    blend: int = offered(0)  # chunks
+    rebuild: bool = offered(False)
+    reencode: bool = offered(False)
 
 
 @dataclass
@@ -531,6 +538,9 @@ class Config:
     background: Optional[str] = None
     mask: Optional[str] = None
     references: list[str] = field(default_factory=list)
+    audio: Optional[str] = None
+    camera: Any = offered(None, Union[str, list[str], None])
+    driving_prompt: Optional[str] = offered(None)
     fit: str = offered("cover")
     strength: Optional[float] = offered(None)
     riflex: bool = offered(False)

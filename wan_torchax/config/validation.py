@@ -22,14 +22,15 @@ from wan_torchax.config import inputs, trust
 from wan_torchax.config.adapters import adapter_problems
 from wan_torchax.config.attention import attention_problems, parallel_of, takes_dtype
 from wan_torchax.config.caches import cache_problems
+from wan_torchax.config.camera import camera_problems
 from wan_torchax.config.coarse import coarse_problems
 from wan_torchax.config.commandline import options
-from wan_torchax.config.geometry import guided, steps_skipped
+from wan_torchax.config.geometry import guided, is_segmented, segment_count, steps_skipped
 from wan_torchax.config.graph import Graph
 from wan_torchax.config.guiders import guider_problems
 from wan_torchax.config.keys import key_problems
-from wan_torchax.config.live import live_problems
-from wan_torchax.config.long import long_problems, long_warnings, most_frames
+from wan_torchax.config.live import live_problems, live_warnings
+from wan_torchax.config.long import long_problems, long_warnings, longer_with, most_frames
 from wan_torchax.config.registry import FAMILIES, STAGES, TASKS, family_of
 from wan_torchax.config.schema import (
     DTYPES,
@@ -98,7 +99,7 @@ def validate_resolved(config: DictConfig, devices) -> None:
     raise_problems([*problems, *platform_problems(config, devices.platform, devices.kind)])
     if idle := idle_axis(config):
         log.warning(idle)
-    for warning in long_warnings(config):
+    for warning in (*long_warnings(config), *live_warnings(config)):
         log.warning(warning)
 
 
@@ -159,8 +160,13 @@ def segment_problems(config: DictConfig) -> Iterator[str]:
         yield f"{key}.stages={stages}: must be stages of the pipeline that follow each other: {', '.join(names)}"
         return
     scale = family_of(config).geometry(config.model.architecture).frame_scale
-    if segments.frames < 1 or (segments.frames - 1) % scale:
-        yield f"{key}.frames={segments.frames}: must be {scale}n+1; {nearest_multiple(segments.frames, scale, 1)}"
+    one, rule = (0, f"{scale}n") if segments.remembered else (1, f"{scale}n+1")  # behind others, all frames are alike
+    if segments.frames < 1 or (segments.frames - one) % scale:
+        yield f"{key}.frames={segments.frames}: must be {rule}; {nearest_multiple(segments.frames, scale, one)}"
+    elif segments.frames > config.model.max_frames:
+        yield f"{key}.frames={segments.frames}: {config.model.name} takes at most {config.model.max_frames}"
+    elif not 0 <= segments.dropped < segments.frames:
+        yield f"{key}.dropped={segments.dropped}: must be from 0 to {segments.frames - 1}"
     if not 0 <= segments.overlap < segments.frames:
         yield f"{key}.overlap={segments.overlap}: must be from 0 to {segments.frames - 1}"
     given = [value for name in stages for value in config.pipeline.stages[name].gives]
@@ -202,6 +208,18 @@ def stage_problems(config: DictConfig) -> Iterator[str]:
     ordered = [stage for stage in choices if stage in config.stages]
     if set(ordered) == set(config.stages) and list(config.stages) != ordered:
         yield f"stages={list(config.stages)}: each once and in order; nearest [{','.join(ordered)}]"
+    yield from apart_problems(config)
+
+
+def apart_problems(config: DictConfig) -> Iterator[str]:
+    """A stage that goes on from an earlier segment needs the stage that gives what is carried over."""
+    graph = Graph.of(config.pipeline)
+    for value, source in graph.carry.items():
+        giver = graph.giver(source)
+        takers = [name for name in config.stages if name in graph.stages and value in graph.stages[name].takes]
+        if takers and giver not in config.stages and segment_count(config) > 1:
+            reason = f"{takers[0]} goes on from what {giver} gives of the segment before"
+            yield f"stages={list(config.stages)}: {reason}; add {giver} to stages"
 
 
 def missing_problems(config: DictConfig) -> Iterator[str]:
@@ -220,22 +238,23 @@ def missing_problems(config: DictConfig) -> Iterator[str]:
 def resolution_problems(config: DictConfig) -> Iterator[str]:
     model, resolution = config.model, config.resolution
     geometry = family_of(config).geometry(model.architecture)
+    unknown = [key for key in geometry.multiples if resolution[key] == 0 and resolution.area is not None]
+    if unknown and config.task != "serve":  # a server gets files with its requests
+        files = "image=photo.jpg, video=clip.mp4 or pose=pose.mp4"
+        remedy = f"give {files} for a pipeline that takes it, or another resolution"
+        yield f"resolution: there is no picture to derive {' and '.join(unknown)} from; {remedy}"
     for key, multiple in geometry.multiples.items():
         size = resolution[key]
-        if size == 0 and resolution.area is not None:
-            files = "image=photo.jpg, video=clip.mp4 or pose=pose.mp4"
-            remedy = f"give {files} for a pipeline that takes it, or another resolution"
-            yield f"resolution=auto: there is no picture to derive {key} from; {remedy}"
-        elif size % multiple:
+        if size % multiple:
             yield f"resolution.{key}={size}: must be a multiple of {multiple}; {nearest_multiple(size, multiple)}"
-        elif not model.min_size <= size <= model.max_size:
+        elif key not in unknown and not model.min_size <= size <= model.max_size:
             closest = min(max(size, model.min_size), model.max_size)
             yield f"resolution.{key}={size}: {model.name} takes {model.min_size} to {model.max_size}; nearest {closest}"
     frames, scale = resolution.frames, geometry.frame_scale
-    if frames < 1 or ((frames - 1) % scale and not config.pipeline.segments.whole):
+    if frames < 1 or ((frames - 1) % scale and not is_segmented(config)):
         yield f"resolution.frames={frames}: must be {scale}n+1; {nearest_multiple(frames, scale, 1)}"
     elif frames > most_frames(config):
-        yield f"resolution.frames={frames}: {model.name} takes at most {most_frames(config)}"
+        yield f"resolution.frames={frames}: {model.name} takes at most {most_frames(config)}{longer_with(config)}"
     if not 1 <= resolution.fps <= 120:
         yield f"resolution.fps={resolution.fps}: must be from 1 to 120; usual 16"
     if not 0 < resolution.flow_shift <= MOST_SHIFT:
@@ -318,6 +337,10 @@ def prompt_problems(config: DictConfig) -> Iterator[str]:
     for name, key, file in (("prompt", "text", "file"), ("negative_prompt", "negative", "negative_file")):
         yield from file_problems(f"prompt.{file}", prompt[file])
         yield from text_problems(name, prompt[key] or "")
+    yield from text_problems("driving_prompt", config.driving_prompt or "")
+    own = config.driving_prompt in (None, config.model.driving_prompt)
+    if not own and "driving_prompt" not in config.pipeline.inputs.values():
+        yield f"driving_prompt: pipeline={config.pipeline.name} has no driving video to describe; leave it out"
     taken = {value for name in config.stages for value in config.pipeline.stages.get(name, PipelineStage()).takes}
     if "prompt" in taken and prompt.file is None and prompt.text is None:
         yield 'prompt: missing; give prompt="a red ball bouncing" or prompt.file=prompt.txt'
@@ -642,7 +665,7 @@ def op_problems(config: DictConfig) -> Iterator[str]:
 CHECKS = (
     unknown_problems, choice_problems, pipeline_problems, decoder_problems, stage_problems, resolution_problems,
     sampling_problems, prompt_problems, mesh_problems, host_problems, table_problems, op_problems, tune_problems,
-    plan_problems, adapter_problems, serve_problems, verify_problems,
+    plan_problems, adapter_problems, serve_problems, verify_problems, camera_problems,
 )
 LATER_CHECKS = (
     cache_problems, coarse_problems, live_problems, long_problems,

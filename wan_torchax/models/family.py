@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from wan_torchax.records.store import Store
 
 # Of a transformer's names in ComfyUI's files.
-WRAPPERS = ("model.diffusion_model.", "diffusion_model.", "model.")
+WRAPPERS = ("model.diffusion_model.", "diffusion_model.", "model.model.", "model.")
 # Beside a linear layer's weight: an adapter's factors, (layers, rank, inputs) and (layers, outputs, rank).
 DOWN, UP = "lora_down", "lora_up"
 Architecture = Mapping[str, Any]  # of one component: its config.json merged with conf/model
@@ -61,6 +61,7 @@ class ComponentSpec:
     # matches the pattern `foreign`: a name may exist in both layouts, for different tensors.
     rename: Callable[[str], str | Rows | None] = lambda name: None
     foreign: str = ""
+    described: Callable[[dict], dict] = lambda stored: stored  # another class's config.json in the words of conf/model
     respell: Callable[[str], str | None] = lambda name: None  # of names in diffusers' layout that ports spell otherwise
     # Tensors by which a file is recognized, and their shapes; None: it has no such tensor.
     landmarks: Callable[[Architecture], Mapping[str, tuple[int, ...] | None]] = lambda architecture: {}
@@ -94,8 +95,8 @@ class PictureEncoding:
     shape: Callable[[DictConfig], tuple[int, ...]]  # of one image's tokens
     pixels: Callable[[DictConfig], tuple[int, ...]]  # shape of one image as `encode` takes it
     check: Callable[[Mapping[str, Path]], None]  # raises if the folders in `beside` are invalid
-    # (folders in `beside`, image, config of the stage's keys) -> its pixels
-    read: Callable[[Mapping[str, Path], Path, DictConfig], numpy.ndarray]
+    # (folders in `beside`, image: a file or frames, whose last counts; config of the stage's keys) -> its pixels
+    read: Callable[[Mapping[str, Path], Any, DictConfig], numpy.ndarray]
     encode: Callable[..., jax.Array]  # traced: (module, arrays, pixels of all images) -> their tokens
     temporaries: Callable[[DictConfig], float] = lambda config: 0.0
     settings: tuple[str, ...] = ()  # config keys that `read` reads
@@ -110,6 +111,32 @@ class FaceEncoding:
     shape: Callable[[Job], tuple[int, ...]]  # of what they give, per prompt
     side: Callable[[DictConfig], int]  # height and width of the video in pixels
     encode: Callable[..., jax.Array]  # traced: (module, arrays, uint8 (frames, side, side, 3), prompts) -> (prompts, …)
+    temporaries: Callable[[DictConfig], float] = lambda config: 0.0
+
+
+@dataclass(frozen=True)
+class SoundEncoding:
+    """A sound through an encoder of its own."""
+
+    component: str
+    shape: Callable[[DictConfig], tuple[int, ...]]  # of a frame's features
+    rate: float  # tokens a second, of which there are so many for a number of samples:
+    tokens: Callable[[int, DictConfig], int]
+    steps: float  # a second, to which tokens are resampled before frames take the nearest
+    encode: Callable[..., jax.Array]  # traced: (module, arrays, samples, how many are sound) -> (layers, tokens, …)
+    temporaries: Callable[[DictConfig], float] = lambda config: 0.0
+
+
+@dataclass(frozen=True)
+class VoiceEncoding:
+    """Features of a sound through an encoder that is part of the transformer."""
+
+    component: str
+    part: str  # pattern of its tensors
+    features: str  # a name in Family.sounds
+    shapes: Callable[[Job], dict[str, tuple[int, ...]]]  # of what it gives, per prompt
+    # traced: (module, arrays, features of a segment's frames, prompts) -> values (prompts, …)
+    encode: Callable[..., dict[str, jax.Array]]
     temporaries: Callable[[DictConfig], float] = lambda config: 0.0
 
 
@@ -172,7 +199,7 @@ class Chunk(NamedTuple):
     value: jax.Array
     start: jax.Array  # the first token of its slot
     filling: jax.Array  # index of Forward.fillings
-    positions: jax.Array  # in RoPE, of its latent frames
+    positions: jax.Array | None  # in RoPE, of its latent frames; None: from Forward.first_position on
     kept_positions: jax.Array | None = None  # of all slots' latent frames, if keys are kept before RoPE
 
 
@@ -210,12 +237,15 @@ class Forward:
     same_video: bool = False  # the batch is one video at one timestep; only the prompts differ
     multiple: int = 1  # tokens are padded to a multiple of this inside the blocks
     fillings: tuple[int, ...] = ()  # tokens to attend to, by the number of chunks; empty: all are made at once
+    first_position: tuple[int, int, int] = (0, 0, 0)  # in RoPE: of frames, height and width
     riflex: int | None = None  # the frequency of time, counted from 1, that has not repeated by the video's end
     pinned: bool = False  # constrain the tokens' sharding in every block, where the compiler would choose another
     nag: Nag | None = None  # with it, conditions of negative prompts come too, named negative_…
+    behind: int = 0  # tokens behind the grid's in one sequence: Family.behind
 
     @property
     def tokens(self) -> int:
+        """Of the grid."""
         frames, height, width = self.grid
         return frames * height * width
 
@@ -252,11 +282,17 @@ class Family:
     # The same for a chunk of a video, with what is kept of those before: (arrays, latents, time, conditions, chunk) ->
     # (Output, Chunk). None: its videos cannot be made chunk by chunk.
     chunk_denoiser: Callable[[torch.nn.Module, Forward], Callable[..., tuple[Output, Chunk]]] | None = None
+    # Reads a driving video once, for all steps: (module, Forward) -> a function of arrays, what to fill and conditions.
+    # It fills key and value, (layers, 1, tokens, width): kernels.attention.OfFrames. None: no model is driven by one.
+    reader: Callable[[torch.nn.Module, Forward], Callable[..., dict[str, jax.Array]]] | None = None
     tiny: VideoCodec | None = None  # a much smaller decoder of the same latents, approximate (conf/vae)
     pictures: Mapping[str, PictureEncoding] = field(default_factory=dict)  # by output value
     encodings: Mapping[str, LatentEncoding] = field(default_factory=dict)  # by output value
     faces: Mapping[str, FaceEncoding] = field(default_factory=dict)  # by output value
+    sounds: Mapping[str, SoundEncoding] = field(default_factory=dict)  # by output value
+    voice: VoiceEncoding | None = None
     extra_frames: Callable[[DictConfig], int] = lambda config: 0  # latent frames before the video's
+    behind: Callable[[DictConfig], int] = lambda config: 0  # tokens behind the video's, of what it is made from
     # Whether a step's forward pass takes the time after the step too, as condition `next_timestep`.
     two_times: Callable[[DictConfig], bool] = lambda config: False
     norm: str | None = None  # QK norm: over the whole "width", or per "head"
@@ -293,11 +329,12 @@ class Family:
 # ---------------------------------------------------------------- helpers
 
 
-def lazily(module: str, name: str) -> Callable:
-    """A function whose module, and with it torch and diffusers, is imported on the first call."""
+def lazily(module: str, name: str, torch: bool = True) -> Callable:
+    """A function whose module, and with it torch and diffusers if it uses them, is imported on the first call."""
+    load = import_module if torch else importlib.import_module
 
     def call(*arguments, **named):
-        return getattr(import_module(module), name)(*arguments, **named)
+        return getattr(load(module), name)(*arguments, **named)
 
     return call
 

@@ -7,8 +7,8 @@ A block is a pure function of one `Layer`, which has its weights, and of the car
 does not grow with depth.
 
 Implementations of linear layers wrap each other. `linear_of` composes them in this order, and the first that supports a
-layer computes it: a Pallas kernel (conf/products), quantized (conf/precision), XLA. The product with adapters' factors
-beside the weight is added to its result.
+layer computes it: a Pallas kernel (conf/products), quantized (conf/precision), XLA. Adapters' factors beside a weight
+are added to it first, or their product with the input to the result.
 """
 import functools
 import itertools
@@ -33,11 +33,19 @@ class Layer:
     blocks: "Blocks"
     index: Any  # an int or a traced scalar
     eight_bits: bool = False
+    adapted: str | None = None  # a linear layer whose weight is given with the adapters' factors beside it added
 
     def __getitem__(self, name: str) -> jax.Array:
         array = jax.lax.dynamic_index_in_dim(*self.stacked(name), keepdims=False)
         sharding = self.blocks.gathered.get(name)
-        return array if sharding is None else jax.lax.with_sharding_constraint(array, sharding)
+        array = array if sharding is None else jax.lax.with_sharding_constraint(array, sharding)
+        return array if name != f"{self.adapted}.weight" else self.with_factors(array)
+
+    def with_factors(self, weight: jax.Array) -> jax.Array:
+        """A weight plus up · down, summed in float32."""
+        up, down = (self[f"{self.adapted}.{name}"] for name in (UP, DOWN))
+        added = jnp.einsum("ab,bc->ac", up, down, preferred_element_type=jnp.float32)
+        return (weight.astype(jnp.float32) + added).astype(weight.dtype)
 
     def __contains__(self, name: str) -> bool:
         return name in self.blocks.arrays
@@ -176,14 +184,42 @@ def linear_of(forward: Forward) -> Callable:
     return functools.partial(linear_with_adapters, linear)
 
 
+def linear_of_all_blocks(arrays: Mapping[str, jax.Array], stack: str, name: str, array, forward: Forward) -> jax.Array:
+    """The linear layer of this name of every block at once, (batch, inputs) to (layers, batch, outputs). It is for
+    modulations: a third of a model's weights, for one row. Devices that share the tokens share the outputs, so that
+    each reads its part of the weights only, whether it stores the others or not."""
+    own = {kind: arrays.get(f"{stack}.*.{name}.{kind}") for kind in ("weight", "bias", DOWN, UP)}
+    with jax.named_scope(name.replace(".", "/")):
+        out = jnp.einsum("ba,lca->lbc", array, own["weight"])
+        if own[DOWN] is not None:
+            out = out + jnp.einsum("lba,lca->lbc", jnp.einsum("ba,lca->lbc", array, own[DOWN]), own[UP])
+        out = out + own["bias"][:, None].astype(out.dtype)
+        batch, tokens = token_sharding(forward.mesh, forward.parallel, len(array)).spec
+        for axes in ((None, batch, tokens), (None, batch)):
+            place = jax.sharding.NamedSharding(forward.mesh, jax.sharding.PartitionSpec(*axes))
+            out = jax.lax.with_sharding_constraint(out, place)
+        return out
+
+
 def linear_with_adapters(inner: Callable, layer: Layer, name: str, array, options: Options):
-    """The layer, plus up · down · array of the adapters' factors beside its weight, if there are any."""
+    """The layer, with the adapters' factors beside its weight, if there are any. The weight plus up · down is made anew
+    for each call, or up · down · array added to the result, whichever multiplies less: a video has far more tokens than
+    a weight has rows. Quantized weights stay as they are."""
     if f"{name}.{DOWN}" not in layer:
         return inner(layer, name, array, options)
+    if not layer.has_eight_bits(name) and sum_is_less(layer, name, array):
+        return inner(replace(layer, adapted=name), name, array, options)
     out = inner(layer, name, array, replace(options, gelu=False, residual=None, gate=None))
     pieces = layer.pieces(f"{name}.{DOWN}", array, Options())
     low = sum(jnp.einsum("...a,ba->...b", piece, part) for piece, part in pieces)
     return finish(out + jnp.einsum("...a,ba->...b", low, layer[f"{name}.{UP}"][options.rows]), options)
+
+
+def sum_is_less(layer: Layer, name: str, array) -> bool:
+    """Whether up · down has fewer products than both with every token."""
+    _, outputs, inputs = layer.blocks.arrays[f"{name}.weight"].shape
+    tokens = math.prod((array[0] if isinstance(array, tuple) else array).shape[:-1])
+    return outputs * inputs < tokens * (outputs + inputs)
 
 
 def plain_linear(layer: Layer, name: str, array, options: Options):
@@ -229,8 +265,8 @@ def linear_by_kernel(inner: Callable, product: Linear, layer: Layer, name: str, 
     part, scale = f"{name}.weight", None
     if layer.has_eight_bits(name):
         part, scale = f"{name}.quantized", layer[f"{name}.scale"]
-    # The kernel reads from the stack, since a slice would be a copy; not if the weight is gathered.
-    weight, index = (layer[part], None) if layer.blocks.gathered else layer.stacked(part)
+    # The kernel reads from the stack, since a slice would be a copy; not if the weight is gathered or summed.
+    weight, index = (layer[part], None) if layer.blocks.gathered or layer.adapted else layer.stacked(part)
     out = product(
         array, weight, layer[f"{name}.bias"], index, scale, gelu=options.gelu, transpose_in=options.transpose_in,
         transpose_out=options.transpose_out, **({} if apart else after),

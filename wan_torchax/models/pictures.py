@@ -14,9 +14,10 @@ from wan_torchax.config.schema import ConfigError
 BICUBIC = int(Image.Resampling.BICUBIC)
 
 
-def read_picture(path: Path, height: int, width: int, fit: str) -> numpy.ndarray:
-    """Float32 (3, height, width) in -1..1; `fit` is how it is fitted to the frame."""
-    return pixels_of(numpy.asarray(fitted(open_picture(path), (width, height), fit))[None])[0, :, 0]
+def read_picture(source: str | Path | numpy.ndarray, height: int, width: int, fit: str) -> numpy.ndarray:
+    """Float32 (3, height, width) in -1..1, from a file or the last of frames; `fit` is how it is fitted to the
+    frame."""
+    return pixels_of(numpy.asarray(fitted(open_picture(source), (width, height), fit))[None])[0, :, 0]
 
 
 def read_video(path: Path, size, fit: str, first: int = 0) -> numpy.ndarray:
@@ -28,13 +29,16 @@ def read_video(path: Path, size, fit: str, first: int = 0) -> numpy.ndarray:
     return read_frames(path, size, fit, first)
 
 
-def read_mirrored(path: Path, size, fit: str, first: int) -> numpy.ndarray:
-    """The same, and past the video's end its frames backwards, then forwards again."""
+def read_mirrored(path: Path, size, fit: str, first: int, twice: bool = False) -> numpy.ndarray:
+    """The same, and past the video's end its frames backwards, then forwards again; where it turns back, a frame comes
+    once or `twice`."""
     frames = read_video(path, size, fit, first)
     if len(frames) == size.frames:
         return frames
     last = first + len(frames) - 1
-    places = last - numpy.abs(last - numpy.arange(first, first + size.frames) % max(2 * last, 1))
+    period = max(2 * (last + twice), 1)
+    places = numpy.arange(first, first + size.frames) % period
+    places = numpy.minimum(places, period - twice - places)
     low = places.min()
     return read_video(path, size, fit, int(low))[places - low]
 
@@ -68,6 +72,23 @@ def on_black(path: Path, height: int, width: int) -> numpy.ndarray:
     canvas = Image.new("RGB", (width, height))
     canvas.paste(fitted(picture, scaled, "stretch"), (width // 2 - scaled[0] // 2, height // 2 - scaled[1] // 2))
     return pixels_of(numpy.asarray(canvas)[None])
+
+
+def bicubic(pixels: numpy.ndarray, height: int, width: int) -> numpy.ndarray:
+    """Resize (channels, height, width) bicubically, without antialiasing: torch's interpolation, whose kernel has a
+    slope of -3/4 at 1."""
+    for axis, size in ((1, height), (2, width)):
+        old = pixels.shape[axis]
+        places = (numpy.arange(size) + 0.5) * (old / size) - 0.5
+        below = numpy.floor(places).astype(int)
+        resized = 0
+        for place in (below - 1, below, below + 1, below + 2):
+            far = numpy.abs(places - place)
+            near = (1.25 * far - 2.25) * far**2 + 1
+            shares = numpy.where(far <= 1, near, ((-0.75 * far + 3.75) * far - 6) * far + 3).astype(numpy.float32)
+            resized = resized + pixels.take(place.clip(0, old - 1), axis) * shares.reshape((-1, 1) if axis == 1 else -1)
+        pixels = resized
+    return pixels
 
 
 def bilinear(pixels: numpy.ndarray, height: int, width: int) -> numpy.ndarray:

@@ -11,6 +11,8 @@ import numpy
 
 from wan_torchax.config.schema import FolderError
 
+IN_MEMORY = 2**30  # bytes of a video's frames, or latents; more are in a file
+
 
 @contextlib.contextmanager
 def atomic(path: Path) -> Iterator[Path]:
@@ -33,8 +35,9 @@ class Spool:
     """Rows of an array, in memory; if they are more than `most` bytes, in a temporary file (in TMPDIR), which is gone
     when nobody has the array any longer."""
 
-    def __init__(self, most: int):
-        self.most, self.held, self.rows, self.bytes = most, list[numpy.ndarray](), 0, 0
+    def __init__(self, most: int | None = None):
+        self.most = IN_MEMORY if most is None else most
+        self.held, self.rows, self.bytes = list[numpy.ndarray](), 0, 0
         self.file: IO[bytes] | None = None
 
     def append(self, rows: numpy.ndarray) -> None:

@@ -15,7 +15,8 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from wan_torchax import interruption
-from wan_torchax.config.clips import SAFE, ffmpeg
+from wan_torchax.config import sounds
+from wan_torchax.config.clips import ffmpeg
 from wan_torchax.records.files import atomic
 
 SHEET_FRAMES = 9
@@ -31,7 +32,8 @@ class Encoding:
 
     fps: int
     quality: int  # H.264's constant rate factor
-    sound: Path | None = None  # a video whose sound it gets, from the beginning
+    sound: Path | None = None  # a file whose sound it gets
+    sound_start: float = 0.0  # seconds of it before the video's first frame
 
 
 def write_video(path: Path, frames: numpy.ndarray, encoding: Encoding, title: str, comment: dict) -> None:
@@ -80,7 +82,8 @@ class Encoder:
         encoded = self.writer.submit(self.process.communicate)  # runs after the queued frames are written
         interruption.wait([encoded])
         check(self.path, self.process.returncode, encoded.result()[1])
-        sound = self.encoding.sound and (self.encoding.sound, self.frames / self.encoding.fps)
+        seconds = self.encoding.sound_start, self.frames / self.encoding.fps
+        sound = self.encoding.sound and (self.encoding.sound, *seconds)
         write_with_metadata(self.stream, self.path, title, comment, sound)
 
     def close(self) -> None:
@@ -105,10 +108,10 @@ def encoder(encoding: Encoding) -> list[str]:
 
 
 def write_with_metadata(
-    stream: Path, path: Path, title: str, comment: dict, sound: tuple[Path, float] | None = None
+    stream: Path, path: Path, title: str, comment: dict, sound: tuple[Path, float, float] | None = None
 ) -> None:
-    """Remux an encoded video with metadata and the index first (faststart), so that players start at once; with so many
-    seconds of the sound of another video."""
+    """Remux an encoded video with metadata and the index first (faststart), so that players start at once; with the
+    sound of another file from a second on, for so many."""
     # Through a file: a prompt may exceed the command line's limit.
     with atomic(path) as partial, tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt") as metadata:
         # ffmpeg treats a backslash at the end of a line as an escape, even if it is itself escaped.
@@ -118,7 +121,7 @@ def write_with_metadata(
         inputs = ["-i", str(stream), "-f", "ffmetadata", "-i", metadata.name]
         maps = ["-map", "0:v", "-map_metadata", "1", "-c:v", "copy"]
         if sound is not None:
-            inputs += [*SAFE, "-t", str(sound[1]), "-i", f"file:{sound[0]}"]
+            inputs += [*sounds.SAFE, "-ss", str(sound[1]), "-t", str(sound[2]), "-i", f"file:{sound[0]}"]
             maps += ["-map", "2:a:0", "-map_metadata:s:a", "-1", "-c:a", "aac"]
         copy = [*inputs, *maps, "-movflags", "+faststart", str(partial)]
         ran = subprocess.run([ffmpeg(), "-y", "-v", "error", *copy], capture_output=True, check=False)

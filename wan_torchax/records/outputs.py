@@ -108,7 +108,8 @@ def open_video(folder: Path, config: DictConfig) -> Video:
     """An encoder for the run's video, which is a picture if it has one frame."""
     if config.resolution.frames == 1:
         return media.Picture(folder / PICTURE)
-    encoding = media.Encoding(config.resolution.fps, config.output.quality, inputs.sound_of(config))
+    start = config.pipeline.segments.dropped / config.resolution.fps
+    encoding = media.Encoding(config.resolution.fps, config.output.quality, inputs.sound_of(config), start)
     if live.is_on(config):
         return Growing(folder / VIDEO, encoding, live.chunk_frames(config))
     return media.Encoder(folder / VIDEO, encoding)

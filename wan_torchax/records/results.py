@@ -1,6 +1,7 @@
 """Stage results in a run folder: written atomically with the settings that produced them, read by `resume`."""
 import json
 import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy
@@ -65,6 +66,23 @@ def read(path: Path, shapes: dict[str, tuple]) -> tuple[dict[str, numpy.ndarray]
         remedy = "remove it to make it again"
         raise Misfit(f"{path}: not a stage result of this program ({error}); {remedy}") from error
     return values, settings
+
+
+class Stored(Mapping):
+    """A stage's values in its file, read where they are used: those of all segments or chunks may be larger than
+    memory."""
+
+    def __init__(self, path: Path, shapes: dict[str, tuple]):
+        self.path, self.shapes = path, shapes
+
+    def __getitem__(self, name: str) -> numpy.ndarray:
+        return read(self.path, self.shapes)[0][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
 
 
 def compare(path: Path, made_with: dict, settings: dict) -> None:

@@ -61,6 +61,17 @@ def take_over(config: DictConfig, overrides: list[str]) -> DictConfig:
     return with_pictures(with_adapters(now, config[key], stored, said), Path(config[key]), stored)
 
 
+def composed_from(config: DictConfig, overrides: list[str]) -> list[str]:
+    """The overrides behind what `take_over` gives: those of the run that is taken over, then this command line's. A
+    run records them, so that it can be taken over in its turn."""
+    key = "replay" if config.replay is not None else "resume"
+    if config[key] is None:
+        return overrides
+    stored = read_stored(Path(config[key]), key)
+    before, _ = repeat([text for text in stored.overrides if not replaced(key_of(text), overrides)])
+    return [*before, *overrides]
+
+
 def with_adapters(now: DictConfig, source: str, stored: Stored, said: list[str]) -> DictConfig:
     """Restore strengths and targets of adapters whose files this command line gives; warn about missing ones."""
     for key, value in flatten(stored.config):

@@ -1,4 +1,4 @@
-"""Adapters for a transformer: LoRA, LoHa, LoKr, DoRA and weight diffs, in the formats of the common trainers.
+"""Adapters for a transformer: LoRA, LoHa, LoKr, DoRA, OFT and weight diffs, in the formats of the common trainers.
 
     checkpoints = on(checkpoints, config)       # with their adapters: files located and hashed, headers read
     changes = place(adapters, shapes)           # {checkpoint name: [Change, …]}
@@ -31,7 +31,7 @@ from wan_torchax.models.family import AdapterNames, Family, Rows
 from wan_torchax.records.fingerprints import digest, hash_file
 from wan_torchax.runtime.checkpoint import read_header
 from wan_torchax.runtime.formats import STORED_DTYPES, Stored, split_rows, without_ones
-from wan_torchax.runtime.weights import Change, Form
+from wan_torchax.runtime.merging import Change, Form
 
 log = logging.getLogger("wan")
 PROBLEMS_SHOWN = 20
@@ -41,21 +41,21 @@ INTEGERS = {"I64": "int64", "I32": "int32"}  # some trainers store alpha as an i
 
 LOHA = "hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"
 LOKR = "lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"
+TUCKER = "mid", "hada_t1", "hada_t2", "lokr_t2"  # between two factors, of a convolution
+OFT = "oft_blocks", "rescale"
 # Key suffix -> kind of tensor. DiffSynth and PEFT insert the adapter's name before the last part.
 ENDS = {
     r"lora_(?:A|down)(?:\.\w+)?\.weight|(?:lora\.)?down\.weight": "down",
     r"lora_(?:B|up)(?:\.\w+)?\.weight|(?:lora\.)?up\.weight": "up",
-    r"lora_B(?:\.\w+)?\.bias": "up_bias", r"alpha": "alpha",
+    r"lora_mid\.weight": "mid", r"lora_B(?:\.\w+)?\.bias": "up_bias", r"alpha": "alpha",
     r"diff": "diff", r"diff_b": "diff_b", r"diff_m": "diff_m",
     r"dora_scale|lora_magnitude_vector(?:\.\w+)*": "norms",
-    **{name: name for name in (*LOHA, *LOKR)},
+    **{name: name for name in (*LOHA, *LOKR, *TUCKER[1:], *OFT)},
 }
 WHOLE = ("down", "alpha")  # what layers that are one in a file share
+MOST_TURNS = 16  # of BOFT
 PARTS = "a low-rank factor nor a diff"
-TUCKER = "a Tucker decomposition"
-OTHER_KINDS = {
-    "oft_": "OFT", "lora_mid": TUCKER, "hada_t[12]": TUCKER, "lokr_t2": TUCKER, "set_weight": "a whole set of weights",
-}
+OTHER_KINDS = {"oft_(?!blocks)": "PEFT's OFT", "boft_": "PEFT's BOFT", "set_weight": "a whole set of weights"}
 
 
 # ---------------------------------------------------------------- files
@@ -171,7 +171,7 @@ def parse(path: Path, names: AdapterNames) -> Contents:
     for key in header:
         kind = next((name for part, name in OTHER_KINDS.items() if re.search(rf"[._]{part}", key)), None)
         if kind is not None:
-            others = "LoRA, LoHa, LoKr, DoRA and diffs are"
+            others = "LoRA, LoHa, LoKr, DoRA, LyCORIS' OFT and diffs are"
             raise ConfigError(f"{path}: {key} is {kind}, which is not implemented; {others}")
         keys[key] = re.fullmatch(rf"{names.prefix}(?P<module>[\w.]+?)\.(?P<end>{ends})", key)
     strangers = [key for key in header if not re.search(rf"\.(?:{ends})$", key)]
@@ -353,8 +353,8 @@ def block_factor(adapter: File, name: str) -> float:
 
 
 def with_strength(change: Change, strength: float) -> Change:
-    """DoRA's strength applies after its norms, any other's to the addition."""
-    if change.form.decomposed:
+    """DoRA's strength applies after its norms, OFT's to its rotations, any other's to the addition."""
+    if change.form.has_strength:
         return replace(change, strength=strength)
     return replace(change, scale=strength * change.scale)
 
@@ -374,7 +374,7 @@ def split_layers(contents: Contents, shapes: Mapping[str, tuple]) -> None:
     for rows in [module for module in contents.modules if isinstance(module, Rows)]:
         parts = contents.modules.pop(rows)
         counts = [shapes.get(f"{name}.weight", (0,))[0] for name in rows.names]
-        if combined := [kind for kind in parts if kind in (*LOHA, *LOKR, "norms")]:
+        if combined := [kind for kind in parts if kind in (*LOHA, *LOKR, *TUCKER, *OFT, "norms")]:
             keys = [contents.keys[rows, kind] for kind in combined]
             contents.problems += [f"{key}: its layer is several here; only LoRA and diffs are split" for key in keys]
             continue
@@ -416,8 +416,9 @@ def additions(contents: Contents, module: str, parts: dict[str, Stored], bare: t
     """A module's changes: (tensor name, kinds of keys, those of the factors first, Change)."""
     weight, scale = module if module.endswith(bare) else f"{module}.weight", 1.0
     for combine, groups in groups_of(parts):
-        kinds, norms = [kind for group in groups for kind in group], ["norms"] if "norms" in parts else []
-        scale = scale_of(contents, module, rank_of(groups, parts))
+        kinds, turns = [kind for group in groups for kind in group], combine == "rotation"
+        norms = ["norms"] if "norms" in parts and not turns else []
+        scale = limit_of(parts) if turns else scale_of(contents, module, rank_of(groups, parts))
         form = Form(combine, tuple(map(len, groups)) if combine else (), bool(norms))
         factors = tuple(parts[kind] for kind in (*kinds, *norms))
         yield weight, [*kinds, *norms, *(["alpha"] if "alpha" in parts else [])], Change(scale, factors, form)
@@ -430,20 +431,33 @@ def additions(contents: Contents, module: str, parts: dict[str, Stored], bare: t
 
 
 def groups_of(parts: Mapping[str, Stored]):
-    """What LoRA, LoHa and LoKr multiply, as far as a module has all of it: how it is combined, and groups of kinds."""
+    """What LoRA, LoHa, LoKr and OFT multiply, as far as a module has all of it: how it is combined, and groups of
+    kinds."""
+
+    def group(*kinds: str, core: str) -> tuple[str, ...]:
+        return (*kinds, core) if core in parts and len(kinds) == 2 else kinds
+
     if {"down", "up"} <= parts.keys():
-        yield None, (("up", "down"),)
+        yield "tucker" if "mid" in parts else None, (group("up", "down", core="mid"),)
     if set(LOHA) <= parts.keys():
-        yield "hadamard", (LOHA[:2], LOHA[2:])
+        yield "hadamard", (group(*LOHA[:2], core="hada_t1"), group(*LOHA[2:], core="hada_t2"))
     whole = [(kind,) if kind in parts else (f"{kind}_a", f"{kind}_b") for kind in ("lokr_w1", "lokr_w2")]
-    if all(kind in parts for group in whole for kind in group):
-        yield "kronecker", tuple(whole)
+    if all(kind in parts for one in whole for kind in one):
+        yield "kronecker", (whole[0], group(*whole[1], core="lokr_t2"))
+    if OFT[0] in parts:
+        yield "rotation", (tuple(kind for kind in OFT if kind in parts),)
 
 
 def rank_of(groups: tuple, parts: Mapping[str, Stored]) -> int | None:
-    """The rank of the first group that is a product of two; None if none is, which is LoKr without a rank."""
-    second = next((group[1] for group in groups if len(group) == 2), None)
+    """The rank of the first group that is a product; None if none is, which is LoKr without a rank."""
+    second = next((group[1] for group in groups if len(group) > 1), None)
     return second and max((*parts[second].shape, 1)[0], 1)
+
+
+def limit_of(parts: Mapping[str, Stored]) -> float:
+    """How long OFT's rotations may be, which its alpha says by the row."""
+    *_, blocks, size, _ = (1, 1, 1, *parts[OFT[0]].shape)
+    return read_number(parts["alpha"]) * blocks * size if "alpha" in parts else 0.0
 
 
 def is_deeper(name: str, shapes: Mapping[str, tuple]) -> bool:
@@ -478,6 +492,11 @@ def shapes_for(given: list[tuple], shape: tuple, form: Form) -> list[tuple]:
         over_rows = len(norms) > 1 and norms[0] == 1 and shape[0] != 1
         size = (1, *shape[1:2], *[1] * len(shape[2:])) if over_rows else (shape[0], *[1] * len(shape[1:]))
         return [*shapes_for(given, shape, replace(form, decomposed=False)), size]
+    if form.combine == "rotation":
+        return [rotation_shape(given[0], shape), *[(shape[0], *[1] * len(shape[1:]))] * (len(given) - 1)]
+    if form.combine == "tucker":
+        sizes_of([given[0][1::-1], *given[1:]])  # its first factor is (rows, rank)
+        return [(shape[0], given[0][1]), (given[1][0], *shape[1:2]), (*given[2][:2], *shape[2:])]
     if form.combine == "kronecker":
         outer, inner = (sizes_of(part) for part in (given[: form.groups[0]], given[form.groups[0] :]))
         product = (outer[0] * inner[0], outer[1] * inner[1], *inner[2:]) if len(outer) == 2 <= len(inner) else ()
@@ -485,20 +504,42 @@ def shapes_for(given: list[tuple], shape: tuple, form: Form) -> list[tuple]:
             raise ValueError(f"{outer} times {inner}, the model's tensor is {shape}")
         return given
     if form.combine == "hadamard":
-        return [one for pair in (given[:2], given[2:]) for one in shapes_for(pair, shape, Form())]
-    if len(given) == 1:
-        return [shape]
-    up, down = given
-    if len(up) < 2 or len(down) < 2 or up[1] != down[0] or not down[0]:
-        raise ValueError(f"ranks differ: {up} and {down}")
-    return [(shape[0], down[0]), (down[0], *shape[1:])]
+        groups = given[: form.groups[0]], given[form.groups[0] :]
+        return [one for group in groups for one in pair_shapes(group, shape)]
+    return [shape] if len(given) == 1 else pair_shapes(given, shape)
+
+
+def pair_shapes(given: list[tuple], shape: tuple) -> list[tuple]:
+    """The shapes of two factors, or of two (rank, …) and what is between them."""
+    first, second, *between = given
+    if between:
+        sizes_of(given)
+        return [(first[0], shape[0]), (second[0], *shape[1:2]), (*between[0][:2], *shape[2:])]
+    if len(first) < 2 or len(second) < 2 or first[1] != second[0] or not second[0]:
+        raise ValueError(f"ranks differ: {first} and {second}")
+    return [(shape[0], second[0]), (second[0], *shape[1:])]
+
+
+def rotation_shape(given: tuple, shape: tuple) -> tuple:
+    """Of OFT's blocks, or BOFT's, whose rows are grouped in pairs of ever larger halves."""
+    *times, blocks, size, other = given if len(given) in (3, 4) else (0, 0, 0)
+    fits = size == other and blocks * size == shape[0] > 0
+    for count in times:
+        fits = fits and 0 < count <= MOST_TURNS and size % 2 == 0 == shape[0] % (2 ** (count - 1) * size)
+    if not fits:
+        raise ValueError(f"rotations {given} do not turn {shape[0]} rows")
+    return given
 
 
 def sizes_of(group: list[tuple]) -> tuple:
-    """The shape of one factor, or of the product of two."""
+    """The shape of one factor, or of the product of two, or of two with a third between them."""
     if len(group) == 1:
         return group[0]
-    first, second = group
+    first, second, *between = group
+    if between:
+        if min(map(len, group)) < 2 or between[0][:2] != (first[0], second[0]) or not all(between[0][:2]):
+            raise ValueError(f"ranks differ: {first}, {second} and {between[0]}")
+        return (first[1], second[1], *between[0][2:])
     if len(first) != 2 or len(second) < 2 or first[1] != second[0]:
         raise ValueError(f"ranks differ: {first} and {second}")
     return (first[0], *second[1:])

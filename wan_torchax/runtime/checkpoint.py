@@ -2,7 +2,7 @@
 early."""
 import contextlib
 import json
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors import safe_open
@@ -12,6 +12,7 @@ from wan_torchax.config.registry import family_of
 from wan_torchax.config.resolve import Checkpoint, plain
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import listed
+from wan_torchax.models.family import ComponentSpec
 from wan_torchax.records.fingerprints import fingerprint
 from wan_torchax.runtime import gguf, remote
 from wan_torchax.runtime.formats import Stored, bytes_of, with_scales
@@ -54,7 +55,7 @@ def find(config, component: str, local_only: bool = False) -> Checkpoint:
     described = place if file is None else (local_folder(model.path) or place) / component
     architecture = plain(expected)
     if file is None or (described / "config.json").is_file():
-        architecture = read_architecture(described, expected, key, spec.fields)
+        architecture = read_architecture(described, expected, key, spec)
     tensors = index(place)
     for one in (path for folder in folders.values() for path in sorted(folder.glob("*.json"))):
         check_ends(one)
@@ -130,8 +131,9 @@ def download(path: str, revision: str | None, component: str, local_only: bool) 
 # ---------------------------------------------------------------- contents
 
 
-def read_architecture(folder: Path, expected, component: str, fields: Set[str] | None = None) -> dict:
-    """A component's config.json merged with conf/model; an error where they contradict. Of `fields`, if given, only."""
+def read_architecture(folder: Path, expected, component: str, spec: ComponentSpec) -> dict:
+    """A component's config.json merged with conf/model; an error where they contradict. Of its `fields`, if it has
+    some, only."""
     try:
         stored = json.loads((folder / "config.json").read_text())
         if not isinstance(stored, dict):
@@ -140,8 +142,9 @@ def read_architecture(folder: Path, expected, component: str, fields: Set[str] |
         raise ConfigError(f"{folder}: no readable config.json ({error}); download it again") from error
     stored = {
         name: value for name, value in stored.items()
-        if (name in fields if fields is not None else not name.startswith("_") and name not in ABOUT_FILES)
+        if (name in spec.fields if spec.fields is not None else not name.startswith("_") and name not in ABOUT_FILES)
     }
+    stored = spec.described(stored)
     differences = [
         f"{name}: {stored[name]} in the checkpoint, {value} in the config"
         for name, value in expected.items()

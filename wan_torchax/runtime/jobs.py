@@ -2,8 +2,7 @@
 from collections.abc import Iterable
 
 from wan_torchax.config import inputs
-from wan_torchax.config.geometry import previewer_of
-from wan_torchax.config.graph import Graph
+from wan_torchax.config.graph import Graph, helpers_of
 from wan_torchax.config.resolve import Job
 from wan_torchax.records.fingerprints import digest
 from wan_torchax.runtime import adapters
@@ -12,7 +11,7 @@ from wan_torchax.runtime.checkpoint import find_all, find_present
 
 def find_job(config) -> Job:
     """The config with those of its files that are local. Downloads nothing."""
-    graph = Graph.of(config.pipeline, previewer_of(config))
+    graph = Graph.of(config.pipeline, helpers_of(config))
     present = find_present(config, graph.components([*graph.stages, *graph.helpers]))
     files = {key: inputs.paths(config, key) for key in inputs.taken(config)}
     contents = {key: digest(paths) for key, paths in files.items() if paths}

@@ -30,19 +30,25 @@ def recognize(place: Path) -> dict[str, list[str]]:
     """The components in a file or folder, and the models that each may belong to."""
     tensors: dict[str, Stored] = index(place)
     found: dict[str, list[str]] = {}
-    for name in options("model"):
+
+    @functools.cache  # the models of a family share their names
+    def named(family: str, component: str) -> dict[str, Stored]:
+        return by_module(tensors, load(FAMILIES, family).components[component])
+
+    for name in sorted(options("model"), key=is_derived):
         model = described(name)
         for component in model["architecture"]:
-            if is_of(tensors, model, component):
+            spec = load(FAMILIES, model["family"]).components[component]
+            landmarks = spec.landmarks(architecture_of(model, component, spec))
+            stored = named(model["family"], component) if landmarks else {}
+            if landmarks and all(fits(stored.get(one), shape) for one, shape in landmarks.items()):
                 found.setdefault(component, []).append(name)
     return found
 
 
-def is_of(tensors: Mapping[str, Stored], model: Mapping, component: str) -> bool:
-    spec = load(FAMILIES, model["family"]).components[component]
-    landmarks = spec.landmarks(architecture_of(model, component, spec))
-    named = by_module(tensors, spec) if landmarks else {}
-    return bool(landmarks) and all(fits(named.get(name), shape) for name, shape in landmarks.items())
+def is_derived(name: str) -> bool:
+    """Whether a model is another one's, with files of its own that have names of their own."""
+    return "paths" in described(name)
 
 
 def architecture_of(model: Mapping, component: str, spec: ComponentSpec) -> Mapping:
@@ -50,7 +56,7 @@ def architecture_of(model: Mapping, component: str, spec: ComponentSpec) -> Mapp
     architecture = model["architecture"][component]
     folder = local_folder(model.get("paths", {}).get(component, model["path"]))
     if folder and (folder / component / "config.json").is_file():
-        return read_architecture(folder / component, architecture, component, spec.fields)
+        return read_architecture(folder / component, architecture, component, spec)
     return architecture
 
 
@@ -134,11 +140,11 @@ def model_of(path: str, two: bool) -> str:
     return best[0]
 
 
-def closeness_of(name: str, path: str) -> tuple[int, int]:
+def closeness_of(name: str, path: str) -> tuple[int, bool, int]:
     """How many parts of a model's name are in a file's name, and how few are not: wan21_t2v_14b, wan2.1-T2V_14B.gguf"""
     text = re.sub(r"[^a-z0-9]", "", Path(path).stem.lower())
     parts = [re.sub(r"^a(?=\d)", "", part) for part in re.sub(r"(?<=\d)_(?=\d)", "", name).split("_")]
-    return sum(part in text for part in parts), -len(parts)
+    return sum(part in text for part in parts), not is_derived(name), -len(parts)
 
 
 def check_known(key: str, path: str, found) -> None:

@@ -30,6 +30,7 @@ from wan_torchax.kernels.quantized import quantize
 from wan_torchax.models.family import DOWN, UP, ComponentSpec
 from wan_torchax.runtime.checkpoint import index
 from wan_torchax.runtime.formats import STORED_DTYPES, Stored, by_module
+from wan_torchax.runtime.merging import Change, Form, merged
 from wan_torchax.runtime.reading import AHEAD_BYTES, Load, read_ahead, read_scale, read_whole
 
 REPLICATED = "(replicated)"
@@ -65,31 +66,6 @@ class ArraySpec:
     @property
     def bytes_per_device(self):
         return math.prod(self.sharding.shard_shape(self.shape)) * numpy.dtype(self.dtype).itemsize
-
-
-@dataclass(frozen=True)
-class Form:
-    """How an adapter's factors make what is added to a tensor."""
-
-    # hadamard (LoHa), kronecker (LoKr): of the products of two groups of factors; None (LoRA, diffs): one group.
-    combine: str | None = None
-    groups: tuple[int, ...] = ()  # the number of factors in each
-    decomposed: bool = False  # DoRA: the last factor is the norms that the sum of tensor and addition is scaled to
-
-    @property
-    def is_plain(self) -> bool:
-        return self.combine is None and not self.decomposed
-
-
-@dataclass(frozen=True)
-class Change:
-    """An adapter's addition to one checkpoint tensor: scale · up · down, scale · diff, or as `form` says."""
-
-    scale: float
-    factors: tuple[Stored, ...]  # (up, down) of shapes (rows, rank) and (rank, …), or one like the tensor
-    form: Form = Form()
-    strength: float = 1.0  # of the difference that a decomposed one makes; else it is in the scale
-    sha256: str = ""  # of its file
 
 
 # ---------------------------------------------------------------- array specs
@@ -539,45 +515,6 @@ def added_by(changes: Iterable[Change], arrive: Callable[[], jax.Array]) -> tupl
     """Scales, and factors on the devices, of every change."""
     factors = tuple(tuple(arrive() for _ in change.factors) for change in changes)
     return tuple((numpy.float32(change.scale), numpy.float32(change.strength)) for change in changes), factors
-
-
-def merged(base, scales, added, dtype, forms: Iterable[Form] = ()):
-    """base + Σ scale · product of factors, in float32 and cast once. By default a TPU would multiply in bfloat16."""
-    total = base.astype(jax.numpy.float32)
-    for (scale, strength), factors, form in zip(scales, added, forms or [Form()] * len(added)):
-        factors = [factor.astype(jax.numpy.float32) for factor in factors]
-        norms = factors.pop() if form.decomposed else None
-        whole = product(scale, factors) if form.combine is None else combined(scale, factors, form)
-        whole = total + whole.reshape(total.shape)
-        total = whole if norms is None else total + strength * (with_norms(whole, norms) - total)
-    return total.astype(dtype)
-
-
-def product(scale, factors):
-    """scale · first · second, if there is a second."""
-    first, *second = factors
-    if not second:
-        return scale * first
-    transposed = jax.lax.optimization_barrier((scale * first).T)  # this layout is an eighth faster on CPU
-    return jax.numpy.tensordot(transposed, second[0], (0, 0), precision="highest")
-
-
-def combined(scale, factors, form: Form):
-    """Two products, multiplied number by number, or each number of the first with the whole second."""
-    count, _ = form.groups
-    first, second = product(scale, factors[:count]), product(1, factors[count:])
-    if form.combine == "hadamard":
-        return first * second
-    (rows, columns), (inner_rows, inner_columns, *rest) = first.shape, second.shape
-    spread = first.reshape(rows, 1, columns, 1, *[1] * len(rest)) * second[None, :, None]
-    return spread.reshape(rows * inner_rows, columns * inner_columns, *rest)
-
-
-def with_norms(array, norms):
-    """The array, scaled to these norms over the dimensions in which there is only one."""
-    over = tuple(place for place, size in enumerate(norms.shape) if size == 1)
-    found = jax.numpy.sqrt(jax.numpy.sum(array**2, over, keepdims=True))
-    return array * (norms / jax.numpy.maximum(found, jax.numpy.finfo("float32").tiny))
 
 
 @functools.cache

@@ -3,7 +3,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from wan_torchax.config.geometry import device_count
+from wan_torchax.config.geometry import device_count, segment_count
 from wan_torchax.config.graph import Graph
 from wan_torchax.config.resolve import Job
 from wan_torchax.records.report import read_json
@@ -81,11 +81,12 @@ def estimate(queue: Queue, config) -> dict:
     """Seconds of a step and of a video with this configuration, and their source; nulls if nothing is known."""
     flops, pace = step_flops(config), last_pace(queue, config)
     if pace is not None:
-        seconds = pace.seconds(flops, config.steps)
+        seconds = pace.seconds(flops, config.steps * segment_count(config))
         return {"step_seconds": pace.step * flops, "seconds": seconds, "source": "measured"}
     peak = config.mesh.chip.peak_tflops
     floor = peak and flops / (max(device_count(config.mesh), 1) * peak * 1e12)
-    return {"step_seconds": floor, "seconds": floor and floor * config.steps, "source": "floor" if floor else None}
+    seconds = floor and floor * config.steps * segment_count(config)
+    return {"step_seconds": floor, "seconds": seconds, "source": "floor" if floor else None}
 
 
 def step_flops(config) -> int:

@@ -22,8 +22,10 @@ SHOWN = {
     "prompt": "prompt.text", "negative_prompt": "prompt.negative", "seed": "seed", "steps": "steps",
     "guidance_scale": "guidance_scale", "frames": "resolution.frames", "fps": "resolution.fps",
     "width": "resolution.width", "height": "resolution.height", "flow_shift": "resolution.flow_shift",
+    "driving_prompt": "driving_prompt", "camera": "camera",
 }
-SHOWN_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".mp4", ".webm")  # of inputs: browsers execute none of these
+# Of inputs: browsers execute none of these.
+SHOWN_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".mp4", ".webm", ".wav", ".mp3", ".flac", ".ogg")
 
 
 class Gallery:
@@ -91,7 +93,7 @@ def read_run(folder: Path) -> dict:
 
 
 def shown_inputs(folder: Path) -> dict[str, list[Path]]:
-    """A run's input pictures and videos, by key."""
+    """A run's input pictures, videos and sounds, by key."""
     copies = {key: inputs.copies(folder, key) for key in inputs.FILES}
     safe = {key: all(path.suffix.lower() in SHOWN_SUFFIXES for path in paths) for key, paths in copies.items()}
     return {key: paths for key, paths in copies.items() if paths and safe[key]}

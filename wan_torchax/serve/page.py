@@ -11,8 +11,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response, StreamingResponse
 
-from wan_torchax.config import inputs, trust
+from wan_torchax.config import camera, inputs, trust
 from wan_torchax.config.commandline import CONF, options
+from wan_torchax.config.long import most_frames
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import MOST_SHIFT
@@ -39,17 +40,20 @@ NUMBERS = {
     "flow_shift": ("Flow shift", "how far sampling leans towards high noise", 0.1, MOST_SHIFT, 0.1),
 }
 MORE = ("fps", "flow_shift")  # collapsed by default
+AUTO = "auto"  # the size of the files that are given
 FILES = {  # labels of file inputs
     "image": "Starts from a picture", "last_image": "Ends with a picture", "video": "Follows a video",
     "mask": "Regenerated where this is white", "references": "Shows what is in these pictures",
     "pose": "Moves like these skeletons", "face": "Has the expressions of this face",
-    "background": "Is put into a video",
+    "background": "Is put into a video", "audio": "Says what is in a sound",
 }
+RECORDED = {"video": "camera", "face": "camera", "audio": "microphone"}  # not skeletons: a camera films people
 NEEDED = {
     "image": "a picture to start from", "last_image": "a picture to end with", "video": "a video",
     "pose": "a video of skeletons", "face": "a video of a face", "background": "a video for the background",
-    "mask": "a mask",
+    "mask": "a mask", "camera": "a move of the camera", "audio": "a sound",
 }
+MISSING = re.compile(r"Choose [a-z ]+ first\.")
 GROUPS = {"sampling": "Few steps", "scheduler": "Sampler"}  # labels; others by their own names
 # Labels of keys in the form, for messages.
 LABELS = {
@@ -57,6 +61,7 @@ LABELS = {
     "resolution.height": "Height", "prompt.text": "Prompt", "prompt.negative": "Negative prompt",
     "guidance_scale_2": "Second guidance", "image": "Picture", "last_image": "Last picture", "video": "Video",
     "pose": "Skeletons", "face": "Face", "background": "Background", "mask": "Mask", "references": "Pictures",
+    "camera": "Camera", "audio": "Sound", "driving_prompt": "Prompt of the driving video",
     "scheduler.sigmas": "noise levels of the recipe",
 }
 KEYS = "|".join(re.escape(key) for key in sorted(LABELS, key=len, reverse=True))
@@ -81,7 +86,7 @@ class Number:
     least: float
     most: float | None
     step: float
-    value: float
+    value: float | None  # None: that of the files
     more: bool
 
 
@@ -89,17 +94,31 @@ def numbers(config) -> list[Number]:
     """The form's number fields, with the values that this server was started with."""
     made = []
     for name, (label, text, least, most, step) in NUMBERS.items():
-        if name in ("frames", "fps") and config.model.max_frames == 1:
-            continue  # it makes pictures
+        if name in ("frames", "fps") and makes(config) == "picture":
+            continue
+        if name == "flow_shift" and OmegaConf.is_interpolation(config.model, name):
+            continue  # it follows the size
         assert trust.is_offered(FIELDS[name]), name
-        most = config.model.max_frames if name == "frames" else most
+        most = most_frames(config) if name == "frames" else most
         value = OmegaConf.select(config, FIELDS[name])
+        if name == "frames" and config.pipeline.segments.whole:
+            text, step = "any number", 1
+        if name == "frames" and inputs.follows(config, name):
+            value, text = None, "as long as the input"
+        text = text.replace("video", makes(config))
         made.append(Number(name, label, text, least, most, step, value, name in MORE))
     return made
 
 
+def makes(config) -> str:
+    """What the model makes, in a word."""
+    return "picture" if config.model.max_frames == 1 else "video"
+
+
 def sizes(config) -> list[str]:
-    """The server's default size, the same rotated by 90°, and a square."""
+    """The server's default size, the same rotated by 90°, and a square; or that of the files, and some of its area."""
+    if inputs.follows(config, "height"):
+        return [AUTO, *(f"{width}x{height}" for width, height in inputs.usual_sizes(config))]
     width, height = config.resolution.width, config.resolution.height
     multiple = max(family_of(config).geometry(config.model.architecture).multiples.values())
     side = max(round((width * height) ** 0.5 / multiple) * multiple, config.model.min_size)
@@ -122,7 +141,10 @@ def worded(message: str) -> str:
     lines = [line.removeprefix("  - ") for line in message.splitlines()]
     if lines and re.fullmatch(r"\d+ problems? in the configuration:", lines[0]):
         del lines[0]
-    return "\n".join(in_words(line) for line in lines)
+    lines = [in_words(line) for line in lines]
+    if any(map(MISSING.fullmatch, lines)):  # then the size that follows from a file is missing too
+        lines = [line for line in lines if "there is no picture to derive" not in line]
+    return "\n".join(lines)
 
 
 def in_words(line: str) -> str:
@@ -154,8 +176,11 @@ async def show(request: Request) -> Response:
     choices = {group: names for group, names in front.base.choices.items() if group != "preset"}
     text = render(
         "page.html", model=front.base.model, models=front.base.models, choices=choices, groups=GROUPS,
-        numbers=numbers(config), sizes=sizes(config), files={key: FILES[key] for key in inputs.taken(config)},
-        videos=inputs.VIDEOS,
+        makes=makes(config), numbers=numbers(config), sizes=sizes(config),
+        files={key: FILES[key] for key in inputs.taken(config)},
+        videos=inputs.VIDEOS, sounds=inputs.SOUNDS, recorded=RECORDED, auto=AUTO,
+        moves=camera.MOVES if camera.is_taken(config) else (),
+        driving_prompt="driving_prompt" in config.pipeline.inputs.values(),
         letters=requests.LETTERS, negative=config.prompt.negative or "", examples=examples(config),
         adapters=front.base.adapters, with_key=bool(front.keys),
     )
@@ -217,21 +242,25 @@ async def estimate(request: Request) -> Answer:
 
     def answer() -> dict:
         try:
-            with front.queue.draft() as draft:
+            with front.queue.draft() as draft:  # sizes may be those of its files
                 requests.write_files(draft, files)
-                _, config = requests.make(front.base, fields, draft)
+                return planned(front.queue, requests.make(front.base, fields, draft)[1])
         except ConfigError as error:
             words = worded(str(error))
-            return {"missing" if re.fullmatch(r"Choose [a-z ]+ first\.", words) else "problem": words}
-        resolution = config.resolution
-        values = {number.name: number.value for number in numbers(config)}
-        return estimated(front.queue, config) | {
-            "values": values | {"size": f"{resolution.width}x{resolution.height}"},
-            "width": resolution.width, "height": resolution.height, "frames": resolution.frames, "steps": config.steps,
-            "video_seconds": resolution.frames / resolution.fps, "ahead": len(front.queue.waiting()),
-        }
+            return {"missing" if all(map(MISSING.fullmatch, words.splitlines())) else "problem": words}
 
     return Answer(await run_in_threadpool(answer))
+
+
+def planned(queue, config) -> dict:
+    resolution = config.resolution
+    values = {number.name: number.value for number in numbers(config)}
+    size = AUTO if inputs.follows(config, "height") else f"{resolution.width}x{resolution.height}"
+    return estimated(queue, config) | {
+        "values": values | {"size": size}, "width": resolution.width, "height": resolution.height,
+        "frames": resolution.frames, "steps": config.steps, "video_seconds": resolution.frames / resolution.fps,
+        "ahead": len(queue.waiting()),
+    }
 
 
 async def runs(request: Request) -> Answer:

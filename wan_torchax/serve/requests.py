@@ -30,6 +30,7 @@ from wan_torchax.serve.choices import RECIPE_KEYS, at_hand, is_recipe
 FIELDS = {
     "prompt": "prompt.text",
     "negative_prompt": "prompt.negative",
+    "driving_prompt": "driving_prompt",
     "seed": "seed",
     "steps": "steps",
     "guidance_scale": "guidance_scale",
@@ -42,6 +43,7 @@ FIELDS = {
     "fit": "fit",
     "strength": "strength",
     "conditioning_scale": "conditioning_scale",
+    "camera": "camera",
     "quality": "output.quality",
     "later_prompts": "live.prompts",
 }
@@ -56,7 +58,8 @@ OWN = ("task", "serve", "prompt.text", "hydra")  # for the server itself, not fo
 LETTERS = 32_000  # limit of a prompt, the same as OpenAI's
 FORMATS = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp"}
 VIDEOS = {b"ftyp": ".mp4", b"\x1aE\xdf\xa3": ".webm"}  # magic numbers, at offset 0 or 4
-DATA = re.compile(r"data:(?:image|video)/[a-z0-9]+;base64,([A-Za-z0-9+/=\s]+)")
+SOUNDS = {b"ID3": ".mp3", b"\xff\xfb": ".mp3", b"\xff\xf3": ".mp3", b"fLaC": ".flac", b"OggS": ".ogg"}  # the same, at 0
+DATA = re.compile(r"data:(?:image|video|audio)/[a-z0-9.-]+;base64,([A-Za-z0-9+/=\s]+)")
 
 
 @dataclass(frozen=True)
@@ -247,6 +250,10 @@ def suffix_of(name: str, content: bytes) -> str:
 
     if ALIASES.get(name, name) in inputs.VIDEOS and (suffix := video_suffix(content)):
         return suffix
+    if name in inputs.SOUNDS:
+        if suffix := sound_suffix(content):
+            return suffix
+        raise ConfigError(f"{name}: not a file that is taken; send WAV, MP3, FLAC, Ogg, MP4 or WebM")
     try:
         with Image.open(io.BytesIO(content), formats=list(FORMATS)) as picture:
             return FORMATS[picture.format]
@@ -257,6 +264,13 @@ def suffix_of(name: str, content: bytes) -> str:
 
 def video_suffix(content: bytes) -> str | None:
     return next((suffix for start, suffix in VIDEOS.items() if start in (content[:4], content[4:8])), None)
+
+
+def sound_suffix(content: bytes) -> str | None:
+    if content[:4] == b"RIFF" and content[8:12] == b"WAVE":
+        return ".wav"
+    own = (suffix for start, suffix in SOUNDS.items() if content.startswith(start))
+    return next(own, None) or video_suffix(content)
 
 
 def is_file(name: str) -> bool:
@@ -271,7 +285,8 @@ def bytes_of(name: str, value) -> list[bytes]:
             value = json.loads(value)
     if isinstance(value, list):
         return [content for item in value for content in bytes_of(name, item)]
-    link = value.get("image_url", value.get("video_url")) if isinstance(value, dict) else value
+    links = ("image_url", "video_url", "audio_url")
+    link = next((value[key] for key in links if key in value), None) if isinstance(value, dict) else value
     match = DATA.fullmatch(link) if isinstance(link, str) else None
     if match is None:
         raise ConfigError(f"{name}: upload a file, or give its bytes as data:image/png;base64,…")

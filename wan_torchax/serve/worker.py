@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from wan_torchax.config import live
+from wan_torchax.config import inputs, live
 from wan_torchax.config.commandline import compose
 from wan_torchax.config.registry import STAGES
 from wan_torchax.config.schema import ConfigError, FolderError
@@ -222,7 +222,11 @@ def denoise_group(jobs: list[Job], base: Base, reporters: list[Reporter]) -> Non
 
 def prepare(base: Base, emit: Listener) -> None:
     """Load weights and compile programs before the first request."""
-    config = compose([*base.overrides, "task=serve", "sweep.active=true"])
+    overrides = [*base.overrides, "task=serve", "sweep.active=true"]
+    if inputs.follows(base.config, "height"):
+        width, height = inputs.usual_sizes(base.config)[0]
+        overrides += [f"resolution.width={width}", f"resolution.height={height}"]
+    config = compose(overrides)
     names = list(config.pipeline.stages)
     resolved = session.resolve(config, names, emit)
     session.prepare(resolved, names, emit)

@@ -68,8 +68,9 @@ def skip_steps(config, table) -> list[bool]:
     """Steps with skip-layer guidance, as diffusers counts them: those that are guided."""
     guider, count = config.guider, len(table.timesteps)
     first, last = (int(share * count) for share in (guider.skip_start, guider.skip_stop))
+    always = guider.skip_negative and (guider.skip_start, guider.skip_stop) == (0, 1)
     return [
-        bool(guider.skip_layers) and first < place < last and guidance_of(config, place, time, count) != 1
+        bool(guider.skip_layers) and (first < place < last or always) and guidance_of(config, place, time, count) != 1
         for place, time in enumerate(table.timesteps)
     ]
 

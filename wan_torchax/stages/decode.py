@@ -1,4 +1,6 @@
 """Latents to frames."""
+from collections import deque
+
 import jax.numpy as jnp
 import numpy
 
@@ -10,15 +12,15 @@ from wan_torchax.runtime.programs import NotFinite
 from wan_torchax.stages.chunks import add_chunks
 from wan_torchax.stages.stage import Stage
 
-IN_MEMORY = 2**30  # bytes of frames; more are in a file
-
 
 class Decode(Stage):
     """Latents (1, channels, frames, height, width) to uint8 frames (frames, height, width, 3).
 
     Latent frames are decoded one by one: `first` returns one frame, `later` as many as a latent frame encodes, each
-    with the caches for the next. In a pipeline of segments it may also give last_pixels, float32 (1, 3, frames, height,
-    width) in -1..1: those frames of a segment, before rounding, that the next one overlaps.
+    with the caches for the next. In a pipeline of segments it may also give those frames of a segment that the next one
+    overlaps or remembers: last_frames as they are, or before rounding last_pixels, float32 (1, 3, frames, height,
+    width) in -1..1. A segment that remembers some is decoded behind their latents (motion_latents), the first one
+    behind a picture's (reference_latent); what these decode to is left out.
     """
 
     label, share, previews, follows = "decoding", 8.0, True, True
@@ -27,6 +29,11 @@ class Decode(Stage):
     @classmethod
     def settings_for(cls, family):
         return *cls.settings, *family.codec.settings
+
+    @classmethod
+    def reads_for(cls, name, job):
+        stage = job.graph.stages.get(name)  # none for a preview
+        return ("pipeline.segments.overlap",) if stage and "last_frames" in stage.gives else ()
 
     @classmethod
     def parts(cls, family):
@@ -39,26 +46,39 @@ class Decode(Stage):
 
     @classmethod
     def result_shapes(cls, name, job):
-        size, kept = job.config.resolution, cls.frames_kept(name, job)
-        shapes = {"frames": (size.frames, size.height, size.width, 3)}
-        return shapes | ({"last_pixels": (1, 3, kept, size.height, size.width)} if kept else {})
+        size, kept, segments = job.config.resolution, cls.frames_kept(name, job), job.config.pipeline.segments
+        shapes = {
+            "frames": (size.frames, size.height, size.width, 3),
+            "last_frames": (min(segments.overlap, size.frames), size.height, size.width, 3),
+            "last_pixels": (1, 3, kept, size.height, size.width),
+        }
+        return {value: shapes[value] for value in job.graph.stages[name].gives}
 
     @classmethod
     def problems(cls, name, job):
-        if "last_pixels" in job.graph.stages[name].gives and not cls.frames_kept(name, job):
+        segments, last = job.config.pipeline.segments, {"last_pixels", "last_frames"} & {*job.graph.stages[name].gives}
+        if last and not segments.overlap + segments.remembered:
             yield "pipeline.segments.overlap=0: each segment begins with frames of the one before; at least 1"
+        if job.config.vae.component != job.family.codec.component and segments.remembered:
+            yield f"vae={job.config.vae.name}: segments go on from the VAE's own frames; use vae=exact"
 
     @classmethod
     def frames_kept(cls, name, job) -> int:
-        """The number of frames in last_pixels."""
+        """The number of frames whose pixels stay on the devices: those in last_pixels, or those that a live video
+        encodes the first of again."""
         stage = job.graph.stages.get(name)  # none for a preview
-        return job.config.pipeline.segments.overlap if stage and "last_pixels" in stage.gives else 0
+        segments, live = job.config.pipeline.segments, job.config.live
+        if stage and live.reencode and None not in (live.window, live.chunk):  # null in a video made in one piece
+            return (live.window - live.chunk - 1) * job.geometry.frame_scale + 1
+        return segments.overlap + segments.remembered if stage and "last_pixels" in stage.gives else 0
 
     @classmethod
     def derived(cls, name, job):
         batch, channels, frames, height, width = job.latent_shape
         shape = (batch, channels, 1, height, width)
-        return {"latent_shape": shape, "several": frames > 1, "frames_kept": cls.frames_kept(name, job)}
+        kept, segments = cls.frames_kept(name, job), job.config.pipeline.segments
+        several = frames > 1 or segments.remembered > 0
+        return {"latent_shape": shape, "several": several, "frames_kept": kept, "dropped": segments.dropped}
 
     def build(self):
         (component,), kept = self.components, self.recipe.derived["frames_kept"]
@@ -76,7 +96,11 @@ class Decode(Stage):
 
     def run(self, view, values, emit):
         decoding = self.following(view, emit)
-        decoding.add(values)
+        if "motion_latents" in values:
+            decoding.go_on(values)
+        for latent in numpy.split(values["latents"], values["latents"].shape[2], axis=2):
+            decoding.add({"latents": latent})
+            decoding.fetch(waiting=1)  # copied to the host while the device computes the next
         return decoding.result()
 
     def following(self, view, emit):
@@ -106,36 +130,68 @@ class Decoding:
 
     def __init__(self, stage: Decode, view, emit):
         self.stage, self.view, self.emit = stage, view, emit
-        self.frames, self.latents = Spool(IN_MEMORY), 0
+        self.frames, self.latents = Spool(), 0
+        self.computed = deque()  # (frames, finite) of latent frames, on the devices
         self.caches = None
         self.kept, self.recent = stage.recipe.derived["frames_kept"], []  # pixels of the last chunks, on the devices
+        self.before = None  # pixels of the frames before this segment
+
+    def go_on(self, values: dict) -> None:
+        """Decode the latents before a segment's own, for the caches behind them: of earlier frames, or of a picture."""
+        latents = values["motion_latents"] if self.view.segment else values["reference_latent"]
+        for latent in numpy.split(latents, latents.shape[2], axis=2):
+            self.decode(latent)
+        self.recent, self.before = [], values["previous"]
 
     def add(self, values: dict) -> None:
-        """Decode the next latents (1, channels, frames, height, width)."""
-        computed = None
+        """Queue the next latents (1, channels, frames, height, width) on the devices, for `fetch`."""
         for latent in numpy.split(values["latents"], values["latents"].shape[2], axis=2):
-            before, computed = computed, self.decode(latent)
-            if before:  # copied to the host while the device computes this one
-                self.fetch(*before)
-        self.fetch(*computed)
+            self.computed.append(self.decode(latent))
 
     def decode(self, latent: numpy.ndarray):
         """(frames, finite) of a latent frame, on the devices."""
         (latent,) = self.stage.programs.put("first", (latent,))
         program = ("first", latent) if self.caches is None else ("later", latent, self.caches)
         (frames, *pixels), finite, self.caches = self.stage(*program)
-        self.recent = [*self.recent, *pixels][-self.kept :]
+        self.recent = [*self.recent, *pixels]
+        while self.recent and frames_in(self.recent[1:]) >= self.kept:
+            self.recent.pop(0)
         return frames, finite
 
-    def fetch(self, frames, finite) -> None:
-        if not bool(finite):
-            place = f"at latent frame {self.latents}"
-            raise NotFinite(f"the decoded frames are not finite {place}", self.view.config, "vae")
-        chunk, self.latents = numpy.asarray(frames), self.latents + 1
-        self.frames.append(chunk)
-        self.emit(Advanced(self.stage.name, len(chunk)))
-        self.emit(Decoded(chunk))
+    def fetch(self, waiting: int = 0) -> None:
+        """Emit the frames of all latents that were added, but for so many of the last."""
+        while len(self.computed) > waiting:
+            frames, finite = self.computed.popleft()
+            if not bool(finite):
+                place = f"at latent frame {self.latents}"
+                raise NotFinite(f"the decoded frames are not finite {place}", self.view.config, "vae")
+            chunk, self.latents = numpy.asarray(frames), self.latents + 1
+            self.frames.append(chunk)
+            self.emit(Advanced(self.stage.name, len(chunk)))
+            self.emit(Decoded(chunk))
 
     def result(self) -> dict[str, numpy.ndarray]:
-        last = numpy.concatenate(self.recent, axis=2)[:, :, -self.kept :] if self.kept else None
-        return {"frames": self.frames.array()} | ({} if last is None else {"last_pixels": last})
+        self.fetch()
+        values = {"frames": self.frames.array()}
+        if "last_pixels" in self.stage.gives:
+            values["last_pixels"] = self.last_pixels(len(values["frames"]))
+        if "last_frames" in self.stage.gives:
+            values["last_frames"] = numpy.array(values["frames"][-self.view.config.pipeline.segments.overlap :])
+        return values
+
+    def first_kept(self) -> numpy.ndarray:
+        """(1, 3, 1, height, width): the first of the pixels that stay on the devices."""
+        return numpy.concatenate(self.recent, axis=2)[:, :, -self.kept :][:, :, :1]
+
+    def last_pixels(self, total: int) -> numpy.ndarray:
+        """The last pixels of the segment's frames; if these are few, behind those of the segments before, grey at
+        first."""
+        dropped = 0 if self.view.segment else self.stage.recipe.derived["dropped"]
+        last = numpy.concatenate(self.recent, axis=2)[:, :, max(dropped + frames_in(self.recent) - total, 0) :]
+        before = numpy.zeros((*last.shape[:2], self.kept, *last.shape[3:]), last.dtype)
+        before = before if self.before is None else self.before
+        return numpy.concatenate([before[:, :, last.shape[2] :], last], axis=2)[:, :, -self.kept :]
+
+
+def frames_in(chunks: list) -> int:
+    return sum(chunk.shape[2] for chunk in chunks)

@@ -31,7 +31,7 @@ from wan_torchax.stages.stage import Stage
 from wan_torchax.stages.step import Step
 
 log = logging.getLogger("wan")
-LANES = 128  # of a TPU tile
+LANES, ROWS = 128, 8  # of a TPU tile; cuBLAS takes rows by eight too
 SPARE_BYTES = 2 * 2**30  # headroom besides weights and temporaries
 SEED_ENLARGED = 10_000  # added to the seed for the noise of enlarged latents
 PROGRAMS = {caching.FULL: "step", caching.SKIP: "skip", caching.PROMPT: "prompt", caching.REUSE: "reuse"}
@@ -76,6 +76,7 @@ class Denoise(Stage):
             "videos": job.videos,
             "latent_shape": (job.videos, *job.denoised_shape[1:]),
             "grid": job.grid,
+            "behind": job.family.behind(job.config),
             "windows": windows_shape(job),
             "extra_frames": job.family.extra_frames(job.config),
             "slots": slots,
@@ -160,14 +161,15 @@ class Denoise(Stage):
             same_video=derived["videos"] == 1 and not spread, multiple=self.multiple(parallel),
             riflex=config.model.riflex_frequency if config.riflex else None,
             pinned=prompts == 1 and derived["rests"],  # its state comes from the two-prompt program
-            nag=Nag.of(config.guider),
+            nag=Nag.of(config.guider), behind=derived["behind"],
         )
 
     def multiple(self, parallel: Parallel) -> int:
-        """Tokens are padded to a multiple of this; the same for all programs that share the blocks' residual."""
+        """Tokens are padded to a multiple of this; the same for all programs that share the blocks' residual. On one
+        device to whole rows of a tile: XLA would pad, and so copy, the input of every product (49,290 tokens: 4 %)."""
         widest = self.parallel(1) if self.recipe.derived["rests"] else parallel
         shards = math.prod(self.mesh.shape[axis] for axis in widest.token_axes)
-        return LANES * shards if shards > 1 else 1
+        return LANES * shards if shards > 1 else ROWS
 
     def parallel(self, prompts: int) -> Parallel:
         """The mesh axes for heads, tokens, and prompts or videos. With one prompt of one video at a time there is no
@@ -179,7 +181,10 @@ class Denoise(Stage):
         parallel = replace(parallel, batch=None)
         heads, _ = self.family.heads(config.model.architecture)
         if parts > 1 and parallel.ulysses and heads % (parts * self.mesh.shape[parallel.ulysses]) == 0:
-            return replace(parallel, ulysses=(axis, parallel.ulysses))
+            own = heads // (parts * self.mesh.shape[parallel.ulysses])
+            # A device has fewer heads here than in the usual step: exchanged at once if they do not divide into groups.
+            groups = parallel.groups if parallel.groups and parallel.group_sizes(own) else ()
+            return replace(parallel, ulysses=(axis, parallel.ulysses), groups=groups)
         return parallel  # the axis is idle; validation warns about it
 
     def arguments(self, step: Step):
@@ -220,7 +225,8 @@ class Denoise(Stage):
         """The blocks' residual: (prompts, tokens, channels), sharded as the blocks produce it."""
         from wan_torchax.models.loop import token_sharding
 
-        tokens, parallel = math.prod(self.recipe.derived["grid"]), self.parallel(step.prompts)
+        derived, parallel = self.recipe.derived, self.parallel(step.prompts)
+        tokens = math.prod(derived["grid"]) + derived["behind"]
         shape = step.prompts, tokens + -tokens % self.multiple(parallel), width_of(self.family, self.config)
         sharding = token_sharding(self.mesh, parallel)
         return jax.ShapeDtypeStruct(shape, self.config.model.dtype.transformer, sharding=sharding)
@@ -310,7 +316,7 @@ class Denoise(Stage):
             emit(Advanced(self.name, 1))
         log_rescued(rescued)
         latents = numpy.array(state["slots"])[0][:, :, self.recipe.derived["extra_frames"] :]
-        if "first_latent" in values:
+        if "first_latent" in values and values.get("first_given", True) is not None:
             latents[:, :, :1] = values["first_latent"]
         return {"latents": latents}
 
@@ -318,7 +324,7 @@ class Denoise(Stage):
         """The initial noise of a video, then the noise of each step. Segments of a video continue one generator."""
         shape = 1, *self.recipe.derived["latent_shape"][1:]
         drawn = 1 + (len(table.timesteps) if self.recipe.derived["renoised"] else 0)
-        own = itertools.islice(noises(seed, shape, view.config.model.noise_dtype), view.segment * drawn, None)
+        own = noises(seed, shape, view.config.model.noise_dtype, skipped=view.segment * drawn)
         if is_windowed(view.config) and view.config.windows.free_noise:
             windows, scale = view.config.windows, view.geometry
             sizes = (latent_frames(frames, scale) for frames in (windows.frames, windows.overlap))
@@ -330,6 +336,7 @@ class Denoise(Stage):
         state, schedule, conditions = self.programs.entries["step"].arguments
         slots = numpy.zeros(state["slots"].shape, numpy.float32)
         slots[0] = first_latents(config, values, next(draws), table.sigmas[0])
+        conditions = {name: conditions[name] for name in self.recipe.derived["conditions"]}
         known = self.family.conditions
         given = {name: known[name].prepare(values[name], struct.shape) for name, struct in conditions.items()}
         with own_compilation():  # zeros are allocated on the devices by a small program

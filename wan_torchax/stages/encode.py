@@ -24,7 +24,7 @@ class Encode(Stage):
     @classmethod
     def encodings(cls, name, job) -> dict[str, LatentEncoding]:
         """By the names of what it gives."""
-        return {value: job.family.encodings[cls.known(value)] for value in job.graph.stages[name].gives}
+        return {value: job.family.encodings[cls.known(value)] for value in job.graph.stage(name).gives}
 
     @staticmethod
     def known(value: str) -> str:

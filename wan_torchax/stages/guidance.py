@@ -48,6 +48,7 @@ def guide(guider: Guider, prompt, negative, schedule: dict, state: dict, skipped
             average = jnp.where(scale == 1, state[AVERAGE], difference + guider.momentum * state[AVERAGE])
             difference, state = average, state | {AVERAGE: average}
         difference = projected(guider, difference, prompt)
+        negative = prompt - difference  # what is projected away is missing from guidance alone, not from the prompt's
     velocity = negative + scale * difference
     if guider.mode is not None:
         velocity = jnp.where(scale == 1, prompt, velocity)

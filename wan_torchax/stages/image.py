@@ -11,7 +11,8 @@ from wan_torchax.stages.stage import Stage
 
 
 class Image(Stage):
-    """Images, in the pipeline's order, through the family's image encoder: (images, …)."""
+    """Images, in the pipeline's order, through the family's image encoder: (images, …). If it gives several values, the
+    images are shared evenly among them. Of a video, the first frame."""
 
     settings = ("model.dtype.transformer",)
     results_remembered = 16
@@ -23,7 +24,8 @@ class Image(Stage):
     @classmethod
     def result_shapes(cls, name, job):
         stage = job.graph.stages[name]
-        return {stage.gives[0]: (len(stage.takes), *cls.encoding(name, job).shape(job.config))}
+        shape = len(stage.takes) // len(stage.gives), *cls.encoding(name, job).shape(job.config)
+        return dict.fromkeys(stage.gives, shape)
 
     @classmethod
     def derived(cls, name, job):
@@ -54,13 +56,12 @@ class Image(Stage):
 
     def run(self, view, values, emit):
         read, folders = self.family.pictures[self.gives[0]].read, self.folders(view)
-        paths = [Path(values[name]) for name in self.recipe.derived["pictures"]]
-        pixels = numpy.stack([read(folders, path, view.config) for path in paths])
+        pixels = numpy.stack([read(folders, values[name], view.config) for name in self.recipe.derived["pictures"]])
         embeddings = numpy.asarray(self("encode", *self.programs.put("encode", (pixels,)))).astype(numpy.float32)
         if not numpy.isfinite(embeddings).all():
             component = self.programs.entries["encode"].component
             raise NotFinite("the picture's embeddings are not finite", view.config, component)
-        return {self.gives[0]: embeddings}
+        return dict(zip(self.gives, numpy.split(embeddings, len(self.gives))))
 
     @classmethod
     def temporaries(cls, resolved):

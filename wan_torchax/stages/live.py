@@ -11,9 +11,10 @@ from omegaconf import OmegaConf
 from wan_torchax.config.attention import parallel_of
 from wan_torchax.config.live import Layout, Window, chunk_seconds, prompt_chunks
 from wan_torchax.devices.sharding import replicated, struct
-from wan_torchax.events import Advanced, Asked, Part, Stepped
+from wan_torchax.events import Advanced, Asked, Part, Queued, Reencoded, Stepped
 from wan_torchax.kernels.parallel import kept_spec
 from wan_torchax.models.family import Chunk, Forward
+from wan_torchax.records.files import Spool
 from wan_torchax.runtime import weights
 from wan_torchax.runtime.programs import NotFinite, Program, own_compilation, put
 from wan_torchax.stages.denoise import Denoise, log_rescued, width_of
@@ -24,7 +25,8 @@ PLACED = ("start", "filling", "positions", "kept_positions")  # of a Chunk, in i
 
 
 class Live(Denoise):
-    """Embeddings to latents (1, channels, frames, height, width); each chunk is a part of the result.
+    """Embeddings to latents (1, channels, frames, height, width); each chunk is a part of the result. The first ones
+    may be given (given_latents).
 
     A chunk begins as noise and takes all steps of the scheduler. A pass at `live.context_noise` then reads the finished
     latents, so that the keys and values of the last step are replaced. All are one program: a pass that changes no
@@ -46,7 +48,7 @@ class Live(Denoise):
         return super().derived(name, job) | {
             "latent_shape": (batch, channels, layout.chunk, *sides),
             "grid": (layout.chunk, *lines),
-            "layout": asdict(layout),
+            "layout": asdict(replace(layout, chunks=min(2, layout.chunks))),  # those that follow run the same program
             "kept_shape": (transformer.num_layers, batch, tokens, width_of(job.family, config)),
             "relative": config.live.positions == "relative",
             "noise_scale": config.scheduler.noise_scale,
@@ -78,13 +80,14 @@ class Live(Denoise):
 
     @property
     def layout(self) -> Layout:
+        """What the programs depend on: of the chunks, whether there are several."""
         return Layout(**self.recipe.derived["layout"])
 
     # ------------------------------------------------------------ programs
 
     def build(self):
         """`step`, and `first` for a first chunk of another length."""
-        for number in range(min(2, self.layout.chunks)):
+        for number in range(self.layout.chunks):
             structs = self.arguments(number)
             outputs = *jax.tree.map(lambda one: one.sharding, tuple(structs[:2])), replicated(self.mesh)
             component, function = self.recipe.derived["uses"][0], self.step_of(number)
@@ -120,9 +123,10 @@ class Live(Denoise):
         return step
 
     def forward_of(self, number: int) -> Forward:
-        """How the transformer is computed for a chunk."""
+        """How the transformer is computed for a chunk. A full window comes first: it is the usual one, which plans
+        count."""
         layout, (_, height, width) = self.layout, self.recipe.derived["grid"]
-        filled = range(1, layout.slots + 1) if self.program(number) == "step" else [1]
+        filled = range(layout.slots, 0, -1) if self.program(number) == "step" else [1]
         fillings = tuple(layout.begin(count) * height * width for count in filled)
         return replace(self.forward(1), grid=(layout.size(number), height, width), fillings=fillings)
 
@@ -153,29 +157,47 @@ class Live(Denoise):
     # ------------------------------------------------------------ a run
 
     def run(self, view, values, emit):
-        making, made, rescued = Making(self, view, values["embeddings"]), [], []
-        for number in range(self.layout.chunks):
-            making.change_prompt(number, made, emit)
-            if number < len(view.finished):
-                slots = making.begin(number, view.finished[number]["latents"])
-            else:
-                slots = making.begin(number)
-                for index in range(making.count):
-                    began, count = time.perf_counter(), number * making.count + index + 1
-                    slots, report = making.step(number, index, slots)
-                    if not bool(report["finite"]):
-                        raise NotFinite(f"the latents of chunk {number + 1} are not finite", view.config, "transformer")
-                    again = tuple(numpy.asarray(report["rescued"]).tolist()) if "rescued" in report else None
-                    rescued.append(again or (0, 0))
-                    seconds = time.perf_counter() - began
-                    emit(Stepped(count, self.layout.chunks * making.count, seconds, None, rescued=again))
-                    emit(Advanced(self.name, 1))
-            made.append(numpy.array(slots)[0])
-            if number + 1 < self.layout.chunks:  # computed while the chunk is decoded
+        making, latents, rescued = Making(self, view, values["embeddings"]), Spool(), []
+        chunks = making.layout.chunks
+        for number in range(chunks):
+            making.prepare(number, emit)
+            finished = self.finished(number, view, values)
+            slots, reports = making.begin(number, finished), []
+            for index in range(making.count if finished is None else 0):
+                slots, report = making.step(number, index, slots)
+                reports.append(report)
+            emit(Queued(self.name))  # the devices have a chunk to compute: frames of the one before are fetched
+            rescued += self.wait_for(reports, number, chunks, view, emit)
+            made = making.keep(number, numpy.array(slots)[0])
+            latents.append(made.swapaxes(0, 2))
+            emit(Part(self.name, number, {"latents": made}))  # the devices decode it before they go on
+            if number + 1 < chunks and not view.config.live.rebuild:
                 making.read(number, slots)
-            emit(Part(self.name, number, {"latents": made[-1]}))
         log_rescued(rescued)
-        return {"latents": numpy.concatenate(made, axis=2)}
+        return {"latents": latents.array().swapaxes(0, 2)}
+
+    def finished(self, number: int, view, values) -> numpy.ndarray | None:
+        """The latents of a chunk that is given, or was finished by an earlier run."""
+        if number < len(view.finished):
+            return view.finished[number]["latents"]
+        begin, given = self.layout.begin(number), values.get("given_latents")
+        if given is None or begin >= given.shape[2]:
+            return None
+        return given[:, :, begin : begin + self.layout.size(number)]
+
+    def wait_for(self, reports: list[dict], number: int, chunks: int, view, emit) -> list[tuple[int, int]]:
+        """Wait for the steps of a chunk, one by one. Returns how many rows were rescued in each."""
+        rescued, total = [], chunks * len(reports)
+        for index, report in enumerate(reports):
+            began = time.perf_counter()
+            if not bool(report["finite"]):
+                raise NotFinite(f"the latents of chunk {number + 1} are not finite", view.config, "transformer")
+            again = tuple(numpy.asarray(report["rescued"]).tolist()) if "rescued" in report else None
+            rescued.append(again or (0, 0))
+            seconds = time.perf_counter() - began
+            emit(Stepped(number * len(reports) + index + 1, total, seconds, None, rescued=again))
+            emit(Advanced(self.name, 1))
+        return rescued
 
     # ------------------------------------------------------------ plans
 
@@ -204,8 +226,9 @@ class Making:
 
     def __init__(self, stage: Live, view, texts: numpy.ndarray):
         self.stage, self.view, self.texts = stage, view, texts
-        self.changes = prompt_chunks(view.config, view.geometry, stage.layout)
-        self.seconds = chunk_seconds(view.config, view.geometry, stage.layout)
+        self.layout = Layout.of(view.config.live, view.latent_shape[2])
+        self.changes = prompt_chunks(view.config, view.geometry, self.layout)
+        self.seconds = chunk_seconds(view.config, view.geometry, self.layout)
         _, kept, _, self.conditions = stage.programs.entries[stage.program(0)].arguments
         with own_compilation():  # zeros are allocated on the devices by a small program
             self.kept = {name: weights.zeros(one) for name, one in kept.items()}
@@ -215,18 +238,43 @@ class Making:
         times, coefficients = [*table.timesteps, view.config.live.context_noise], [*table.coefficients, identity]
         rows = zip(range(len(times)), times, coefficients)
         self.steps = [self.put(0, step=step, timestep=time, coefficients=row) for step, time, row in rows]
-        self.count, self.window = len(table.timesteps), Window(stage.layout)
+        self.count, self.window = len(table.timesteps), Window(self.layout)
+        self.text, self.coming = None, []  # embeddings that apply, and those of the next chunks
+        self.made = dict[int, numpy.ndarray]()  # latents of the window's chunks
 
-    def change_prompt(self, number: int, made: list[numpy.ndarray], emit) -> None:
-        """Change to the prompt that begins with a chunk, if one does; what is kept is then read again with it."""
-        text = self.texts[self.changes.index(number)][None] if number in self.changes else self.asked(number, emit)
-        if text is None:
-            return
-        self.conditions = put(self.conditions, dict.fromkeys(self.conditions, text))
-        if number and self.view.config.live.recache:
-            staying, self.window = self.window.staying(), Window(self.stage.layout)
+    def keep(self, number: int, latents: numpy.ndarray) -> numpy.ndarray:
+        """The latents of a finished chunk, and as long as it is in the window."""
+        self.made = {chunk: self.made[chunk] for chunk in self.window.chunks if chunk != number} | {number: latents}
+        return latents
+
+    def prepare(self, number: int, emit) -> None:
+        """What a chunk begins with: its prompt, and what is kept. That is read again if the prompt has changed, or for
+        every chunk (live.rebuild), as if the chunks that stay were the video's beginning."""
+        live, changed = self.view.config.live, self.change_prompt(number, emit)
+        if number and (live.rebuild or (changed and live.recache)):
+            staying, self.window = self.window.staying(), Window(self.layout)
             for chunk in staying:
-                self.read(chunk, self.begin(chunk, made[chunk]))
+                again = live.reencode and chunk == staying[0] > 0
+                self.read(chunk, self.begin(chunk, self.reencoded(chunk, emit) if again else self.made[chunk]))
+
+    def reencoded(self, chunk: int, emit) -> numpy.ndarray:
+        """A chunk's latents, the first of them encoded from its picture as if it were the first of a video."""
+        asked = Reencoded()
+        emit(asked)
+        return numpy.concatenate([*asked.latents, self.made[chunk][:, :, 1:]], axis=2)
+
+    def change_prompt(self, number: int, emit) -> bool:
+        """Change to the prompt that begins with a chunk, if one does: at once, or over live.blend chunks."""
+        text = self.texts[self.changes.index(number)][None] if number in self.changes else self.asked(number, emit)
+        if text is not None:
+            before, count = self.text, self.view.config.live.blend if number else 0
+            mixed = [before + (text - before) * numpy.float32(part / count) for part in range(1, count)]
+            self.coming = [*mixed, text]
+        if not self.coming:
+            return False
+        self.text = self.coming.pop(0)
+        self.conditions = put(self.conditions, dict.fromkeys(self.conditions, self.text))
+        return True
 
     def asked(self, number: int, emit) -> numpy.ndarray | None:
         """The embeddings of a prompt that was given meanwhile, for a chunk that was not made before."""
@@ -237,15 +285,16 @@ class Making:
 
     def begin(self, number: int, latents: numpy.ndarray | None = None):
         """A chunk's slots before its first step, or with finished latents. It takes its place in the window."""
-        stage, layout, (_, height, width) = self.stage, self.stage.layout, self.stage.recipe.derived["grid"]
+        stage, layout, (_, height, width) = self.stage, self.layout, self.stage.recipe.derived["grid"]
         slot, first, more = self.window.take(number), layout.begin(number), {}
         if stage.recipe.derived["relative"]:
             ranks = self.window.ranks()
             frames = [layout.begin(rank) + place for rank in ranks for place in range(layout.size(rank))]
             first, more["kept_positions"] = layout.begin(ranks[slot]), [*frames, *[0] * (layout.window - len(frames))]
+        empty = layout.slots - len(self.window.chunks) if stage.program(number) == "step" else 0
         self.chunk = self.put(
             number, seed=self.view.seeds[0], chunk=number, start=layout.begin(slot) * height * width,
-            filling=len(self.window.chunks) - 1, positions=range(first, first + layout.size(number)), **more,
+            filling=empty, positions=range(first, first + layout.size(number)), **more,
         )
         struct = stage.programs.entries[stage.program(number)].arguments[0]
         slots = numpy.zeros(struct.shape, numpy.float32)

@@ -208,9 +208,9 @@ def noise(seed: int, shape: tuple[int, ...], dtype: str = "float32") -> numpy.nd
     return next(noises(seed, shape, dtype))
 
 
-def noises(seed: int, shape: tuple[int, ...], dtype: str = "float32") -> Iterator[numpy.ndarray]:
+def noises(seed: int, shape: tuple[int, ...], dtype: str = "float32", skipped: int = 0) -> Iterator[numpy.ndarray]:
     """The initial noise, then the noise of each step: the same on every backend and mesh, matching torch's CPU
-    generator, which diffusers uses.
+    generator, which diffusers uses. The first `skipped` of them are passed over.
 
     Like torch: 24 bits of each Mersenne Twister output, turned into normal values in groups of 16 by Box-Muller.
     Torch's values can differ in the last bit, as they do between CPUs. `dtype` is what torch would draw, one of
@@ -222,8 +222,10 @@ def noises(seed: int, shape: tuple[int, ...], dtype: str = "float32") -> Iterato
     twister.state = numpy.random.RandomState(seed).get_state(legacy=False)
     if size < GROUP:
         raise ValueError(f"noise of {size} values: torch draws fewer than {GROUP} in another way")
+    rest = size % GROUP
+    twister.random_raw(skipped * (size + (GROUP if rest else 0)), output=False)
     while True:
-        values, rest = numpy.empty(size, numpy.float32), size % GROUP
+        values = numpy.empty(size, numpy.float32)
         drawn = uniform(twister, size, bits)
         values[: size - rest] = normal(drawn[: size - rest])
         if rest:  # torch redraws the last 16

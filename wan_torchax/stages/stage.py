@@ -103,6 +103,12 @@ class Stage:
     @classmethod
     def view_of(cls, name: str, job: Job) -> View:
         """What the stage may read at run time, including its settings."""
+        if name not in job.views:
+            job.views[name] = cls.new_view(name, job)
+        return job.views[name]
+
+    @classmethod
+    def new_view(cls, name: str, job: Job) -> View:
         recipe = job.recipe([*cls.recipe_for(name, job).settings, *cls.reads_for(name, job), *cls.reads_beside])
         uses = job.graph.stage(name).uses
         segment = job.config.pipeline.segments
@@ -206,7 +212,8 @@ class Stage:
         raise NotImplementedError
 
     def following(self, view: View, emit: Listener) -> Any:
-        """An object with `add(values)` for each part of the stage before, and `result()`."""
+        """An object with `add(values)` for each part of the stage before, which queues it on the devices, `fetch()` for
+        what they have made of it, and `result()`."""
         raise NotImplementedError
 
     def preview(self, estimate, video: int) -> numpy.ndarray:
@@ -235,11 +242,14 @@ def main_stage(graph: Graph) -> str:
 
 def result_settings(job: Job, name: str) -> dict[str, Any]:
     """Everything a stage's result depends on, by key: the recipes of its programs without LAST_BITS, what it reads at
-    run time, its inputs, and the same for the stages before it. Weights and files are keyed by content; weights that
-    are not local by path."""
-    graph = job.graph
+    run time, its inputs, and the same for the stages before it, those of an earlier segment too. Weights and files are
+    keyed by content; weights that are not local by path."""
+    graph, goes_on = job.graph, job.segment > 0
     settings: dict[str, Any] = {}
-    for stage in graph.upstream(name):
+    stages = graph.upstream(name, goes_on)
+    if helpers := [helper for helper, one in graph.helpers.items() if one.gives]:  # of what later stages have made
+        stages = [*graph.stages, *helpers]
+    for stage in stages:
         kind, recipe = find(stage), find(stage).recipe_for(stage, job)
         read = job.recipe(kind.reads_for(stage, job)).settings
         settings |= {key: value for key, value in flatten(recipe.settings | read) if not LAST_BITS.fullmatch(key)}
@@ -247,12 +257,12 @@ def result_settings(job: Job, name: str) -> dict[str, Any]:
         settings |= {f"file.{key}": digest([path]) for key, path in kind.files(job).items()}
         if stage in graph.repeated:
             settings |= dict(flatten(job.recipe(["pipeline.segments"]).settings)) | {"segment": job.segment}
-    for key in graph.input_keys(name):
+    for key in graph.input_keys(name, goes_on):
         if key in inputs.FILES:
             settings[f"input.{key}"] = job.contents.get(key)
         else:
             settings |= job.recipe([key]).settings
-    for component in graph.components(graph.upstream(name)):
+    for component in graph.components(stages):
         model, checkpoint = job.config.model, job.checkpoints.get(component)
         settings[f"path.{component}"] = f"{model.paths.get(component, model.path)}@{model.revision}"
         settings[f"weights.{component}"] = None if checkpoint is None else checkpoint.fingerprint

@@ -224,5 +224,11 @@ def with_strengths(arrays: dict, schedule: dict) -> dict:
 
 
 def with_first(latents, conditions: dict):
-    """The latents with the given first frame in place, if there is one."""
-    return latents.at[:, :, :1].set(conditions["first_latent"]) if "first_latent" in conditions else latents
+    """The latents with the given first frame in place, if there is one. Where it may be absent, the condition
+    `first_given` says whether it is there."""
+    if "first_latent" not in conditions:
+        return latents
+    first = conditions["first_latent"]
+    if "first_given" in conditions:
+        first = jnp.where(conditions["first_given"] > 0, first, latents[:, :, :1])
+    return latents.at[:, :, :1].set(first)

@@ -10,17 +10,20 @@ from wan_torchax.models.family import TextEncoding
 from wan_torchax.runtime.programs import NotFinite, Program
 from wan_torchax.stages.stage import Stage
 
+DRIVING = "driving_embeddings"
+
 
 class Text(Stage):
     """Prompt and negative prompt through the family's text encoders, and later prompts of a live video; outputs have
-    shape (prompts, …)."""
+    shape (prompts, …). Of a driving video's prompt the embeddings are a value of their own."""
 
     settings = ("model.text_tokens", "model.dtype.transformer")
     results_remembered = 64
 
     @classmethod
     def derived(cls, name, job):
-        return {"prompts": text_count(job.config) + later_count(name, job)}
+        driving = "driving_prompt" in job.graph.stages[name].takes
+        return {"prompts": text_count(job.config) + later_count(name, job) + driving}
 
     def build(self):
         for encoding in self.encodings():
@@ -45,7 +48,9 @@ class Text(Stage):
     def result_shapes(cls, name, job):
         gives, prompts = job.graph.stages[name].gives, cls.derived(name, job)["prompts"]
         shapes = {key: shape for one in job.family.texts for key, shape in one.shapes(job.config).items()}
-        return {key: (prompts, *shapes[key]) for key in gives}
+        if DRIVING not in gives:
+            return {key: (prompts, *shapes[key]) for key in gives}
+        return {key: (1 if key == DRIVING else prompts - 1, *shapes["embeddings"]) for key in gives}
 
     def check(self, view):
         for encoding in self.encodings():
@@ -57,6 +62,7 @@ class Text(Stage):
 
     def run(self, view, values, emit):
         later = [text for _, text in later_prompts(values.get("later_prompts", ()))]
+        later += [values[name] for name in ("driving_prompt",) if name in values]
         count = self.recipe.derived["prompts"] - len(later)
         prompts = [*[values["prompt"], values["negative_prompt"] or ""][:count], *later]
         made = {}
@@ -66,6 +72,8 @@ class Text(Stage):
             made |= {key: numpy.asarray(value).astype(numpy.float32) for key, value in self(program, *tokens).items()}
         if not all(numpy.isfinite(value).all() for value in made.values()):
             raise NotFinite("the embeddings are not finite", view.config, encoding.component)
+        if DRIVING in self.gives:
+            made["embeddings"], made[DRIVING] = numpy.split(made["embeddings"], [count])
         return {name: made[name] for name in self.gives}
 
     @classmethod

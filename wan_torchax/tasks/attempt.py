@@ -17,7 +17,7 @@ failures: list[str] = []  # one line for each job of this process that failed
 
 def attempt(config, folder: Path, overrides: list[str]) -> float | None:
     """Run a config's task, or every job of a list. An error is logged and recorded, and does not stop later jobs."""
-    from wan_torchax.records.stored import take_over
+    from wan_torchax.records.stored import composed_from, take_over
 
     interruption.check()
     try:
@@ -27,6 +27,7 @@ def attempt(config, folder: Path, overrides: list[str]) -> float | None:
         distributed.compare(config)
         if jobs.are_listed(config):
             return attempt_list(config, folder, overrides)
+        overrides = composed_from(config, overrides)
         if needs_ffmpeg(config):
             clips.ffmpeg()
         validation.validate(config)

@@ -22,6 +22,7 @@ XLA_OPS = "XLA's ops"
 SORT_CYCLES = 26 * 7998 / (1480 * 1024 * 55)
 # Pallas kernels bound by memory, and the part of a plan that they count towards.
 PASSES = {"rotary_kernel": "rope", "norm_kernel": "norms", "copy_kernel": "attention", "sums_kernel": "attention"}
+LIST_BLOCK = 256, 128  # queries and keys of an entry of lists_kernel's lists
 ITEM_BYTES = {
     "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f64": 8, "s64": 8, "u64": 8,
 }
@@ -131,10 +132,20 @@ def kernel_bytes(text: str) -> dict[str, int]:
     for line, times in instructions(text):
         kernel = re.match(KERNEL, line)
         if kernel and kernel.group(1) in PASSES:
-            group = PASSES[kernel.group(1)]
-            size = result_bytes(line) + result_bytes(f" = ({kernel.group(2)})")
+            group, written = PASSES[kernel.group(1)], result_bytes(line)
+            size = written + bytes_read(kernel.group(1), kernel.group(2), written)
             moved[group] = moved.get(group, 0) + times * size
     return moved
+
+
+def bytes_read(name: str, operands: str, written: int) -> int:
+    """The bytes that a kernel reads, of all its operands or of some heads of them."""
+    if name == "copy_kernel":
+        return written
+    if name == "sums_kernel":  # queries and keys, possibly in one array, and values
+        dtype, values = arrays(operands)[-1]
+        return 3 * math.prod(values) * ITEM_BYTES[dtype]
+    return result_bytes(f" = ({operands})")
 
 
 def product_calls(text: str) -> list[dict]:
@@ -185,17 +196,20 @@ def cycles_of(line: str) -> int:
 
 
 def kernel_flops(line: str) -> dict[str, int]:
-    """FLOPs of a call of kernels/product.py, by the type of its weights, or of attention's fast kernel; empty for other
-    ops."""
+    """FLOPs of a call of kernels/product.py, by the type of its weights, or of attention's fast kernel or that over
+    lists; empty for other ops."""
     kernel = re.match(KERNEL, line)
-    if not kernel or kernel.group(1) not in ("product_kernel", "fast_kernel"):
+    if not kernel or kernel.group(1) not in ("product_kernel", "fast_kernel", "lists_kernel"):
         return {}
     operands = arrays(kernel.group(2))
+    if kernel.group(1) == "lists_kernel":  # lists, queries, keys, values
+        (_, lists), _, _, (_, (_, width, _)) = operands[:4]
+        return {"lists": 4 * math.prod(LIST_BLOCK) * math.prod(lists) // lists[1] * width}
     if kernel.group(1) == "product_kernel":  # layer, array, weights
         (_, array), (dtype, weight) = operands[1:3]
         return {dtype: 2 * math.prod(array) * weight[1]}
-    (_, query), (_, key) = operands[:2]
-    return {"attention": 4 * math.prod(query) * key[1]}
+    (_, (_, queries, _)), _, (_, values) = operands[:3]
+    return {"attention": 4 * queries * math.prod(values)}
 
 
 def axis_of(line: str, axes: dict[str, int]) -> str:

@@ -5,7 +5,8 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from wan_torchax.config.schema import ConfigError
 from wan_torchax.devices import distributed
 from wan_torchax.devices.mesh import describe
 from wan_torchax.events import Asked, Decoded, Event, Finished, Listener, Part, Previewed, silence, to_all
-from wan_torchax.records import outputs, results
+from wan_torchax.records import files, outputs, results
 from wan_torchax.records.clock import Clock
 from wan_torchax.records.files import claimed
 from wan_torchax.records.stored import compare_replay
@@ -38,8 +39,8 @@ class AtHand:
     """Values from an earlier run, and the stages still to run."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    segments: dict[int, dict[str, Any]] = field(default_factory=dict)  # by segment, if the video is made in several
-    finished: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by stage: parts of a result
+    segments: dict[int, ChainMap[str, Any]] = field(default_factory=dict)  # by segment, if the video is made in several
+    finished: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)  # by stage: parts of a result
     missing: list[str] = field(default_factory=list)
 
 
@@ -138,7 +139,7 @@ def saver(job: Callable[[], Resolved], folder: Path) -> Listener:
     def save(event: Event) -> None:
         if isinstance(event, Previewed):
             outputs.write_preview(folder, event.frames, job().config.resolution.fps)
-        elif isinstance(event, Finished) and is_saved(event, job().config.output):
+        elif isinstance(event, Finished) and is_saved(event, job().config):
             save_result(folder, job(), event)
         elif isinstance(event, Part) and job().config.output.save_stages:
             known = settings(event.stage, tuple(job().config.live.prompts))
@@ -148,9 +149,12 @@ def saver(job: Callable[[], Resolved], folder: Path) -> Listener:
     return save
 
 
-def is_saved(event: Finished, output) -> bool:
-    """Frames that are too many for memory are in the video; they would fill the disk."""
-    are_many = any(isinstance(value, numpy.memmap) for value in event.values.values())
+def is_saved(event: Finished, config) -> bool:
+    """Frames that are too many for memory, in all segments, are in the video; they would fill the disk. A live video's
+    latents are in its chunks' files."""
+    size, output = config.resolution, config.output
+    are_many = "frames" in event.values and 3 * size.frames * size.height * size.width > files.IN_MEMORY
+    are_many |= any(isinstance(value, numpy.memmap) for value in event.values.values())
     return output.save_stages and (output.keep_frames or not are_many)
 
 
@@ -186,17 +190,17 @@ def part_files(folder: Path, job: Job, name: str) -> list[Path]:
     return list(itertools.takewhile(Path.is_file, (results.path_of(folder, name, number) for number in numbers)))
 
 
-def read_parts(folder: Path, job: Job, name: str) -> list[dict[str, Any]]:
+def read_parts(folder: Path, job: Job, name: str) -> list[Mapping[str, Any]]:
     """The parts of a stage's result that were finished. Raises if they were made with other settings."""
-    read = []
+    parts: list[Mapping[str, Any]] = []
     for number, path in enumerate(part_files(folder, job, name)):
-        values, made_with = results.read(path, find(name).part_shapes(name, job, number))
+        shapes = find(name).part_shapes(name, job, number) or {}
         settings = find(name).part_settings(name, job, number, result_settings(job, name))
-        results.compare(path, made_with, settings)
-        read.append(values)
-    if read:
-        log.info("%s: its first %d parts are taken from %s", name, len(read), folder)
-    return read
+        results.compare(path, results.read(path, shapes)[1], settings)
+        parts.append(results.Stored(path, shapes))
+    if parts:
+        log.info("%s: its first %d parts are taken from %s", name, len(parts), folder)
+    return parts
 
 
 def read_results(job: Job) -> AtHand:
@@ -208,13 +212,18 @@ def read_results(job: Job) -> AtHand:
         several = name in job.graph.repeated and job.is_segmented
         for part, path in zip(parts if several else [job], stage_files(folder, job, name)):
             if path.is_file():
-                read, made_with = results.read(path, find(name).result_shapes(name, part))
+                shapes = find(name).result_shapes(name, part)
+                read, made_with = results.read(path, shapes)
                 results.compare(path, made_with, result_settings(part, name))
                 log.info("%s: taken from %s", name, path)
-                (at_hand.segments.setdefault(part.segment, {}) if several else at_hand.values).update(read)
+                if several:
+                    at_hand.segments.setdefault(part.segment, ChainMap()).maps.append(results.Stored(path, shapes))
+                else:
+                    at_hand.values.update(read)
         at_hand.finished[name] = read_parts(folder, job, name)
     at_hand.missing = [name for name in job.config.stages if not is_there(name, job, at_hand)]
-    absent = job.graph.missing(at_hand.missing, at_hand.values)
+    complete = (stage.gives for name, stage in job.graph.stages.items() if is_there(name, job, at_hand))
+    absent = job.graph.missing(at_hand.missing, {*at_hand.values, *itertools.chain(*complete)})
     if folder and absent:
         (name, value), *_ = absent
         giver = job.graph.giver(value)

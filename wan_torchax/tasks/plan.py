@@ -49,7 +49,7 @@ PROMPT_ALONE = "a step with the prompt alone"
 # Keys of a chip's file: shares of peak of linear layers, by the type of their weights, and of attention.
 SHARES = {
     "bf16": "product_share", "s8": "int8_product_share", "f8e4m3fn": "fp8_product_share",
-    "attention": "self_attention_share",
+    "attention": "self_attention_share", "lists": "listed_attention_share",
 }
 THREE_PASSES = 1.5  # of a step with skip-layer guidance's third pass, in full steps
 REUSED = 0.005  # upper bound for a step that skips its blocks, in full steps (measured: 0.0007 to 0.003)
@@ -318,7 +318,8 @@ def run_seconds(resolved: Resolved, name: str, report: dict) -> dict[str, float]
     for end in ENDS:
         assumed = resolved.config.plan[end]
         link = chip.link_gbs * 1e9 * assumed.link
-        sent = sum(travel_seconds(row, resolved.placement["axes"], link) for row in compiled["collectives"])
+        axes = resolved.placement["axes"]
+        sent = sum(travel_seconds(row, axes, link, chip.devices) for row in compiled["collectives"])
         seconds[end] = pieces * (compiled["cycles"] * assumed.xla / (chip.clock_ghz * 1e9 * assumed.clock) + sent)
     return seconds
 
@@ -396,7 +397,7 @@ def waiting_seconds(events: list[dict], axes: dict[str, int], config, assumed) -
     left, waited = {}, 0.0  # remaining seconds of collectives in flight
     for event in events:
         if "start" in event:
-            left[event["start"]] = travel_seconds(event, axes, chip.link_gbs * 1e9 * assumed.link)
+            left[event["start"]] = travel_seconds(event, axes, chip.link_gbs * 1e9 * assumed.link, chip.devices)
         elif "done" in event:
             while event["done"] in left:
                 waited += left.pop(next(iter(left)))
@@ -410,15 +411,16 @@ def waiting_seconds(events: list[dict], axes: dict[str, int], config, assumed) -
     return waited
 
 
-def travel_seconds(row: dict, axes: dict[str, int], link: float) -> float:
+def travel_seconds(row: dict, axes: dict[str, int], link: float, devices: int = 1) -> float:
     """A collective's time on a ring of chips, using both directions; `link` is bytes per second of one link, one way.
 
-    The bytes are those of the result on one chip. In an all-to-all, a part crosses n/4 links on average.
+    The bytes are those of the result on one device. In an all-to-all on a ring of n chips, a part crosses n/4 links on
+    average, however many devices share a chip and its links; two chips are no ring.
     """
     size = math.prod(axes.get(axis, 1) for axis in row["axis"].split("+"))
     shares = {
         "all-gather": (size - 1) / size, "all-reduce": 2 * (size - 1) / size, "reduce-scatter": size - 1,
-        "all-to-all": size / 4,
+        "all-to-all": size / 4 / (devices if size >= 4 * devices else 1),
     }
     return row["bytes"] * shares.get(row["kind"], 1) / (2 * link)
 

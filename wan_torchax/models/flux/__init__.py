@@ -19,6 +19,12 @@ from wan_torchax.models.flux.adapters import NAMES
 
 HERE = "wan_torchax.models.flux"
 PATCH = 2  # latent pixels a side of a token
+# The blocks' linear layers.
+ADAPTED = (
+    r"transformer_blocks\.\*\.(norm1(_context)?\.linear|attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
+    r"|ff(_context)?\.net\.(0\.proj|2))"
+    r"|single_transformer_blocks\.\*\.(norm\.linear|attn\.to_[qkv]|proj_mlp|proj_out)"
+)
 # What describes the architecture in the config.json of transformers' models.
 CLIP_FIELDS = frozenset({
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -152,6 +158,7 @@ FAMILY = Family(
         "transformer": ComponentSpec(
             lazily(f"{HERE}.blocks", "build"), stacks=("transformer_blocks", "single_transformer_blocks"),
             wrappers=WRAPPERS, rename=files.rename, foreign=files.FOREIGN, landmarks=files.landmarks,
+            adapted=ADAPTED,
         ),
         "vae": ComponentSpec(
             lazily(f"{HERE}.vae", "build"), wrappers=("vae.", "first_stage_model."), rename=files.rename_vae,

@@ -15,12 +15,13 @@ import torch
 
 from wan_torchax.models.family import Forward, Output
 from wan_torchax.models.flux import PATCH, streams
-from wan_torchax.models.flux.streams import IMAGE, TEXT, Context, attend_together, part_of, rotary
-from wan_torchax.models.loop import Layer
+from wan_torchax.models.flux.streams import DOUBLE, IMAGE, SINGLE, TEXT, Context, attend_together, part_of, rotary
+from wan_torchax.models.loop import Layer, linear_of_all_blocks
 from wan_torchax.models.modules import construct
 from wan_torchax.patches import call_module
 
 THETA = 10000.0  # of RoPE
+NORMS = "norm1_context", "norm1"  # of a double block, as modulated first
 
 
 def build(architecture) -> torch.nn.Module:
@@ -38,8 +39,11 @@ def denoiser(module, forward: Forward) -> Callable[..., Output]:
         given = [jnp.broadcast_to(time, len(pooled))]
         if "guidance" in conditions:
             given.append(1000 * conditions["guidance"])
-        time = call_module(module.time_text_embed, part_of(arrays, "time_text_embed"), *given, pooled)
-        return jax.nn.silu(time), jax.nn.silu(time)
+        time = jax.nn.silu(call_module(module.time_text_embed, part_of(arrays, "time_text_embed"), *given, pooled))
+        return time, {
+            name: linear_of_all_blocks(arrays, stack, f"{name}.linear", time, forward)
+            for stack, name in (*((DOUBLE, name) for name in NORMS), (SINGLE, "norm"))
+        }
 
     def tables():
         shape = forward.text_tokens, sum(sizes)
@@ -51,12 +55,11 @@ def denoiser(module, forward: Forward) -> Callable[..., Output]:
 
 def double_block(context: Context, layer: Layer, both):
     """((text, image), rescued) of one block on both streams (batch, tokens, channels)."""
-    ends = "_context", ""
-    rows = [context.rows(layer.linear(f"norm1{end}.linear", context.modulation), 6) for end in ends]
+    rows = [context.rows(name, layer.index, 6) for name in NORMS]
     normed = [layer.norm("norm1", stream, 1 + row[1], row[0]) for stream, row in zip(both, rows)]
     outs, rescued = attend_together(context, layer, normed)
     made = []
-    for end, names, stream, row, out in zip(ends, (TEXT, IMAGE), both, rows, outs):
+    for end, names, stream, row, out in zip(("_context", ""), (TEXT, IMAGE), both, rows, outs):
         stream = layer.linear(names.out, out, residual=stream, gate=row[2])
         wide = layer.linear(f"ff{end}.net.0.proj", layer.norm("norm2", stream, 1 + row[4], row[3]), gelu=True)
         made.append(layer.linear(f"ff{end}.net.2", wide, residual=stream, gate=row[5]))
@@ -65,7 +68,7 @@ def double_block(context: Context, layer: Layer, both):
 
 def single_block(context: Context, layer: Layer, tokens):
     """(tokens, rescued) of one block on the sequence of text and image (batch, tokens, channels)."""
-    shift, scale, gate = context.rows(layer.linear("norm.linear", context.modulation), 3)
+    shift, scale, gate = context.rows("norm", layer.index, 3)
     normed = layer.norm("norm", tokens, 1 + scale, shift)
     query, key, value = (layer.linear(name, normed) for name in IMAGE.projections)
     norms = [layer[f"{name}.weight"] for name in IMAGE.norms]

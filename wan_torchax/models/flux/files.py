@@ -3,7 +3,7 @@ have too, and the tensors by which a file is recognized."""
 import re
 from collections.abc import Mapping
 
-from wan_torchax.models.family import Rows
+from wan_torchax.models.family import AdapterNames, Rows
 from wan_torchax.models.flux.adapters import NAMES
 
 Landmarks = dict[str, tuple[int, ...] | None]
@@ -16,7 +16,7 @@ NORM = r"(double|single)_blocks\.(\d+)\.(?:(img|txt)_attn\.)?norm\.(q|k)\w+_norm
 HEAD = "final_layer.adaLN_modulation.1"  # shift before scale there
 
 
-def rename(parameter: str) -> str | Rows | None:
+def rename(parameter: str, names: AdapterNames = NAMES) -> str | Rows | None:
     """single_blocks.3.linear1.bias -> the biases of to_q, to_k, to_v and proj_mlp, one after the other"""
     module, _, end = parameter.rpartition(".")
     if module == HEAD:
@@ -24,7 +24,7 @@ def rename(parameter: str) -> str | Rows | None:
     if match := re.fullmatch(NORM, parameter):
         stack, number, stream, part = match.groups()
         return f"{STACKS[stack]}.{number}.attn.norm_{'added_' if stream == 'txt' else ''}{part}.weight"
-    translated = NAMES.translate(module, False)
+    translated = names.translate(module, False)
     if isinstance(translated, Rows):
         return Rows(tuple(f"{name}.{end}" for name in translated.names))
     return translated and f"{translated}.{end}"
@@ -65,6 +65,8 @@ def rename_vae(parameter: str) -> str | None:
     module, _, end = parameter.rpartition(".")
     half, _, rest = module.partition(".")
     rest = rest.replace("nin_shortcut", "conv_shortcut")
+    if rest in ("quant_conv", "post_quant_conv"):  # in FLUX.2's
+        return f"{rest}.{end}"
     if rest == "norm_out":
         return f"{half}.conv_norm_out.{end}"
     if match := re.fullmatch(r"mid\.attn_1\.(\w+)", rest):

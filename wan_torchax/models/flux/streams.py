@@ -17,6 +17,7 @@ from wan_torchax.models.family import Forward, Output
 from wan_torchax.models.loop import Blocks, Layer, no_rows, pad_tokens, plain_norm, token_sharding
 
 EPSILON = 1e-6  # of all norms
+DOUBLE, SINGLE = "transformer_blocks", "single_transformer_blocks"  # the stacks
 
 
 class Context(NamedTuple):
@@ -26,7 +27,7 @@ class Context(NamedTuple):
     rotary: list[jax.Array]  # cosines and sines (tokens, head_dim)
     texts: int  # tokens of the text
     parts: int  # of the sequence of text and image, see `joined`
-    modulation: Any  # what the model's blocks are modulated with
+    modulation: Any  # what the model's blocks are modulated with; FLUX.1: by norm (layers, batch, count · channels)
 
     def placed(self, array, channels: str | None = None):
         """(batch, tokens, channels) or (batch, channels) as devices share prompts and tokens; channels over a mesh
@@ -36,10 +37,9 @@ class Context(NamedTuple):
         spec = jax.sharding.PartitionSpec(batch, *tokens[: array.ndim - 2], channels)
         return jax.lax.with_sharding_constraint(array, jax.sharding.NamedSharding(mesh, spec))
 
-    def rows(self, modulation, count: int):
-        """A modulation (batch, count · channels) as that many rows. Channels that devices share would be cut where
-        their shares do not end."""
-        return jnp.split(self.placed(modulation), count, axis=-1)
+    def rows(self, name: str, index, count: int):
+        """Of one block and norm, (batch, channels) each."""
+        return jnp.split(jax.lax.dynamic_index_in_dim(self.modulation[name], index, keepdims=False), count, axis=-1)
 
 
 class Names(NamedTuple):
@@ -110,9 +110,9 @@ def run_blocks(arrays: dict, forward: Forward, context: Context, blocks: tuple[C
         return carry
 
     double, single = blocks
-    text, image = run("transformer_blocks", forward.architecture["num_layers"], double, both)
+    text, image = run(DOUBLE, forward.architecture["num_layers"], double, both)
     tokens = joined(text, image, context.parts)
-    tokens = run("single_transformer_blocks", forward.architecture["num_single_layers"], single, tokens)
+    tokens = run(SINGLE, forward.architecture["num_single_layers"], single, tokens)
     _, image = parted(context.placed(tokens), context.texts, context.parts)
     return image, jnp.concatenate(counts) if guarded else None
 

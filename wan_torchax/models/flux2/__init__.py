@@ -2,12 +2,20 @@
 from collections.abc import Iterator
 
 from wan_torchax.config.geometry import Geometry
-from wan_torchax.models.family import ComponentSpec, Condition, Family, TextEncoding, VideoCodec, lazily
+from wan_torchax.models import qwen
+from wan_torchax.models.family import WRAPPERS, ComponentSpec, Condition, Family, TextEncoding, VideoCodec, lazily
 from wan_torchax.models.flux import GROUPS, heads, unserved
+from wan_torchax.models.flux.files import FOREIGN, VAE_FOREIGN, rename_vae
+from wan_torchax.models.flux2 import files
 from wan_torchax.models.flux2.adapters import NAMES
 
 HERE = "wan_torchax.models.flux2"
 PATCH = 2  # pixels a side of the VAE's latents that are one of the transformer's
+# The blocks' linear layers.
+ADAPTED = (
+    r"transformer_blocks\.\*\.(attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)|ff(_context)?\.linear_(in|out))"
+    r"|single_transformer_blocks\.\*\.attn\.(to_qkv_mlp_proj|to_out)"
+)
 # What describes the architecture in the config.json of transformers' models.
 QWEN_FIELDS = frozenset({
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -94,14 +102,17 @@ FAMILY = Family(
     modules=tuple(f"{HERE}.{name}" for name in ("blocks", "vae", "text")),
     components={
         "text_encoder": ComponentSpec(
-            lazily(f"{HERE}.text", "build"), unused=lazily(f"{HERE}.text", "unused"), prefix="model.",
+            lazily(f"{HERE}.text", "build"), unused=lazily(f"{HERE}.text", "unused"), prefix=qwen.PREFIX,
+            rename=qwen.rename, foreign=qwen.FOREIGN, respell=qwen.respell, landmarks=qwen.landmarks,
             beside=("tokenizer",), fields=QWEN_FIELDS,
         ),
         "transformer": ComponentSpec(
             lazily(f"{HERE}.blocks", "build"), stacks=("transformer_blocks", "single_transformer_blocks"),
+            wrappers=WRAPPERS, rename=files.rename, foreign=FOREIGN, landmarks=files.landmarks, adapted=ADAPTED,
         ),
         "vae": ComponentSpec(
             lazily(f"{HERE}.vae", "build"), unused=lambda architecture: (r"bn\.num_batches_tracked",),
+            wrappers=("vae.",), rename=rename_vae, foreign=VAE_FOREIGN, landmarks=files.vae_landmarks,
         ),
     },
     geometry=geometry,

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import torch
 import transformers
 
+from wan_torchax.models import qwen
 from wan_torchax.patches import call_function
 
 
@@ -20,7 +21,7 @@ def build(architecture) -> torch.nn.Module:
 
 def unused(architecture) -> tuple[str, ...]:
     layers = range(max(architecture["out_layers"]), architecture["num_hidden_layers"])
-    return (r"norm\.", r"lm_head\.", *(rf"layers\.{layer}\." for layer in layers))
+    return (*qwen.UNUSED, *(rf"layers\.{layer}\." for layer in layers))
 
 
 def encode(module, arrays, ids, mask):

@@ -2,6 +2,7 @@
 from collections.abc import Iterator
 
 from wan_torchax.config.geometry import Geometry
+from wan_torchax.models import qwen, t5, vit
 from wan_torchax.models.family import (
     WRAPPERS,
     ComponentSpec,
@@ -13,8 +14,8 @@ from wan_torchax.models.family import (
     VideoCodec,
     lazily,
 )
-from wan_torchax.models.hunyuan15 import prompts
-from wan_torchax.models.hunyuan15.adapters import NAMES, rename
+from wan_torchax.models.hunyuan15 import files, prompts
+from wan_torchax.models.hunyuan15.adapters import NAMES
 
 HERE = "wan_torchax.models.hunyuan15"
 # What describes the architecture in the config.json of transformers' models.
@@ -31,6 +32,11 @@ SIGLIP_FIELDS = frozenset({
     "patch_size", "hidden_act", "layer_norm_eps",
 })
 TEXTS = ("embeddings", "counts", "glyphs", "glyph_counts")
+# The blocks' linear layers.
+ADAPTED = (
+    r"transformer_blocks\.\*\.(norm1(_context)?\.linear|attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
+    r"|ff(_context)?\.net\.(0\.proj|2))"
+)
 
 
 def geometry(architecture) -> Geometry:
@@ -146,40 +152,31 @@ def flops(config, tokens: int) -> dict[str, int]:
     }
 
 
-def landmarks(transformer) -> dict[str, tuple[int, ...] | None]:
-    """Tensors by which a file of the transformer is recognized."""
-    width, layers = transformer["num_attention_heads"] * transformer["attention_head_dim"], transformer["num_layers"]
-    next_time = (width, 256) if transformer.get("use_meanflow") else None
-    return {
-        "x_embedder.proj.weight": (width, transformer["in_channels"], 1, 1, 1),
-        "context_embedder.proj_in.weight": (width, transformer["text_embed_dim"]),
-        f"transformer_blocks.{layers - 1}.attn.to_add_out.weight": (width, width),
-        f"transformer_blocks.{layers}.attn.to_add_out.weight": None,
-        "time_embed.timestep_embedder_r.linear_1.weight": next_time,
-    }
-
-
 FAMILY = Family(
     name="hunyuan15",
     modules=tuple(f"{HERE}.{name}" for name in ("blocks", "vae", "text", "image")),
     components={
         "text_encoder": ComponentSpec(
-            lazily(f"{HERE}.text", "build"), unused=lazily(f"{HERE}.text", "unused"), prefix="model.",
+            lazily(f"{HERE}.text", "build"), unused=lazily(f"{HERE}.text", "unused"), prefix=qwen.PREFIX,
+            rename=qwen.rename, foreign=qwen.FOREIGN, respell=qwen.respell, landmarks=qwen.landmarks,
             beside=("tokenizer",), fields=QWEN_FIELDS,
         ),
         "text_encoder_2": ComponentSpec(
-            lazily(f"{HERE}.text", "build_glyphs"), unused=lambda architecture: (r"encoder\.embed_tokens\.",),
-            fields=T5_FIELDS,
+            lazily(f"{HERE}.text", "build_glyphs"), unused=lambda architecture: t5.UNUSED, rename=t5.rename,
+            foreign=t5.FOREIGN, landmarks=t5.landmarks, fields=T5_FIELDS,
         ),
         "image_encoder": ComponentSpec(
             lazily(f"{HERE}.image", "build"), unused=lambda architecture: (r"head\.", r"embeddings\.position_ids"),
-            prefix="vision_model.", beside=("feature_extractor",), fields=SIGLIP_FIELDS,
+            prefix="vision_model.", landmarks=vit.landmarks, beside=("feature_extractor",), fields=SIGLIP_FIELDS,
         ),
         "transformer": ComponentSpec(
-            lazily(f"{HERE}.blocks", "build"), ("transformer_blocks",), wrappers=WRAPPERS, rename=rename,
-            landmarks=landmarks,
+            lazily(f"{HERE}.blocks", "build"), ("transformer_blocks",), wrappers=WRAPPERS, rename=files.rename,
+            landmarks=files.landmarks, adapted=ADAPTED,
         ),
-        "vae": ComponentSpec(lazily(f"{HERE}.vae", "build")),
+        "vae": ComponentSpec(
+            lazily(f"{HERE}.vae", "build"), wrappers=("vae.",), rename=files.rename_vae, foreign=files.VAE_FOREIGN,
+            landmarks=files.vae_landmarks,
+        ),
     },
     geometry=geometry,
     heads=heads,

@@ -20,6 +20,7 @@ def stream(name: str, qkv: Rows, out: str, feed_forward: str, norm: str, norms: 
         **{f"{name}_mlp.{part}": f"{feed_forward}.net.2" for part in ("fc2", "2")},
         **{f"{name}_mod.{part}": f"{norm}.linear" for part in ("linear", "lin")},
         **{f"{name}_attn_{part}_norm": f"{norms}_{part}" for part in "qk"},
+        **{f"{name}_attn.norm.{part}_norm": f"{norms}_{part[0]}" for part in ("query", "key")},
     }
 
 
@@ -38,10 +39,10 @@ TIMES = {
 }
 IMAGE = {0: "norm_in", 1: "linear_1", 3: "linear_2", 4: "norm_out"}
 REST: dict[str, str | Rows] = {
-    **{f"{name}.mlp.{old}": f"{theirs}.linear_{new}"
-       for name, theirs in TIMES.items() for old, new in ((0, 1), (2, 2))},
-    **{f"txt_in.c_embedder.linear_{number}": f"{TEXT}.time_text_embed.text_embedder.linear_{number}"
-       for number in (1, 2)},
+    **{f"{name}.{old}": f"{theirs}.linear_{new}" for name, theirs in TIMES.items()
+       for old, new in (("mlp.0", 1), ("mlp.2", 2), ("in_layer", 1), ("out_layer", 2))},
+    **{f"txt_in.c_embedder.{old}": f"{TEXT}.time_text_embed.text_embedder.linear_{new}"
+       for old, new in (("linear_1", 1), ("linear_2", 2), ("in_layer", 1), ("out_layer", 2))},
     **{f"byt5_in.fc{number}": f"{TEXT}_2.linear_{number}" for number in (1, 2, 3)},
     **{f"vision_in.proj.{number}": f"image_embedder.{theirs}" for number, theirs in IMAGE.items()},
     "txt_in.input_embedder": f"{TEXT}.proj_in", "byt5_in.layernorm": f"{TEXT}_2.norm", "img_in.proj": "x_embedder.proj",
@@ -91,15 +92,6 @@ def within(block: str, part: str | Rows) -> str | Rows:
     if isinstance(part, str):
         return f"{block}.{part}"
     return Rows(tuple(f"{block}.{name}" for name in part.names), part.swapped)
-
-
-def rename(parameter: str) -> str | Rows | None:
-    """A parameter of the original's checkpoints in diffusers' names; None if it is in none."""
-    module, _, end = parameter.rpartition(".")
-    translated = translate(module, native=False)
-    if isinstance(translated, Rows):
-        return Rows(tuple(f"{name}.{end}" for name in translated.names), translated.swapped)
-    return translated and f"{translated}.{end}"
 
 
 NAMES = AdapterNames(PREFIX, NATIVE, translate)

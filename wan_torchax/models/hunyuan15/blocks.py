@@ -22,7 +22,7 @@ import torch
 from wan_torchax.kernels.attention import GUARDED, Attend, Beside, xla
 from wan_torchax.kernels.settings import Kernel
 from wan_torchax.models.family import Forward, Output
-from wan_torchax.models.loop import Blocks, Layer, no_rows, pad_tokens, plain_norm, token_sharding
+from wan_torchax.models.loop import Blocks, Layer, linear_of_all_blocks, no_rows, pad_tokens, plain_norm, token_sharding
 from wan_torchax.models.modules import construct
 
 EPSILON = 1e-6  # of the norms in the blocks, the refiner and the head
@@ -176,13 +176,9 @@ def image_tokens(arrays: dict, image):
 
 
 def modulation_of(arrays: dict, forward: Forward, name: str, embedded):
-    """(layers, 6, channels) of one stream: shift, scale and gate of attention, then of the feed-forward. A third of the
-    model's weights, for one row: of all layers at once, they are read where they are stored, and not gathered."""
-    weight, bias = (arrays[f"{STACK}.*.{name}.linear.{part}"] for part in ("weight", "bias"))
-    with jax.named_scope(f"{name}/linear"):
-        rows = jnp.einsum("a,lba->lb", jax.nn.silu(embedded)[0], weight) + bias
-    whole = jax.sharding.NamedSharding(forward.mesh, jax.sharding.PartitionSpec())
-    return jax.lax.with_sharding_constraint(rows, whole).reshape(len(rows), 6, -1)
+    """(layers, 6, channels) of one stream: shift, scale and gate of attention, then of the feed-forward."""
+    rows = linear_of_all_blocks(arrays, STACK, f"{name}.linear", jax.nn.silu(embedded), forward)
+    return rows.reshape(len(rows), 6, -1)
 
 
 def rotary_tables(forward: Forward):

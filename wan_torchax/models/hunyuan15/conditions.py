@@ -10,9 +10,10 @@ from wan_torchax.config.frames import fitted, open_picture
 from wan_torchax.models.pictures import pixels_of, preprocessed, read_preprocessing
 
 
-def framed(path: Path, size, fit: str) -> Image.Image:
-    """The image in the video's frame. Like diffusers, `cover` scales to whole pixels and cuts off from the middle."""
-    picture, (width, height) = open_picture(path), (size.width, size.height)
+def framed(source: str | Path | numpy.ndarray, size, fit: str) -> Image.Image:
+    """The image, of a file or the last of frames, in the video's frame. Like diffusers, `cover` scales to whole pixels
+    and cuts off from the middle."""
+    picture, (width, height) = open_picture(source), (size.width, size.height)
     if fit != "cover":
         return fitted(picture, (width, height), fit)
     scaled = width, picture.height * width // picture.width
@@ -28,15 +29,15 @@ def check(folders) -> None:
     read_preprocessing(folders["feature_extractor"])
 
 
-def read(folders, path: Path, config) -> numpy.ndarray:
+def read(folders, source: str | Path | numpy.ndarray, config) -> numpy.ndarray:
     """Float32 (3, height, width) for SigLIP: the framed image, not the given one."""
-    return preprocessed(framed(path, config.resolution, config.fit), read_preprocessing(folders["feature_extractor"]))
+    return preprocessed(framed(source, config.resolution, config.fit), read_preprocessing(folders["feature_extractor"]))
 
 
 def first_frame(view, values: dict[str, Any], encode: Callable) -> numpy.ndarray:
     """(1, channels + 1, frames, height, width): the image's latents in the first frame, zeros after it; then the mask,
     one where they are given."""
-    picture = framed(Path(values["image"]), view.config.resolution, view.config.fit)
+    picture = framed(values["image"], view.config.resolution, view.config.fit)
     latent = encode(1, lambda _: pixels_of(numpy.asarray(picture)[None]))
     batch, channels, *sizes = view.latent_shape
     condition = numpy.zeros((batch, channels + 1, *sizes), numpy.float32)

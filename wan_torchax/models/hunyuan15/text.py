@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from wan_torchax.kernels.rotary import normalized
+from wan_torchax.models import qwen
 from wan_torchax.models.hunyuan15.prompts import CROPPED
 from wan_torchax.models.modules import t5_encoder
 from wan_torchax.patches import call_module
@@ -25,7 +26,7 @@ def build(architecture) -> torch.nn.Module:
 
 def unused(architecture) -> tuple[str, ...]:
     last = architecture["num_hidden_layers"]
-    return (r"norm\.", *(rf"layers\.{number}\." for number in range(last - SKIPPED, last)), r"lm_head\.")
+    return (*qwen.UNUSED, *(rf"layers\.{number}\." for number in range(last - SKIPPED, last)))
 
 
 def encode(module, arrays, ids, mask):

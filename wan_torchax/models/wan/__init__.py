@@ -1,17 +1,17 @@
-"""Wan 2.1 and 2.2: text, image, first and last frame, video, control (VACE), and pose and face (Animate) to video."""
+"""Wan 2.1 and 2.2: text, image, first and last frame, video, control (VACE, VideoX-Fun), a camera's path, pose and face
+(Animate), a driving video (Animate 2), and speech to video."""
+import functools
 import html
 import math
 import re
-from collections.abc import Iterator
 
 import numpy
-from omegaconf import OmegaConf
 
 from wan_torchax.config import live
 from wan_torchax.config.geometry import Geometry
 from wan_torchax.config.long import seen_at_once
-from wan_torchax.kernels.settings import Kernel
-from wan_torchax.models import t5
+from wan_torchax.kernels.settings import UNTRAINED, Kernel
+from wan_torchax.models import t5, vit
 from wan_torchax.models.family import (
     WRAPPERS,
     ComponentSpec,
@@ -20,8 +20,10 @@ from wan_torchax.models.family import (
     Family,
     LatentEncoding,
     PictureEncoding,
+    SoundEncoding,
     TextEncoding,
     VideoCodec,
+    VoiceEncoding,
     lazily,
 )
 from wan_torchax.models.wan import files
@@ -29,6 +31,8 @@ from wan_torchax.models.wan.adapters import NAMES
 
 HERE = "wan_torchax.models.wan"
 TINY = "wan_torchax.models.tiny_vae"
+# FramePack's for speech-to-video: latent frames before a segment, the latest first, and how coarse their tokens are.
+BUCKETS = {"proj": (1, 1), "proj_2x": (2, 2), "proj_4x": (16, 4)}
 # The blocks' linear layers.
 ADAPTED = (
     r"(vace_)?blocks\.\*\.(attn[12]\.(to_[qkv]|to_out\.0|add_[kv]_proj)|ffn\.net\.(0\.proj|2)|proj_in|proj_out"
@@ -42,6 +46,12 @@ UMT5_FIELDS = frozenset({
 CLIP_FIELDS = frozenset({
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels", "image_size",
     "patch_size", "hidden_act", "layer_norm_eps",
+})
+
+
+WAV2VEC2_FIELDS = frozenset({
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "conv_dim", "conv_kernel",
+    "conv_stride", "conv_bias", "num_conv_pos_embeddings", "num_conv_pos_embedding_groups", "layer_norm_eps",
 })
 
 
@@ -84,11 +94,11 @@ def check_clip(folders) -> None:
     read_preprocessing(folders["image_processor"])
 
 
-def read_for_clip(folders, path, config):
+def read_for_clip(folders, source, config):
     from wan_torchax.config.frames import open_picture
     from wan_torchax.models.pictures import preprocessed, read_preprocessing
 
-    return preprocessed(open_picture(path), read_preprocessing(folders["image_processor"]))
+    return preprocessed(open_picture(source), read_preprocessing(folders["image_processor"]))
 
 
 def clip_tokens(config) -> int:
@@ -98,6 +108,11 @@ def clip_tokens(config) -> int:
 
 def clip_shape(config) -> tuple[int, int]:
     return clip_tokens(config), config.model.architecture.image_encoder.hidden_size
+
+
+def clip_temporaries(config) -> float:
+    """A few copies of the widest layer."""
+    return 16 * clip_tokens(config) * config.model.architecture.image_encoder.intermediate_size
 
 
 def clip_pixels(config) -> tuple[int, int, int]:
@@ -114,10 +129,19 @@ def pictures_given(job) -> int:
 
 def reference_count(config) -> int:
     """The number of reference images, prepended to the video during denoising."""
-    inputs = config.pipeline.inputs.values()
-    if "pose" in inputs:  # the picture of who is animated
+    taken = {value for stage in config.pipeline.stages.values() for value in stage.takes}
+    if {"given_frames", "character_frames"} & taken:  # the picture of who is animated
         return 1
-    return len(config.references) if "references" in inputs else 0
+    return len(config.references) if "control" in taken else 0
+
+
+def tokens_behind(config) -> int:
+    """Tokens that are not the latents', behind the video's: of a reference, and of the frames before a segment, the
+    older the coarser."""
+    taken = {value for stage in config.pipeline.stages.values() for value in stage.takes}
+    _, height, width = geometry(config.model.architecture).grid(config.resolution)
+    earlier = sum(frames // size * (height // size) * (width // size) for frames, size in BUCKETS.values())
+    return ("reference_latent" in taken) * height * width + ("motion_latents" in taken) * earlier
 
 
 def like_latents(job, channels: int) -> tuple[int, ...]:
@@ -136,6 +160,30 @@ def control_channels(geometry: Geometry) -> int:
     return 2 * geometry.channels + geometry.size_scale**2
 
 
+def camera_shape(job) -> tuple[int, int, int, int]:
+    """Poses by latent frame and frame."""
+    return job.latent_shape[2], job.geometry.frame_scale, 3, 4
+
+
+def camera_poses(path, shape) -> numpy.ndarray:
+    """The poses of a camera's path. The first latent frame covers one frame only, repeated."""
+    from wan_torchax.config.camera import poses
+
+    latents, scale, *_ = shape
+    places = poses(path, (latents - 1) * scale + 1)
+    return numpy.concatenate([places[:1]] * (scale - 1) + [places]).reshape(shape)
+
+
+def is_driven(transformer) -> bool:
+    """Whether a transformer attends to a driving video."""
+    return "refer_offset_w" in transformer
+
+
+def driving_tokens(config) -> int:
+    transformer, size = config.model.architecture.transformer, geometry(config.model.architecture)
+    return size.tokens(config.resolution) if is_driven(transformer) else 0
+
+
 def face_shape(job) -> tuple[int, int, int]:
     """Latent frames, the reference's included, tokens of each, channels."""
     return job.denoised_shape[2], face_heads(job.config) + 1, math.prod(heads(job.config.model.architecture))
@@ -143,6 +191,44 @@ def face_shape(job) -> tuple[int, int, int]:
 
 def face_heads(config) -> int:
     return config.model.architecture.transformer.face_encoder_num_heads
+
+
+def motion_shape(job) -> tuple[int, ...]:
+    """Latents of the frames before a segment."""
+    batch, channels, _, *sides = job.latent_shape
+    return batch, channels, (job.config.pipeline.segments.remembered - 1) // job.geometry.frame_scale + 1, *sides
+
+
+def given_shape(job) -> tuple[int, ...]:
+    """Latents of the chunks that lead a live video."""
+    (batch, channels, latents, *sides), config = job.latent_shape, job.config
+    chunks = live.given_chunks(config.live, config.resolution, job.geometry, config.video)
+    return batch, channels, live.Layout.of(config.live, latents).begin(chunks), *sides
+
+
+def voice_shapes(job) -> dict[str, tuple[int, ...]]:
+    """By latent frame: a few tokens, and one that modulates."""
+    frames, width = job.latent_shape[2], math.prod(heads(job.config.model.architecture))
+    tokens = job.config.model.architecture.transformer.num_audio_token + 1
+    return {"audio_tokens": (frames, tokens, width), "audio_whole": (frames, width)}
+
+
+def sound_shape(config) -> tuple[int, int]:
+    """A frame's features: the hidden states of all layers."""
+    encoder = config.model.architecture.audio_encoder
+    return encoder.num_hidden_layers + 1, encoder.hidden_size
+
+
+def sound_tokens(samples: int, config) -> int:
+    encoder = config.model.architecture.audio_encoder
+    for kernel, stride in zip(encoder.conv_kernel, encoder.conv_stride):
+        samples = (samples - kernel) // stride + 1
+    return samples
+
+
+def sound_temporaries(config) -> float:
+    """The first convolution's output, three times, in float32; of a minute."""
+    return 3 * 4 * 60 * 16_000 / 5 * config.model.architecture.audio_encoder.conv_dim[0]
 
 
 def text_shape(config) -> tuple[int, int]:
@@ -170,8 +256,27 @@ CONDITIONS = {
     # Skeletons, added to the video's tokens, and a face's tokens, attended to after some blocks.
     "pose_latents": Condition(lambda job: job.latent_shape),
     "face_embeddings": Condition(face_shape, half=True, by_prompt=True),
-    # The first latent frame, without noise.
+    # The same for Animate 2, and what is read of its driving video before the first step.
+    "character_frames": Condition(lambda job: like_latents(job, job.geometry.channels + job.geometry.frame_scale)),
+    "character_embeddings": Condition(lambda job: (1, *clip_shape(job.config)), half=True),
+    "driving_latents": Condition(lambda job: job.latent_shape),
+    "driving_embeddings": Condition(lambda job: (1, *text_shape(job.config)), half=True),
+    "driving_picture": Condition(lambda job: (1, *clip_shape(job.config)), half=True),
+    # The first latent frame, without noise, and whether it is given, where a picture is optional.
     "first_latent": Condition(first_latent_shape),
+    "first_given": Condition(lambda job: (), prepare=lambda picture, shape: numpy.float32(picture is not None)),
+    # Speech: what is heard in each latent frame, who speaks, the frames before a segment and whether there are some,
+    # and skeletons.
+    "audio_tokens": Condition(lambda job: voice_shapes(job)["audio_tokens"], half=True, by_prompt=True),
+    "audio_whole": Condition(lambda job: voice_shapes(job)["audio_whole"], half=True, by_prompt=True),
+    "motion_latents": Condition(motion_shape),
+    "goes_on": Condition(lambda job: (), prepare=lambda before, shape: numpy.float32(before is not None)),
+    "skeleton_latents": Condition(lambda job: job.latent_shape),
+    # VideoX-Fun: latents of a control video, concatenated to the video's; a reference's, as tokens behind the video's;
+    # the poses of a camera.
+    "control_latents": Condition(lambda job: job.latent_shape),
+    "reference_latent": Condition(first_latent_shape),
+    "camera": Condition(camera_shape, prepare=camera_poses),
     # Image tokens for cross-attention, besides the text's.
     "image_embeddings": Condition(
         lambda job: (pictures_given(job), *clip_shape(job.config)), half=True, window=whole,
@@ -185,7 +290,7 @@ CONDITIONS = {
 }
 ENCODINGS = {
     "condition": LatentEncoding(
-        CONDITIONS["condition"].shape, lambda job: job.config.resolution.frames,
+        CONDITIONS["condition"].shape, lambda job: job.config.resolution.frames if job.config.image else 0,
         lazily(f"{HERE}.conditions", "first_and_last"),
     ),
     "given_frames": LatentEncoding(
@@ -196,77 +301,44 @@ ENCODINGS = {
         lambda job: job.latent_shape, lambda job: job.config.resolution.frames,
         lazily(f"{HERE}.conditions", "pose_latents"), settings=("resolution.fps",),
     ),
-    "first_latent": LatentEncoding(first_latent_shape, lambda job: 1, lazily(f"{HERE}.conditions", "first_alone")),
-    "video_latents": LatentEncoding(
+    "character_frames": LatentEncoding(
+        CONDITIONS["character_frames"].shape, lambda job: 1 + job.config.resolution.frames,
+        lazily(f"{HERE}.conditions", "character_frames"), settings=("resolution.fps",),
+    ),
+    "driving_latents": LatentEncoding(
+        lambda job: job.latent_shape, lambda job: job.config.resolution.frames,
+        lazily(f"{HERE}.conditions", "driving_latents"), settings=("resolution.fps",),
+    ),
+    "first_latent": LatentEncoding(
+        first_latent_shape, lambda job: 1 if job.config.image else 0, lazily(f"{HERE}.conditions", "first_alone"),
+    ),
+    "reference_latent": LatentEncoding(
+        first_latent_shape, lambda job: 1 if job.config.references or job.config.audio else 0,
+        lazily(f"{HERE}.conditions", "reference"),
+    ),
+    "motion_latents": LatentEncoding(
+        motion_shape, lambda job: job.config.pipeline.segments.remembered if job.segment else 0,
+        lazily(f"{HERE}.conditions", "motion"), settings=("pipeline.segments.remembered",),
+    ),
+    "given_latents": LatentEncoding(
+        given_shape, lambda job: (given_shape(job)[2] - 1) * job.geometry.frame_scale + 1,
+        lazily(f"{HERE}.conditions", "given_latents"), settings=("resolution.fps", "live.chunk", "live.first"),
+    ),
+    "skeleton_latents": LatentEncoding(
+        lambda job: job.latent_shape, lambda job: job.config.resolution.frames + 1 if job.config.pose else 0,
+        lazily(f"{HERE}.conditions", "skeletons"), settings=("resolution.fps",),
+    ),
+    **dict.fromkeys(("video_latents", "control_latents"), LatentEncoding(
         lambda job: job.latent_shape, lambda job: job.config.resolution.frames,
         lazily(f"{HERE}.conditions", "whole_video"), settings=("resolution.fps",),
-    ),
+    )),
     "control": LatentEncoding(
         CONDITIONS["control"].shape,
-        lambda job: (1 if job.config.video is None else 2) * job.config.resolution.frames + reference_count(job.config),
+        lambda job: (2 if job.config.video or job.segment else 1) * job.config.resolution.frames
+        + reference_count(job.config),
         lazily(f"{HERE}.conditions", "control"), settings=("resolution.fps",),
     ),
 }
-
-
-def problems(config) -> Iterator[str]:
-    """Mismatches between the transformer's inputs and what the pipeline provides."""
-    size, transformer = geometry(config.model.architecture), config.model.architecture["transformer"]
-    given = {value for stage in config.pipeline.stages.values() for value in stage.takes}
-    model, pipeline = f"model={config.model.name}", f"pipeline={config.pipeline.name}"
-    needed = size.channels + (size.frame_scale + size.channels if given & {"condition", "given_frames"} else 0)
-    if transformer["in_channels"] != needed:
-        remedy = "choose another model, or the pipeline that is its own"
-        takes = f"and {config.model.name} takes {transformer['in_channels']}"
-        yield f"{pipeline}: gives the transformer {needed} channels, {takes}; {remedy}"
-    if transformer.get("image_dim") is not None and "image_embeddings" not in given:
-        yield f"{model} wants a picture's tokens, and {pipeline} gives none; choose a pipeline with an image encoder"
-    elif transformer.get("image_dim") is None and "image_embeddings" in given:
-        yield f"{model} has no use for a picture's tokens, which {pipeline} gives; choose a pipeline without them"
-    controlled, channels = "vace_layers" in transformer, control_channels(size)
-    if controlled and "control" not in given:
-        yield f"{model} wants control, and {pipeline} gives none; use pipeline=vace"
-    elif "control" in given and not controlled:
-        yield f"{model} has no blocks for control, which {pipeline} gives; use model=wan21_vace_1_3b or wan21_vace_14b"
-    elif controlled and transformer["vace_in_channels"] != channels:
-        key = "model.architecture.transformer.vace_in_channels"
-        yield f"{key}={transformer['vace_in_channels']}: {pipeline} gives {channels}"
-    yield from animation_problems(transformer, given, model, pipeline)
-    scales, layers = config.conditioning_scale, len(transformer.get("vace_layers", ()))
-    if OmegaConf.is_list(scales) and len(scales) != layers:
-        yield f"conditioning_scale={scales}: has {len(scales)} values, {model} {layers} control layers; one for each"
-    if "last_image" in config.pipeline.inputs and config.resolution.frames == 1:
-        yield f"resolution.frames=1: {pipeline} starts with one picture and ends with another; at least 5"
-    kind, trained_for = config.attention.self.sparse.kind, transformer.get("attention_type", "none")
-    if kind != trained_for:
-        yield f"sparse={kind}: {model} is trained for {trained_for}; set sparse={trained_for}, or choose another model"
-    if kind != "none" and controlled:
-        yield f"sparse={kind}: control blocks (VACE) have no weights for it; set sparse=none"
-    if kind == "vsa" and "first_latent" in given:
-        yield f"sparse=vsa: its tokens lie in tiles, and {pipeline} gives a first frame; use pipeline=t2v"
-    if live.is_on(config) and config.live.chunk is not None:
-        most, own = transformer["rope_max_seq_len"], config.live.positions == "absolute"
-        latents = size.latent_shape(config.resolution)[2]
-        needed = latents if own or config.live.window is None else min(latents, config.live.window)
-        if needed > most:
-            key = f"resolution.frames={config.resolution.frames}" if own else f"live.window={config.live.window}"
-            remedy = "live.positions=relative with a window has no such limit" if own else f"at most {most}"
-            yield f"{key}: {needed} latent frames, and RoPE's table of {model} has {most} positions; {remedy}"
-    if controlled and config.precision.weights is not None:
-        yield f"precision={config.precision.name}: control blocks (VACE) are not in it yet; use precision=none"
-
-
-def animation_problems(transformer, given: set[str], model: str, pipeline: str) -> Iterator[str]:
-    """Of a pose and a face."""
-    animated = "motion_encoder_size" in transformer
-    if animated and "pose_latents" not in given:
-        yield f"{model} wants a pose and a face, and {pipeline} gives none; use pipeline=animate or replace"
-    elif "pose_latents" in given and not animated:
-        yield f"{model} has no use for a pose and a face, which {pipeline} gives; use model=wan22_animate_14b"
-    layers, every = transformer["num_layers"], transformer.get("inject_face_latents_blocks", 1)
-    if animated and layers % every:
-        key = "model.architecture.transformer.inject_face_latents_blocks"
-        yield f"{key}={every}: must divide the {layers} blocks; the published model has 5"
 
 
 # ---------------------------------------------------------------- arithmetic
@@ -295,6 +367,9 @@ def flops(config, tokens: int) -> dict[str, int]:
     size = geometry(config.model.architecture).grid(seen_at_once(config), reference_count(config))
     sparse = Kernel.of(config.attention.self).sparse
     pairs = sparse.pairs(size) if sparse else tokens * tokens
+    dense_layers = min(sparse.dense_layers, layers)
+    if is_driven(transformer):  # every frame but the first attends to one of the driving video
+        pairs += (size[0] - 1) * (size[1] * size[2]) ** 2
     texts = text * (1 if config.guider.nag == 1 else 2)  # keys in cross-attention
     gates = transformer.num_layers * 2 * tokens * width * width if sparse.kind == "vsa" else 0
     return {
@@ -302,9 +377,11 @@ def flops(config, tokens: int) -> dict[str, int]:
         "projections": layers * (2 * tokens * width * width * 6 + 2 * texts * width * width * 2)
         + controls * 2 * tokens * width * width + gates,
         "feed-forward": layers * 4 * tokens * width * transformer.ffn_dim,
-        "self-attention": layers * 4 * pairs * width,
+        "self-attention": 4 * width * ((layers - dense_layers) * pairs + dense_layers * tokens * tokens),
         "cross-attention": layers * 4 * tokens * texts * width,
         **face_flops(config, transformer, tokens, size[0]),
+        **camera_flops(transformer, tokens),
+        **voice_flops(config, transformer, tokens, size[0]),
     }
 
 
@@ -315,6 +392,22 @@ def face_flops(config, transformer, tokens: int, frames: int) -> dict[str, int]:
     width, keys = math.prod(heads(config.model.architecture)), frames * (face_heads(config) + 1)
     adapters = transformer.num_layers // transformer.inject_face_latents_blocks
     return {"face": adapters * (4 * (tokens + keys) * width * width + 4 * tokens * keys * width)}
+
+
+def camera_flops(transformer, tokens: int) -> dict[str, int]:
+    """Of the convolutions of a camera's rays, which the prompts share."""
+    if not transformer.get("add_control_adapter"):
+        return {}
+    width = transformer.num_attention_heads * transformer.attention_head_dim
+    inputs = math.prod(transformer.patch_size) * files.camera_channels(transformer)
+    return {"camera": 2 * tokens * width * (inputs + 2 * 9 * width)}
+
+
+def voice_flops(config, transformer, tokens: int, frames: int) -> dict[str, int]:
+    """Of the attention to a voice: q, k, v, out, and all scores."""
+    width, keys = math.prod(heads(config.model.architecture)), frames * (transformer.get("num_audio_token", 0) + 1)
+    layers = len(transformer.get("audio_inject_layers", ()))
+    return {"voice": layers * (4 * (tokens + keys) * width * width + 4 * tokens * keys * width)} if layers else {}
 
 
 def face_temporaries(config) -> float:
@@ -344,17 +437,22 @@ FAMILY = Family(
             lazily(f"{HERE}.text", "build"), unused=lambda architecture: t5.UNUSED, rename=t5.rename,
             foreign=t5.FOREIGN, landmarks=t5.landmarks, beside=("tokenizer",), fields=UMT5_FIELDS,
         ),
+        "audio_encoder": ComponentSpec(
+            lazily("wan_torchax.models.wav2vec2", "build"), prefix="wav2vec2.", fields=WAV2VEC2_FIELDS,
+            unused=lambda architecture: (r"masked_spec_embed", r"lm_head\."), respell=files.respell_sound,
+            landmarks=files.sound_landmarks,
+        ),
         "image_encoder": ComponentSpec(
             lazily(f"{HERE}.clip", "build"), unused=lazily(f"{HERE}.clip", "unused"), prefix="vision_model.",
-            beside=("image_processor",), fields=CLIP_FIELDS,
+            landmarks=functools.partial(vit.landmarks, extra=1), beside=("image_processor",), fields=CLIP_FIELDS,
         ),
         "transformer": ComponentSpec(
-            lazily(f"{HERE}.blocks", "build"), ("blocks", "vace_blocks", "face_adapter"),
+            lazily(f"{HERE}.blocks", "build"), ("blocks", "vace_blocks", "face_adapter", "audio_injector"),
             lazily(f"{HERE}.blocks", "tables"),
             # No version of the model uses the first; the second are constants in Animate's original files.
             unused=lambda architecture: (r".*norm_added_q", r"motion_encoder\..*\.kernel"),
             wrappers=WRAPPERS, rename=files.rename, foreign=files.FOREIGN, respell=files.respell,
-            landmarks=files.landmarks, adapted=ADAPTED,
+            described=files.described, landmarks=files.landmarks, adapted=ADAPTED,
         ),
         "transformer_2": ComponentSpec(lazily(f"{HERE}.blocks", "build"), twin_of="transformer"),
         "vae": ComponentSpec(
@@ -387,11 +485,16 @@ FAMILY = Family(
     pictures={
         "image_embeddings": PictureEncoding(
             "image_encoder", clip_shape, clip_pixels, check_clip, read_for_clip, lazily(f"{HERE}.clip", "encode"),
-            # A few copies of the widest layer.
-            lambda config: 16 * clip_tokens(config) * config.model.architecture.image_encoder.intermediate_size,
+            clip_temporaries,
+        ),
+        "character_embeddings": PictureEncoding(
+            "image_encoder", clip_shape, clip_pixels, check_clip, lazily(f"{HERE}.conditions", "read_for_clip"),
+            lazily(f"{HERE}.clip", "encode"), clip_temporaries,
+            settings=("resolution.height", "resolution.width", "resolution.fps", "fit"),
         ),
     },
     encodings=ENCODINGS,
+    reader=lazily(f"{HERE}.driving", "reader"),
     faces={
         "face_embeddings": FaceEncoding(
             "transformer", r"(motion|face)_encoder\..*", face_shape,
@@ -399,12 +502,24 @@ FAMILY = Family(
             face_temporaries,
         ),
     },
+    sounds={
+        "audio_features": SoundEncoding(
+            "audio_encoder", sound_shape, 50, sound_tokens, 30, lazily("wan_torchax.models.wav2vec2", "features"),
+            sound_temporaries,
+        ),
+    },
+    voice=VoiceEncoding(
+        "transformer", r"casual_audio_encoder\..*", "audio_features", voice_shapes,
+        lazily(f"{HERE}.voice", "encode"),
+    ),
     extra_frames=reference_count,
+    behind=tokens_behind,
     norm="width",
-    sparse=("sla", "vsa"),
+    beside=driving_tokens,
+    sparse=("sla", "vsa", *UNTRAINED),
     has_nag=True,
     skippable=lambda architecture: architecture["transformer"]["num_layers"],
-    problems=problems,
+    problems=lazily(f"{HERE}.problems", "problems", torch=False),
     flops=flops,
     products=products,
     transposed=frozenset(
@@ -417,8 +532,9 @@ FAMILY = Family(
         "norms": r"/(norm\w*)/",
         "projections": r"/attn[12]/(to_\w+|add_\w+)",
         "feed-forward": r"/ffn/",
-        "face": r"/face/",
+        "face": r"/(face|voice)/",
         "attention": r"/attend/",
-        "embeddings": r"/(patch_embedding|(vace|pose)_patch_embedding|condition_embedder|proj_out)/",
+        "embeddings":
+            r"/(patch_embedding|(vace|pose)_patch_embedding|ref_conv|control_adapter|condition_embedder|proj_out)/",
     },
 )

@@ -6,11 +6,13 @@ from wan_torchax.models.family import AdapterNames, Rows
 
 # Wan's original names -> diffusers', for blocks and for the rest.
 ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
+PICTURES = {"k_img": "add_k_proj", "v_img": "add_v_proj", "norm_k_img": "norm_added_k"}
 BLOCK = {
-    **{f"self_attn.{name}": f"attn1.{theirs}" for name, theirs in ATTENTION.items()},
-    **{f"cross_attn.{name}": f"attn2.{theirs}" for name, theirs in ATTENTION.items()},
-    "cross_attn.k_img": "attn2.add_k_proj", "cross_attn.v_img": "attn2.add_v_proj",
-    "cross_attn.norm_k_img": "attn2.norm_added_k", "ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2",
+    # Animate 2's class in diffusers has the names of either in modules with Wan's.
+    **{f"{ours}.{name}": f"{theirs}.{new}"
+       for ours, theirs, layers in (("self_attn", "attn1", ATTENTION), ("cross_attn", "attn2", ATTENTION | PICTURES))
+       for old, new in layers.items() for name in (old, new)},
+    "ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2",
     "norm1": "norm1", "norm2": "norm3", "norm3": "norm2", "modulation": "scale_shift_table",
     "before_proj": "proj_in", "after_proj": "proj_out",
 }
@@ -18,10 +20,18 @@ FACE_ADAPTER: dict[str, str | Rows] = {
     "linear1_q": "to_q", "linear1_kv": Rows(("to_k", "to_v")), "linear2": "to_out", "q_norm": "norm_q",
     "k_norm": "norm_k",
 }
+# Speech-to-video's. Its layers after the blocks are lists of their kinds: injector.3.q, injector_adain_layers.3.linear.
+INJECTOR = {
+    "q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out", "norm_q": "norm_q", "norm_k": "norm_k", "linear": "linear",
+}
+VOICE = (
+    *(f"casual_audio_encoder.encoder.{name}.conv" for name in ("conv1_local", "conv1_global", "conv2", "conv3")),
+    "casual_audio_encoder.encoder.final_linear", *(f"frame_packer.{name}" for name in ("proj", "proj_2x", "proj_4x")),
+)
 EMBEDDER = "condition_embedder"
 REST = {
-    **{name: name for name in ("patch_embedding", "vace_patch_embedding", "pose_patch_embedding")},
-    "head.head": "proj_out",
+    **{name: name for name in ("patch_embedding", "vace_patch_embedding", "pose_patch_embedding", *VOICE)},
+    "cond_encoder": "pose_patch_embedding", "head.head": "proj_out",
     "head.modulation": "scale_shift_table", "time_projection.1": f"{EMBEDDER}.time_proj",
     **{f"{kind}_embedding.{old}": f"{EMBEDDER}.{kind}_embedder.linear_{new}"
        for kind in ("time", "text") for old, new in ((0, 1), (2, 2))},
@@ -61,7 +71,9 @@ def translate(module: str, native: bool) -> str | Rows | None:
     blocks, rest = TABLES[native]
     if match := re.fullmatch(r"face_adapter[._](?:fuser_blocks[._])?(\d+)[._](.+)", module):
         return within(f"face_adapter.{match[1]}", FACES[native].get(match[2]))
-    match = re.fullmatch(r"((?:vace_)?blocks)[._](\d+)[._](.+)", module)
+    if match := re.fullmatch(r"audio_injector[._](injector(?:_adain_layers)?[._])?(\d+)[._](.+)", module):
+        return within(f"audio_injector.{match[2]}", (INJECTOR if match[1] else same(INJECTOR)).get(match[3]))
+    match = re.fullmatch(r"((?:vace_)?blocks)[._](\d+)[._](?:block[._])?(.+)", module)
     if match is None:
         return rest.get(module)
     part = blocks.get(match[3])

@@ -6,7 +6,10 @@
 A block is self-attention over the video's tokens, cross-attention to the text's (and an image's), and a feed-forward;
 each after a norm, the first and the last modulated by the timestep. VACE's control blocks are the same blocks on tokens
 of a control video; their hints are added to the main blocks' outputs. Animate adds a pose to the tokens, and after
-every fifth block what they take from a face (face.py).
+every fifth block what they take from a face (face.py). In Animate 2 they attend to a driving video's too (driving.py).
+VideoX-Fun's models have tokens of a reference behind the video's, and add a camera's rays to these (fun.py);
+speech-to-video has those of a reference and of earlier frames there, and after some blocks adds what the video's take
+from a voice (voice.py).
 """
 import functools
 import itertools
@@ -23,17 +26,23 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.kernels import sparse
-from wan_torchax.kernels.attention import GUARDED, Attend, Kept
+from wan_torchax.kernels.attention import GUARDED, Attend, Kept, OfFrames
 from wan_torchax.kernels.settings import TILE
 from wan_torchax.models.family import Chunk, Forward, Nag, Output
 from wan_torchax.models.loop import Blocks, Layer, no_rows, pad_tokens, plain_norm, token_sharding
 from wan_torchax.models.modules import construct
-from wan_torchax.models.wan import face
+from wan_torchax.models.wan import face, fun, voice
 from wan_torchax.patches import call_module
 
-# Of config.json, what says that a checkpoint was trained for sparse attention.
+# Of config.json, what says that a checkpoint was trained for sparse attention, or to be driven by a video: what
+# diffusers' class does not know.
 SPARSE_FIELDS = ("attention_type", "sla_topk")
-CONCATENATED = {"condition", "given_frames"}  # to the latents' channels; of these conditions a pipeline gives one
+DRIVING_FIELDS = ("refer_offset_t", "refer_offset_h", "refer_offset_w", "refer_stride")
+TRAINED_TIMES = 1000  # the timestep of pure noise
+# To the latents' channels, in this order.
+CONCATENATED = ("control_latents", "condition", "given_frames", "character_frames")
+PICTURES = ("image_embeddings", "character_embeddings")  # of these a pipeline gives one
+POSES = {"pose_latents", "skeleton_latents"}  # added to the video's tokens; of these a pipeline gives one
 
 
 class Context(NamedTuple):
@@ -46,6 +55,10 @@ class Context(NamedTuple):
     rotary: tuple[jax.Array, jax.Array]  # cosines and sines (tokens, head_dim)
     face: jax.Array | None = None  # (prompts, latent frames, tokens, channels)
     skipped: jax.Array | None = None  # (prompts, layers) true where a block is left out
+    dense: jax.Array | None = None  # whether the step attends to all keys, where some steps do not
+    driving: dict | None = None  # key and value (layers, 1, tokens, channels) of a driving video
+    heard: voice.Voice | None = None
+    goes_on: jax.Array | None = None  # 0 where the tokens of earlier frames are not attended to
 
 
 class Attention(NamedTuple):
@@ -53,8 +66,9 @@ class Attention(NamedTuple):
 
     to_video: Attend
     to_text: Attend
-    given_tokens: int  # leading tokens of a given first frame, at timestep 0
+    given: range  # tokens at timestep 0: of a given first frame, or of all that stands behind the video
     nag: Nag | None = None
+    to_first: Attend | None = None  # to_video in a first segment, without tokens of earlier frames
 
     @property
     def is_tiled(self) -> bool:
@@ -74,8 +88,10 @@ def build(architecture) -> torch.nn.Module:
         kind = diffusers.WanVACETransformer3DModel
     elif "motion_encoder_size" in architecture:
         kind = diffusers.WanAnimateTransformer3DModel
-    own = {name: value for name, value in architecture.items() if name not in SPARSE_FIELDS}
-    module = construct(kind, own)
+    others = (*SPARSE_FIELDS, *DRIVING_FIELDS, *fun.FIELDS, *voice.FIELDS)
+    module = construct(kind, {name: value for name, value in architecture.items() if name not in others})
+    for part in (fun, voice):
+        part.add_layers(module, architecture)
     if trained_for != "none":
         with torch.device("meta"):
             for block in module.blocks:
@@ -104,20 +120,28 @@ def tables(architecture) -> dict[str, numpy.ndarray]:
 def denoiser(module, forward: Forward) -> Callable[..., Output]:
     """(arrays, latents (batch, channels, frames, height, width), time, conditions, residual) -> Output. `residual`, the
     blocks' residual of an earlier step, replaces the blocks."""
-    forward = replace(forward, architecture=dict(module.config))  # with the class's defaults
+    forward = replace(forward, architecture={**forward.architecture, **module.config})  # with the class's defaults
     attention = attention_of(forward)
 
     def velocity(arrays, latents, time, conditions, residual=None) -> Output:
-        for name in CONCATENATED & conditions.keys():
-            latents = jnp.concatenate([latents, repeated(conditions[name], latents)], axis=1)
-        hidden = patches(module.patch_embedding, part_of(arrays, "patch_embedding"), latents)
-        if "pose_latents" in conditions:
+        hidden = patches(module.patch_embedding, part_of(arrays, "patch_embedding"), joined(latents, conditions))
+        for name in POSES & conditions.keys():
             pose = patches(module.pose_patch_embedding, part_of(arrays, "pose_patch_embedding"),
-                           repeated(conditions["pose_latents"], latents))
+                           repeated(conditions[name], latents))
             hidden = hidden + jnp.pad(pose, [(0, 0), (hidden.shape[1] - pose.shape[1], 0), (0, 0)])
-        hidden = attention.tiled(hidden, axis=1)
+        if "camera" in conditions:
+            hidden = hidden + fun.camera_tokens(arrays, conditions["camera"], forward).astype(hidden.dtype)
+        tokens, hidden = hidden.shape[1], attention.tiled(hidden, axis=1)
+        if "motion_latents" in conditions:
+            hidden = voice.with_behind(
+                lambda name, video: patches(module.get_submodule(name), part_of(arrays, name), video), arrays, hidden,
+                conditions,
+            )
+        elif "reference_latent" in conditions:
+            shown = patches(module.ref_conv, part_of(arrays, "ref_conv"), conditions["reference_latent"][:, :, 0])
+            hidden = jnp.concatenate([hidden, repeated(shown, hidden)], axis=1)
         time, context = embed(module, arrays, forward, attention, time, conditions)
-        tokens, hidden = hidden.shape[1], pad_tokens(hidden, forward.multiple)
+        hidden = pad_tokens(hidden, forward.multiple)
         before = hidden = jax.lax.with_sharding_constraint(
             hidden, token_sharding(forward.mesh, forward.parallel, hidden.shape[0])
         )
@@ -134,7 +158,7 @@ def denoiser(module, forward: Forward) -> Callable[..., Output]:
         hidden = jax.lax.with_sharding_constraint(
             hidden, token_sharding(forward.mesh, forward.parallel, hidden.shape[0])
         )
-        out = head(arrays, forward, attention.given_tokens, hidden[:, :tokens], time)
+        out = head(arrays, forward, attention.given, hidden[:, :tokens], time)
         out = attention.untiled(out, axis=1)
         return Output(unpatched(out, latents.shape, forward.architecture["patch_size"]), hidden - before, counted)
 
@@ -145,11 +169,16 @@ def attention_of(forward: Forward) -> Attention:
     head_dim, frames = forward.architecture["attention_head_dim"], forward.grid[0]
     place = forward.parallel, forward.mesh
     to_video = Attend(
-        head_dim, forward.self_attention, *place, keys=forward.tokens, grid=forward.grid,
+        head_dim, forward.self_attention, *place, keys=forward.tokens + forward.behind, grid=forward.grid,
         norm_epsilon=forward.architecture["eps"], fillings=forward.fillings,
     )
-    given = forward.tokens // frames if "first_latent" in forward.conditions else 0
-    return Attention(to_video, Attend(head_dim, forward.cross_attention, *place, cross=True), given, forward.nag)
+    given = range(forward.tokens // frames if "first_latent" in forward.conditions else 0)
+    to_first = None
+    if "motion_latents" in forward.conditions:
+        given = range(forward.tokens, forward.tokens + forward.behind)
+        to_first = replace(to_video, keys=voice.reference_end(forward.grid))
+    to_text = Attend(head_dim, forward.cross_attention, *place, cross=True)
+    return Attention(to_video, to_text, given, forward.nag, to_first)
 
 
 # ---------------------------------------------------------------- embeddings and head
@@ -158,6 +187,12 @@ def attention_of(forward: Forward) -> Attention:
 def part_of(arrays: dict, name: str) -> dict:
     """The arrays of a submodule, by their names in it."""
     return {key.removeprefix(f"{name}."): array for key, array in arrays.items() if key.startswith(f"{name}.")}
+
+
+def joined(latents, conditions: dict):
+    """The latents, and what conditions add to their channels."""
+    channels = [repeated(conditions[name], latents) for name in CONCATENATED if name in conditions]
+    return jnp.concatenate([latents, *channels], axis=1)
 
 
 def repeated(array, like):
@@ -175,21 +210,40 @@ def embed(module, arrays: dict, forward: Forward, attention: Attention, time, co
     """The timestep embedding, for the head, and the blocks' context."""
     text, named = conditions["embeddings"], {}
     batch = text.shape[0]
-    if attention.given_tokens:
-        time, named["timestep_seq_len"] = jnp.stack([jnp.zeros_like(time), time]), 2
+    sparse_settings = attention.to_video.kernel.sparse
+    dense = jnp.max(time) > sparse_settings.dense_above * TRAINED_TIMES if sparse_settings.is_dense_at_times else None
+    if attention.given:
+        at_first = time * (1 - conditions["first_given"]) if "first_given" in conditions else jnp.zeros_like(time)
+        time, named["timestep_seq_len"] = jnp.stack([at_first, time]), 2
     times = jnp.broadcast_to(time, (batch, *time.shape)).reshape(-1)
-    pictures = jnp.tile(conditions["image_embeddings"], (batch, 1, 1)) if "image_embeddings" in conditions else None
+    pictures = next((jnp.tile(conditions[name], (batch, 1, 1)) for name in PICTURES if name in conditions), None)
     if "negative_embeddings" in conditions:
         text = jnp.concatenate([text, repeated(conditions["negative_embeddings"], text)])
     time, modulation, text, pictures = call_module(
         module.condition_embedder, part_of(arrays, "condition_embedder"), times, text, pictures, **named
     )
     modulation = modulation.reshape(*modulation.shape[:-1], 6, -1)
-    tables = (attention.tiled(table, axis=0) for table in rotary_tables(arrays, forward, conditions.get("positions")))
+    tables = rotary_of(arrays, forward, attention, conditions)
     rotary = tuple(pad_tokens(table[None], forward.multiple)[0] for table in tables)
     negative = text[batch:] if attention.nag else None
-    beside = conditions.get("face_embeddings"), conditions.get("skipped")
-    return time, Context(text[:batch], negative, pictures, modulation, rotary, *beside)
+    heard = voice.Voice(conditions["audio_tokens"], conditions["audio_whole"]) if "audio_tokens" in conditions else None
+    beside = conditions.get("face_embeddings"), conditions.get("skipped"), dense, conditions.get("driving")
+    speech = heard, conditions.get("goes_on")
+    return time, Context(text[:batch], negative, pictures, modulation, rotary, *beside, *speech)
+
+
+def rotary_of(arrays: dict, forward: Forward, attention: Attention, conditions) -> list:
+    """Cosines and sines (tokens, head_dim) of all tokens. VideoX-Fun's reference is the frame before the video's first.
+    """
+    if "motion_latents" in conditions:
+        places = [tuple(map(numpy.arange, forward.grid)), *voice.motion_places(forward.grid)]
+        return [jnp.concatenate([placed(table, forward, place, odd) for place in places])
+                for table, odd in ((arrays["rope.freqs_cos"], False), (arrays["rope.freqs_sin"], True))]
+    if "reference_latent" not in conditions:
+        tables = rotary_tables(arrays, forward, conditions.get("positions"))
+        return [attention.tiled(table, axis=0) for table in tables]
+    places = numpy.arange(1, forward.grid[0] + 1), numpy.zeros(1, int)
+    return list(map(jnp.concatenate, zip(*(rotary_tables(arrays, forward, place) for place in places))))
 
 
 def rotary_tables(arrays: dict, forward: Forward, positions=None) -> list:
@@ -204,31 +258,39 @@ def slowed(table, wave: Callable, forward: Forward):
     if forward.riflex is None:
         return table
     frames, first = forward.grid[0], 2 * (forward.riflex - 1)
-    column = wave(numpy.arange(frames) * 0.9 * 2 * numpy.pi / frames).astype(numpy.float32)
-    return table.at[:frames, first : first + 2].set(column[:, None])
+    positions = numpy.arange(frames + 1)  # with a reference's
+    column = wave(positions * 0.9 * 2 * numpy.pi / frames).astype(numpy.float32)
+    return table.at[: frames + 1, first : first + 2].set(column[:, None])
 
 
 def expanded(table, forward: Forward, positions=None):
     """RoPE tables per token (tokens, head_dim) from tables per position along an axis (positions, head_dim): a head's
     channels are split among time, height and width. `positions` are those of the frames; None: from 0 on."""
-    head_dim, (frames, *sides) = forward.architecture["attention_head_dim"], forward.grid
-    grid = frames if positions is None else len(positions), *sides
+    places = [slice(first, first + size) for first, size in zip(forward.first_position, forward.grid)]
+    return placed(table, forward, (places[0] if positions is None else positions, *places[1:]))
+
+
+def placed(table, forward: Forward, places: tuple, odd: bool = False):
+    """The same from the positions along each axis; of an odd function, a sine, negative ones are negated."""
+    head_dim = forward.architecture["attention_head_dim"]
     side = 2 * (head_dim // 6)
     starts = (0, head_dim - 2 * side, head_dim - side, head_dim)
-    parts = []
-    for axis, (size, start, end) in enumerate(zip(grid, starts, starts[1:])):
+    rows = [table[place if isinstance(place, slice) else jnp.abs(place)] for place in places]
+    if odd:
+        rows = [one * jnp.where(place < 0, -1, 1)[:, None] for one, place in zip(rows, places)]
+    grid, parts = tuple(map(len, rows)), []
+    for axis, (one, start, end) in enumerate(zip(rows, starts, starts[1:])):
         shape = [1, 1, 1, end - start]
-        shape[axis] = size
-        rows = table[:size] if axis or positions is None else table[positions]
-        parts.append(jnp.broadcast_to(rows[:, start:end].reshape(shape), (*grid, end - start)))
+        shape[axis] = len(one)
+        parts.append(jnp.broadcast_to(one[:, start:end].reshape(shape), (*grid, end - start)))
     return jnp.concatenate(parts, axis=-1).reshape(-1, head_dim)
 
 
-def head(arrays: dict, forward: Forward, given_tokens: int, hidden, time):
+def head(arrays: dict, forward: Forward, given: range, hidden, time):
     """Tokens to patches (batch, tokens, channels · patch)."""
     rows = arrays["scale_shift_table"]  # (1, 2, channels)
     rows = rows + time[:, None] if time.ndim == 2 else rows[:, None] + time[:, :, None]
-    shift, scale = jnp.moveaxis(for_tokens(rows, given_tokens, hidden.shape[1]), -2, 0)
+    shift, scale = jnp.moveaxis(for_tokens(rows, given, hidden.shape[1]), -2, 0)
     with jax.named_scope("norm_out"):
         normed = plain_norm(hidden, 1 + scale, shift, forward.architecture["eps"])
     with jax.named_scope("proj_out"):
@@ -242,16 +304,16 @@ def unpatched(tokens, shape, patch):
     return video.reshape(*video.shape[:2], *shape[2:])
 
 
-def for_tokens(rows, given: int, tokens: int):
+def for_tokens(rows, given: range, tokens: int):
     """Modulation rows: (batch, rows, channels) unchanged. With a given frame, (batch, 2, rows, channels) expanded to
-    (batch, tokens, rows, channels): the first entry for its tokens, the second for the others.
+    (batch, tokens, rows, channels): the first entry for the given tokens, the second for the others.
 
     Expanded in each block, where XLA fuses it with the modulation: materialized, it would take gigabytes.
     """
     if not given:
         return rows
-    is_given = (jnp.arange(tokens) < given).reshape(1, tokens, 1, 1)
-    return jnp.where(is_given, rows[:, :1], rows[:, 1:])
+    places = jnp.arange(tokens).reshape(1, tokens, 1, 1)
+    return jnp.where((places >= given.start) & (places < given.stop), rows[:, :1], rows[:, 1:])
 
 
 # ---------------------------------------------------------------- the blocks
@@ -268,6 +330,10 @@ def run_blocks(arrays: dict, forward: Forward, attention: Attention, context: Co
     step = functools.partial(pinned_block, forward, attention, context)
     if context.face is not None:
         step = functools.partial(facing_block, step, forward, blocks_of(arrays, forward, "face_adapter"), context.face)
+    if context.heard is not None:
+        step = functools.partial(
+            hearing_block, step, forward, blocks_of(arrays, forward, "audio_injector"), context.heard,
+        )
     first = int(forward.same_video and hidden.shape[0] > 1)
     if first:
         hidden, counted = blocks.step(step, 0 in blocks.eight_bits, 0, (hidden[:1], counted))
@@ -276,11 +342,11 @@ def run_blocks(arrays: dict, forward: Forward, attention: Attention, context: Co
 
 def chunk_denoiser(module, forward: Forward) -> Callable[..., tuple[Output, Chunk]]:
     """Like denoiser, for a chunk of a video that is made chunk by chunk (models.family.Chunk)."""
-    forward = replace(forward, architecture=dict(module.config))  # with the class's defaults
+    forward = replace(forward, architecture={**forward.architecture, **module.config})  # with the class's defaults
     attention = attention_of(forward)
 
     def velocity(arrays, latents, time, conditions, chunk: Chunk) -> tuple[Output, Chunk]:
-        hidden = patches(module.patch_embedding, part_of(arrays, "patch_embedding"), latents)
+        hidden = patches(module.patch_embedding, part_of(arrays, "patch_embedding"), joined(latents, conditions))
         conditions = conditions | {"positions": chunk.positions}
         time, context = embed(module, arrays, forward, attention, time, conditions)
         tokens, hidden = hidden.shape[1], pad_tokens(hidden, forward.multiple)
@@ -291,7 +357,7 @@ def chunk_denoiser(module, forward: Forward) -> Callable[..., tuple[Output, Chun
         blocks, counted = blocks_of(arrays, forward, "blocks"), count_of(forward, attention)
         step = functools.partial(block_of_chunk, attention, context)
         (hidden, kept), counted = blocks.run(step, (hidden, kept), counted)
-        out = head(arrays, forward, 0, hidden[:, :tokens], time)
+        out = head(arrays, forward, range(0), hidden[:, :tokens], time)
         output = Output(unpatched(out, latents.shape, forward.architecture["patch_size"]), rescued=counted)
         return output, chunk._replace(key=kept.key, value=kept.value)
 
@@ -342,6 +408,8 @@ def blocks_of(arrays: dict, forward: Forward, stack: str, skipped=None) -> Block
         count = len(architecture["vace_layers"])
     elif stack == "face_adapter":
         count //= architecture["inject_face_latents_blocks"]
+    elif stack == "audio_injector":
+        count = len(architecture["audio_inject_layers"])
     return Blocks.of(arrays, stack, count, forward, epsilon=architecture["eps"], skipped=skipped)
 
 
@@ -371,6 +439,23 @@ def facing_block(step: Callable, forward: Forward, adapters: Blocks, tokens, lay
     return jax.lax.cond(place == 0, faced, lambda same: same, hidden), rescued
 
 
+def hearing_block(step: Callable, forward: Forward, injectors: Blocks, heard: voice.Voice, layer: Layer, hidden):
+    """A block; after some, what the video's tokens take from a voice is added."""
+    hidden, rescued = step(layer, hidden)
+    numbers = numpy.full(forward.architecture["num_layers"], -1)
+    numbers[forward.architecture["audio_inject_layers"]] = numpy.arange(injectors.count)
+
+    def spoken(hidden):
+        injector = injectors.layer(jnp.asarray(numbers)[layer.index], eight_bits=False)
+        with jax.named_scope("voice"):
+            taken = voice.attend(injector, hidden, heard, forward.grid, forward.architecture["attention_head_dim"])
+            return hidden + taken.astype(hidden.dtype)
+
+    if isinstance(layer.index, int):
+        return spoken(hidden) if numbers[layer.index] >= 0 else hidden, rescued
+    return jax.lax.cond(jnp.asarray(numbers)[layer.index] >= 0, spoken, lambda same: same, hidden), rescued
+
+
 def block(attention: Attention, context: Context, layer: Layer, hidden):
     """(hidden, rescued) of one block on hidden (batch, tokens, channels)."""
     (hidden, _), rescued = block_of_chunk(attention, context, layer, (hidden, None))
@@ -381,7 +466,7 @@ def block_of_chunk(attention: Attention, context: Context, layer: Layer, carry):
     """The same with what is kept of earlier chunks (kernels.attention.Kept), or None: ((hidden, kept), rescued)."""
     hidden, _ = carry
     rows = layer["scale_shift_table"] + context.modulation[: hidden.shape[0]].astype(jnp.float32)
-    rows = for_tokens(rows, attention.given_tokens, hidden.shape[1])
+    rows = for_tokens(rows, attention.given, hidden.shape[1])
     shift, scale, gate, forward_shift, forward_scale, forward_gate = jnp.moveaxis(rows, -2, 0)
     normed = layer.norm("norm1", hidden, 1 + scale, shift)
     (hidden, kept), counts = attend_to_video(attention, context, layer, normed, carry, gate)
@@ -402,9 +487,17 @@ def attend_to_video(attention: Attention, context: Context, layer: Layer, normed
     value = layer.linear("attn1.to_v", normed, kernel=True, transpose_out=True)
     norms = [layer[f"attn1.norm_{name}.weight"] for name in "qk"]
     branch = [layer[f"attn1.proj_l.{part}"] for part in ("weight", "bias") if f"attn1.proj_l.{part}" in layer]
+    if context.dense is not None:
+        branch = [context.dense | (layer.index < attention.to_video.kernel.sparse.dense_layers)]
+    others = context.driving and OfFrames(**context.driving, layer=jnp.int32(layer.index))
     with jax.named_scope("attn1/attend"):
-        if kept is None:
-            out, rescued = attention.to_video.counted(query, key, value, context.rotary, norms, branch=branch)
+        if context.goes_on is not None:
+            arguments = query, key, value, context.rotary, norms
+            attends = [functools.partial(one.counted, *arguments) for one in (attention.to_video, attention.to_first)]
+            out, rescued = jax.lax.cond(context.goes_on > 0, *attends)
+        elif kept is None:
+            more = {"branch": branch, "others": others}
+            out, rescued = attention.to_video.counted(query, key, value, context.rotary, norms, **more)
         else:
             kept = kept._replace(layer=jnp.int32(layer.index))
             out, rescued, kept = attention.to_video.chunk(query, key, value, context.rotary, norms, kept)

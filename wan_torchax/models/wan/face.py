@@ -113,11 +113,9 @@ def normed(hidden):
 
 def attend(layer: Layer, hidden, tokens, grid: tuple[int, int, int]):
     """What the video's tokens (batch, tokens, width) take from the face's (batch, latent frames, tokens, width): each
-    attends to those of its own latent frame. All keys are scored, as few as they are, since devices share the video's
-    tokens without regard to frames."""
+    attends to those of its own latent frame."""
     frames, rows, columns = grid
     own = jnp.minimum(jnp.arange(hidden.shape[1]) // (rows * columns), frames - 1)  # the last one's for padding too
-    keys = jnp.repeat(jnp.arange(frames), tokens.shape[2])
     tokens = tokens.reshape(tokens.shape[0], -1, tokens.shape[-1])
     epsilon, head_dim = layer.blocks.epsilon, layer["norm_q.weight"].shape[0]
 
@@ -127,9 +125,16 @@ def attend(layer: Layer, hidden, tokens, grid: tuple[int, int, int]):
         array = array.reshape(*array.shape[:2], -1, head_dim)
         return array if name == "v" else plain_norm(array, layer[f"norm_{name}.weight"][None], None, epsilon)
 
-    query, key, value = project("q", hidden), project("k", tokens), project("v", tokens)
-    with jax.named_scope("attend"):
-        scores = jnp.einsum("bqhc,bkhc->bhqk", query, key, preferred_element_type=jnp.float32) / math.sqrt(head_dim)
-        shares = jax.nn.softmax(jnp.where(own[:, None] == keys, scores, -jnp.inf)).astype(value.dtype)
-        out = jnp.einsum("bhqk,bkhc->bqhc", shares, value)
+    out = attend_in_frames(project("q", hidden), project("k", tokens), project("v", tokens), own, frames)
     return layer.linear("to_out", out.reshape(hidden.shape))
+
+
+def attend_in_frames(query, key, value, own, frames: int):
+    """Attention (batch, tokens, heads, channels) of queries to the keys of their own frame: as many for each of the
+    frames, one after another. All keys are scored, as few as they are, since devices share the video's tokens without
+    regard to frames."""
+    keys = jnp.repeat(jnp.arange(frames), key.shape[1] // frames)
+    with jax.named_scope("attend"):
+        scores = jnp.einsum("bqhc,bkhc->bhqk", query, key, preferred_element_type=jnp.float32)
+        scores = jnp.where(own[:, None] == keys, scores / math.sqrt(query.shape[-1]), -jnp.inf)
+        return jnp.einsum("bhqk,bkhc->bqhc", jax.nn.softmax(scores).astype(value.dtype), value)

@@ -11,7 +11,9 @@ Landmarks = dict[str, tuple[int, ...] | None]
 
 # ---------------------------------------------------------------- transformer
 
-FOREIGN = r"^blocks\.0\.self_attn\."
+FOREIGN = r"^blocks\.0\.(block\.)?self_attn\."
+# What Animate 2's class in diffusers calls otherwise than Wan's others.
+FIELDS = {"in_dim": "in_channels", "out_dim": "out_channels", "num_heads": "num_attention_heads"}
 # TurboWan's projection, as its authors and two ports to diffusers' layout spell it.
 PROJECTION = re.compile(r"(blocks\.\d+)\.(?:self_attn|attn1)\.(?:attn_op\.local_attn|attn_impl)\.(proj_l\.\w+)")
 
@@ -53,6 +55,16 @@ def rename_face(parameter: str) -> str | None:
     return f"motion_encoder.res_blocks.{int(number) - 1}.{'conv_skip' if part == 'skip' else part}.{end}"
 
 
+def described(stored: dict) -> dict:
+    """The config.json of Animate 2 as one of Wan's others. How long its texts are, conf/model says."""
+    if "dim" not in stored:
+        return stored
+    width, heads = stored["dim"], stored["num_heads"]
+    named = {FIELDS.get(name, name): value for name, value in stored.items()}
+    named |= {"attention_head_dim": width // heads, "added_kv_proj_dim": width if stored["use_img_emb"] else None}
+    return {name: value for name, value in named.items() if name not in ("dim", "text_len", "use_img_emb")}
+
+
 def respell(parameter: str) -> str | None:
     """blocks.0.attn1.attn_impl.proj_l.weight -> blocks.0.attn1.proj_l.weight"""
     match = PROJECTION.fullmatch(parameter)
@@ -77,14 +89,43 @@ def landmarks(transformer: Mapping) -> Landmarks:
         **({f"vace_blocks.{len(controls) - 1}.proj_out.weight": (width, width)} if controls else {}),
         f"vace_blocks.{len(controls or ())}.proj_out.weight": None,
         "pose_patch_embedding.weight":
-            (width, transformer["out_channels"], *patch) if "motion_encoder_size" in transformer else None,
+            (width, transformer["out_channels"], *patch)
+            if transformer.keys() & {"motion_encoder_size", "audio_inject_layers"} else None,
+        "trainable_cond_mask.weight": (3, width) if "audio_inject_layers" in transformer else None,
+        "ref_conv.weight":
+            (width, transformer["in_dim_ref_conv"], *patch[1:]) if transformer.get("add_ref_conv") else None,
+        "control_adapter.conv.weight":
+            (width, camera_channels(transformer), *patch[1:]) if transformer.get("add_control_adapter") else None,
     }
+
+
+def camera_channels(transformer: Mapping) -> int:
+    """Of a camera's rays, with the pixels of a latent pixel in them."""
+    return transformer["in_dim_control_adapter"] * transformer["downscale_factor_control_adapter"] ** 2
 
 
 def tokens_of(transformer: Mapping) -> tuple[int, ...] | None:
     """The positions of a first and a last picture's tokens."""
     length = transformer.get("pos_embed_seq_len")
     return (1, length, transformer["image_dim"]) if length else None
+
+
+# ---------------------------------------------------------------- sound
+
+
+def respell_sound(parameter: str) -> str | None:
+    """encoder.pos_conv_embed.conv.weight_g -> encoder.pos_conv_embed.conv.parametrizations.weight.original0"""
+    match = re.fullmatch(r"(encoder\.pos_conv_embed\.conv)\.weight_([gv])", parameter)
+    return match and f"{match[1]}.parametrizations.weight.original{'gv'.index(match[2])}"
+
+
+def sound_landmarks(encoder: Mapping) -> Landmarks:
+    width, layers = encoder["hidden_size"], encoder["num_hidden_layers"]
+    return {
+        "feature_projection.projection.weight": (width, encoder["conv_dim"][-1]),
+        f"encoder.layers.{layers - 1}.attention.q_proj.weight": (width, width),
+        f"encoder.layers.{layers}.attention.q_proj.weight": None,
+    }
 
 
 # ---------------------------------------------------------------- VAE

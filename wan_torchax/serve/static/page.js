@@ -6,6 +6,7 @@ const all = (selector, place = document) => [...place.querySelectorAll(selector)
 const form = find("#form");
 const files = {};  // by field: a list of File
 const take = {};  // by field: what is called with a list of File to put them into the form
+const AUTO = "auto";  // a size: that of the files
 const STORED = `form ${form.dataset.model}`;  // another model has other settings
 
 // ---------------------------------------------------------------- asking
@@ -30,7 +31,7 @@ const seconds = (value) => value < 90 ? `${value < 10 ? value.toFixed(1) : Math.
 function fields() {
   const values = Object.fromEntries([...new FormData(form)].filter(([, value]) => value !== ""));
   if (!values.size) values.size = find("#other-size").value.trim();
-  if (!values.size) delete values.size;
+  if (!values.size || values.size === AUTO) delete values.size;
   values.negative_prompt ??= "";
   return values;
 }
@@ -47,7 +48,7 @@ function showError(message) {
   find("#error").textContent = message ?? "";
 }
 
-let asked = 0, touched = false;
+let asked = 0, touched = false, refused = false;  // what a refused request said stays until the form changes
 const estimate = delay(350, async () => {
   const values = fields(), number = ++asked, place = find("#estimate"), count = Number(find("#count").value);
   values.prompt ||= "a prompt";
@@ -56,7 +57,7 @@ const estimate = delay(350, async () => {
     if (number !== asked) return;
     if (plan.missing || (plan.problem && !touched)) {
       place.textContent = plan.missing ?? plan.problem;
-      return showError();
+      return refused || showError();
     }
     if (plan.problem) throw new Error(plan.problem);
     const length = plan.frames === 1 ? "a picture" : `${plan.frames} frames, ${plan.video_seconds.toFixed(1)} s of video`;
@@ -70,11 +71,11 @@ const estimate = delay(350, async () => {
       part.textContent = text;
       return index ? [" · ", part] : [part];
     }));
-    showError();
+    if (!refused) showError();
   } catch (error) {
     if (number !== asked) return;
     place.textContent = "";
-    showError(error.message);
+    if (!refused) showError(error.message);
   }
 });
 
@@ -88,6 +89,7 @@ function changed() {
 }
 
 function remember() {
+  refused = false;
   try { localStorage.setItem(STORED, JSON.stringify(changed())); } catch { /* full, or not allowed */ }
   find("#examples").hidden = find("#prompt").value !== "";
   showCall();
@@ -113,7 +115,7 @@ function fill(values) {
     if (field.type === "number" && (rangeUnderflow || rangeOverflow || valueMissing)) field.value = field.defaultValue;
     if (field.closest("details") && name in changed()) field.closest("details").open = true;
   }
-  if (/^[0-9]+x[0-9]+$/.test(values.size)) {
+  if (/^([0-9]+x[0-9]+|auto)$/.test(values.size)) {
     const radio = find(`input[name=size][value="${CSS.escape(values.size)}"]`) ?? find("input[name=size][value='']");
     radio.checked = true;
     find("#other-size").value = radio.value ? "" : values.size;
@@ -123,8 +125,7 @@ function fill(values) {
 }
 
 function showOther() {
-  find("#other-size").hidden = fields().size === find("input[name=size]:checked").value;
-  if (find("input[name=size]:checked").value === "") find("#other-size").hidden = false;
+  find("#other-size").hidden = find("input[name=size]:checked").value !== "";
 }
 
 // Another model, adapter or recipe has other numbers: those that the server would take.
@@ -147,10 +148,12 @@ form.addEventListener("submit", async (event) => {
       const headers = { "Idempotency-Key": `${Date.now()}-${Math.random()}` };
       await ask("/page/videos", { method: "POST", body: body({ ...values, seed }), headers });
     }
+    refused = false;
     showError();
     say("Added to the queue");
     if (innerWidth < 900) find("#queue-title").scrollIntoView({ behavior: "smooth" });
   } catch (error) {
+    refused = true;
     showError(error.message);
   } finally {
     button.disabled = false;
@@ -169,7 +172,13 @@ find("#start-over").addEventListener("click", () => {
   fill({});
   find("#prompt").focus();
 });
-for (const example of all(".example")) {
+for (const move of all(".move")) {
+  move.addEventListener("click", () => {
+    const moves = form.elements.camera.value.split(",").map((one) => one.trim()).filter(Boolean);
+    fill({ camera: [...moves, move.textContent].join(", ") });
+  });
+}
+for (const example of all("#examples .example")) {
   example.addEventListener("click", () => { fill({ prompt: example.textContent }); find("#prompt").focus(); });
 }
 
@@ -186,11 +195,12 @@ let language = "curl";
 function showCall() {
   const said = Object.entries({ prompt: fields().prompt ?? "a prompt", ...changed() }), pictures = Object.entries(files);
   const url = `${location.origin}/v1/videos/sync`, withKey = "withKey" in form.dataset;
+  const file = form.dataset.makes === "picture" ? "picture.png" : "video.mp4";
   const shell = (text) => `'${String(text).replaceAll("'", "'\\''")}'`;
   const plain = (text) => text !== "" && !isNaN(text) ? text : JSON.stringify(text);
   const call = {
     curl: () => [
-      `curl ${url} -o video.mp4`, ...(withKey ? ['-H "Authorization: Bearer $KEY"'] : []),
+      `curl ${url} -o ${file}`, ...(withKey ? ['-H "Authorization: Bearer $KEY"'] : []),
       ...said.map(([name, value]) => `--form-string ${shell(`${name}=${value}`)}`),
       ...pictures.flatMap(([name, list]) => list.map((file) => `-F ${shell(`${name}=@${file.name}`)}`)),
     ].join(" \\\n  "),
@@ -202,7 +212,7 @@ function showCall() {
       "}", 'headers = {"Content-Type": "application/json"}',
       ...(withKey ? ['headers["Authorization"] = "Bearer " + os.environ["KEY"]'] : []),
       `request = urllib.request.Request(${JSON.stringify(url)}, json.dumps(fields).encode(), headers)`,
-      'open("video.mp4", "wb").write(urllib.request.urlopen(request).read())',
+      `open("${file}", "wb").write(urllib.request.urlopen(request).read())`,
     ].join("\n"),
   };
   find("#call").textContent = call[language]();
@@ -228,7 +238,7 @@ find("#copy").addEventListener("click", async () => {
 
 for (const drop of all(".drop")) {
   const input = find("input", drop), image = find("img", drop), words = find(".words", drop), remove = find(".remove", drop);
-  const names = find(".names", drop), key = drop.dataset.key;
+  const names = find(".names", drop), key = drop.dataset.key, clip = find(".clip", drop);
   const put = take[key] = (list) => {
     const chosen = [...list].slice(0, input.multiple ? 16 : 1), picture = chosen.find((file) => file.type.startsWith("image/"));
     if (image.src) URL.revokeObjectURL(image.src);
@@ -236,12 +246,12 @@ for (const drop of all(".drop")) {
     image.hidden = !picture;
     remove.hidden = !chosen.length;
     if (picture) image.src = URL.createObjectURL(picture);
+    if (clip) showClip(clip, picture ? null : chosen[0]);
     names.textContent = chosen.map((file) => file.name).join(", ");
     names.hidden = !chosen.length;
     words.hidden = chosen.length > 0;
     input.value = "";
-    showCall();
-    estimate();
+    remember();
   };
   input.addEventListener("change", () => { if (input.files.length) put(input.files); });
   remove.addEventListener("click", () => put([]));
@@ -254,11 +264,57 @@ for (const drop of all(".drop")) {
   });
 }
 
+// Shows a file, a camera's stream, or nothing.
+function showClip(clip, source) {
+  if (clip.src) URL.revokeObjectURL(clip.src);
+  clip.removeAttribute("src");
+  clip.srcObject = source instanceof MediaStream ? source : null;
+  if (source instanceof File) clip.src = URL.createObjectURL(source);
+  clip.hidden = !source;
+  if (clip.srcObject) clip.play().catch(() => {});
+}
+
+// ---------------------------------------------------------------- recording
+
+// A recording is a file like any other. Browsers lend devices only to pages from this machine, or with TLS.
+for (const button of navigator.mediaDevices && window.MediaRecorder ? all(".record") : []) {
+  const drop = button.closest(".drop"), key = drop.dataset.key, { device } = button.dataset, text = button.textContent;
+  const wanted = { audio: true, video: device === "camera" && (key !== "face" || { aspectRatio: 1 }) };
+  let recorder = null;
+  button.hidden = false;
+  button.addEventListener("click", async () => {
+    if (recorder) return recorder.stop();
+    button.disabled = true;
+    const stream = await navigator.mediaDevices.getUserMedia(wanted).catch((error) => {
+      showError(`The ${device} cannot be used: ${error.message}`);
+    });
+    button.disabled = false;
+    if (stream) recorder = record(stream);
+  });
+
+  function record(stream) {
+    const made = new MediaRecorder(stream), parts = [];
+    if (device === "camera") showClip(find(".clip", drop), stream);
+    made.addEventListener("start", () => { button.textContent = "Stop"; button.classList.add("on"); showError(); });
+    made.addEventListener("dataavailable", (event) => { button.textContent = `Stop, ${parts.push(event.data)} s`; });
+    made.addEventListener("stop", () => {
+      for (const track of stream.getTracks()) track.stop();
+      recorder = null;
+      button.textContent = text;
+      button.classList.remove("on");
+      const [type] = made.mimeType.split(";"), suffix = type.endsWith("mp4") ? "mp4" : type.endsWith("ogg") ? "ogg" : "webm";
+      take[key]([new File(parts, `recording.${suffix}`, { type })]);
+    });
+    made.start(1000);
+    return made;
+  }
+}
+
 // ---------------------------------------------------------------- the queue
 
 const WORDS = {
   queued: "waiting", loading: "loading weights", compiling: "compiling", encoding: "reading the prompt",
-  denoising: "denoising", generating: "generating", decoding: "decoding", writing: "writing the video",
+  denoising: "denoising", generating: "generating", decoding: "decoding", writing: `writing the ${form.dataset.makes}`,
 };
 let waiting = new Map();
 
@@ -407,7 +463,8 @@ async function showGallery(more = false) {
   find("#gallery").replaceChildren(...runs.map(showRun));
   find("#gallery-count").textContent = answer.total || "";
   find("#gallery-empty").hidden = answer.total > 0;
-  find("#gallery-empty").textContent = query ? "No finished video has these words." : "Finished videos will be here.";
+  const { makes } = form.dataset;
+  find("#gallery-empty").textContent = query ? `No finished ${makes} has these words.` : `Finished ${makes}s will be here.`;
   find("#more").hidden = runs.length >= answer.total;
 }
 

@@ -12,13 +12,16 @@ import jax
 from wan_torchax.tasks import compiler
 
 CORE = "XLA Ops"
+COPIES = "copies"
+GRAPH = "command_buffer"  # a CUDA graph: a profile has the names of its kernels, not of their ops
+LIBRARIES = {"attention": r"hopper_|sdpa|flash", "projections": r"nvjet|gemm|cutlass", "communication": r"nccl"}
 Interval = tuple[float, float, str]  # begin and end in ns, and the op
 
 
 def by_part(folder: Path, text: str, part_of: Callable[[str, str], str]) -> dict[str, float]:
     """Seconds by part, the mean of the devices. `part_of` has an op's kind and its name in the program. Where several
     threads of a device run ops at the same time, their shares add up to the time in which any of them runs."""
-    ops = instructions(text)
+    ops = instructions(text) | {name: ("kernel", name) for name in (*LIBRARIES, COPIES)}
     devices = [lines for lines in read(folder, ops).values() if lines]
     total: dict[str, float] = {}
     for lines in devices:
@@ -70,10 +73,18 @@ def by_device(plane: str, line, ops: dict) -> dict[str, list[Interval]]:
     for event in line.events:
         stats = {name: value for name, value in event.stats if name in ("hlo_op", "device_ordinal")}
         op = str(stats.get("hlo_op") or event.name.split(" = ")[0].strip("%"))
+        op = of_kernel(event.name, ops) if op.startswith(GRAPH) else op
         if op in ops and event.duration_ns:
             interval = event.start_ns, event.start_ns + event.duration_ns, op
             devices.setdefault(f"{plane} {stats.get('device_ordinal', '')}", []).append(interval)
     return devices
+
+
+def of_kernel(name: str, ops: dict) -> str:
+    """The op of a kernel in a CUDA graph: XLA names its own kernels after theirs (loop_add_fusion_3 is
+    loop_add_fusion.3), libraries' are known by what they compute. What is left are copies."""
+    known = next((part for part, pattern in LIBRARIES.items() if re.search(pattern, name)), None)
+    return known or next((op for op in (name, re.sub(r"_(\d+)$", r".\1", name)) if op in ops), COPIES)
 
 
 def self_times(events: list[Interval]) -> Iterator[tuple[str, float]]:

@@ -1,7 +1,7 @@
 """A denoising step: seconds by part, from a profile, and memory; beside an estimate (task=plan) if there is one.
 
-Weights are zeros, which take as long as any. What differs from the estimate by more than DIFFERENT is named, with the
-likely reason and what to try.
+Weights are random. What differs from the estimate by more than DIFFERENT is named, with the likely reason and what to
+try.
 """
 import re
 import tempfile
@@ -98,7 +98,9 @@ def profiled(call, text: str, groups: Mapping[str, str]) -> tuple[dict[str, floa
 
 
 def part_of(kind: str, name: str, groups: Mapping[str, str]) -> str:
-    """The part that an op of the compiled program belongs to."""
+    """The part that an op of the compiled program belongs to; a library's kernel is named after its group."""
+    if kind == "kernel":
+        return in_parts(name)
     if kind.removesuffix("-start").removesuffix("-done") in compiler.COLLECTIVES:
         return "communication"
     return in_parts(next((group for group, pattern in groups.items() if re.search(pattern, f"{name}/")), REST))
