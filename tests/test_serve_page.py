@@ -456,7 +456,8 @@ def test_a_driving_video_is_filmed_and_described(at, browser, tmp_path):
     (job,) = wait_for(server.queue.jobs)
     assert job.request["values"]["driving_prompt"] == "a clock ticks"
     clip = clips.probe(job.folder / "inputs/video.webm")
-    assert (clip.fps, clip.has_sound) == (clips.RECORDED_FPS, True) and clip.width > clip.height
+    assert clip.fps in (20, clips.RECORDED_FPS)  # the fake camera's; some versions of ffmpeg see none in a recording
+    assert clip.has_sound and clip.width > clip.height
 
 
 def test_a_camera_that_is_refused_is_told(at, browser):
