@@ -258,6 +258,24 @@ def test_a_whole_video_is_its_stages_and_the_disk(report):
     assert "together at least" in page and "which took 3 s here, 5 s of its cores" in page
 
 
+@pytest.mark.parametrize("model, passes, again", [("longlive_1_3b", 4 + 1, 0), ("krea_14b", 4 + 1, 1)])
+def test_a_live_video_counts_every_pass_of_every_chunk(model, passes, again):
+    """What is read, too, and what Krea's scheme encodes again; 40 chunks of three latent frames."""
+    plain = [f"plan.{end}={PLAIN}" for end in ENDS]
+    there = "task=plan", "mesh=v6e_1", "sharding=replicate"
+    resolved = resolve_there(*there, f"model={model}", "resolution.frames=477", *plain)
+    assert len(find("live").work(resolved)) == 40 * passes and find("live").tokens(resolved) == 3 * 30 * 52
+    told = {"cycles": 1.75e7, "collectives": []}  # 10 ms
+    compiled = {"decode": told, "text": told} | ({"reencode": told} if again else {})
+    denoising = {"seconds": dict.fromkeys(ENDS, 20.0)}
+    made = {"compiler": compiled, "components": {}, "denoising": denoising}
+    made["video"] = plan.video(resolved, made)
+    seconds = 20 + 120 * 0.01 + again * 40 * 0.01
+    assert plan.frames_per_second(resolved, made) == pytest.approx(dict.fromkeys(ENDS, 477 / seconds))
+    made["video"] |= {"decode": None}
+    assert plan.frames_per_second(resolved, made) is None
+
+
 def test_a_page_gives_the_range_and_says_that_nobody_measured_it(report):
     made = report[1] | {"estimate": estimate(report[1], "preset=t2v_14b_720p_v6e8_v3")}
     compiled = {"code_bytes": 0, "cycles": 0, "compile_seconds": 1, "compile_core_seconds": 1, "vmem_bytes": {}}

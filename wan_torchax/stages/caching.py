@@ -163,7 +163,9 @@ class Adaptive:
 
 
 def summary(work: list[str]) -> str:
-    """The plan for the log, one character per step."""
+    """The plan for the log, one character per step where they differ."""
+    if set(work) == {FULL}:
+        return f"all {len(work)} steps computed"
     letters = {FULL: "X", SKIP: "S", PROMPT: "x", REUSE: "."}
     computed = sum(kind != REUSE for kind in work)
     return f"{computed} of {len(work)} steps computed: {''.join(letters[kind] for kind in work)}"

@@ -355,6 +355,16 @@ class Denoise(Stage):
         return flops | {"total": sum(flops.values())}
 
     @classmethod
+    def tokens(cls, job) -> int:
+        """Those of a step."""
+        return job.tokens
+
+    @classmethod
+    def work(cls, job) -> list[str]:
+        """What the steps of a video compute, one by one (stages.caching)."""
+        return caching.plan(job.config, cls.table(job.config, job.geometry, None))
+
+    @classmethod
     def product_flops(cls, job) -> dict[str, int]:
         """FLOPs of a step's linear layers in the Pallas kernel, by the chip's key for their share of peak."""
         config, precision, counts = job.config, job.config.precision, {}

@@ -17,6 +17,7 @@ from wan_torchax.models.family import Chunk, Forward
 from wan_torchax.records.files import Spool
 from wan_torchax.runtime import weights
 from wan_torchax.runtime.programs import NotFinite, Program, own_compilation, put
+from wan_torchax.stages.caching import FULL
 from wan_torchax.stages.denoise import Denoise, log_rescued, width_of
 from wan_torchax.stages.sampling import advance
 from wan_torchax.stages.step import summed
@@ -206,6 +207,16 @@ class Live(Denoise):
         layout, flops = Layout.of(job.config.live, job.latent_shape[2]), super().flops(one_chunk(job))
         flops["self-attention"] = flops["self-attention"] * layout.window // layout.chunk
         return flops | {"total": sum(count for name, count in flops.items() if name != "total")}
+
+    @classmethod
+    def tokens(cls, job):
+        return one_chunk(job).tokens
+
+    @classmethod
+    def work(cls, job):
+        """The steps of all chunks and the passes that read them, as if the window were always full."""
+        layout, live = Layout.of(job.config.live, job.latent_shape[2]), job.config.live
+        return layout.chunks * [*super().work(job), *[FULL] * (layout.slots - 1 if live.rebuild else 1)]
 
     @classmethod
     def product_flops(cls, job):

@@ -29,6 +29,7 @@ from omegaconf import OmegaConf
 from wan_torchax import interruption
 from wan_torchax.config.geometry import device_count, prompt_count
 from wan_torchax.config.jobs import read_seeds
+from wan_torchax.config.live import Layout
 from wan_torchax.config.resolve import Job, Resolved, resolve
 from wan_torchax.config.schema import ENDS, ConfigError
 from wan_torchax.devices.mesh import Described, Here
@@ -88,13 +89,13 @@ def make(config, folder: Path) -> dict:
     resolved = describe(config).segments()[0]
     size, chips, main = config.resolution, device_count(resolved.config.mesh), main_stage(resolved.graph)
     with jax.sharding.use_abstract_mesh(resolved.mesh):
-        stages = Session().build(resolved, resolved.graph.stages)
+        stages = Session().build(resolved, [*resolved.graph.stages, *working_helpers(resolved)])
     videos, floor = resolved.videos, find(main).floor_seconds(resolved)
     flops = {name: videos * count for name, count in find(main).flops(resolved).items()}
     report = {
         "model": config.model.name, "mesh": config.mesh.name, "axes": resolved.placement["axes"], "chips": chips,
         "sharding": config.sharding.name, "resolution": [size.width, size.height, size.frames],
-        "guidance": config.guidance, "tokens": resolved.tokens, "forwards": prompt_count(config),
+        "guidance": config.guidance, "tokens": find(main).tokens(resolved), "forwards": prompt_count(config),
         "videos": videos,
         "components": components(stages),
         "flops_per_step": flops, "floor_seconds_per_step": floor and videos * floor,
@@ -103,6 +104,8 @@ def make(config, folder: Path) -> dict:
     }
     if tpu_compiler(config):
         report["compiler"] = {name: compile_stage(resolved, stages[name]) for name in config.stages}
+        for name in working_helpers(resolved):
+            report["compiler"][name] = compile_stage(resolved, stages[name], "first")  # of one frame
         if main in config.stages and "prompt" in stages[main].programs.entries:
             report["compiler"][PROMPT_ALONE] = compile_stage(resolved, stages[main], "prompt")
     report["memory"] = memory(resolved, stages, report)
@@ -110,6 +113,7 @@ def make(config, folder: Path) -> dict:
     report["estimate"] = estimate(resolved, report)
     report["denoising"] = denoising(resolved, report)
     report["video"] = video(resolved, report)
+    report["frames_per_second"] = frames_per_second(resolved, report) if main == "live" else None
     amounts = {name: find(name).amount(name, resolved) for name in resolved.graph.stages}
     report["stage_steps"] = {name: count for name, (count, unit) in amounts.items() if unit == "step"}
     report["why"] = why_not(config, report)
@@ -274,8 +278,7 @@ def memory(resolved: Resolved, stages: dict[str, Stage], report: dict) -> dict:
 
 def denoising(resolved: Resolved, report: dict) -> dict:
     """The number of steps of each kind in a video, and their seconds, if estimated."""
-    table = find(main_stage(resolved.graph)).table(resolved.config, resolved.geometry, None)
-    work = caching.plan(resolved.config, table)
+    work = find(main_stage(resolved.graph)).work(resolved)
     counts = {kind: work.count(kind) for kind in dict.fromkeys(work)}
     whole, alone = report["estimate"], estimate(resolved, report, PROMPT_ALONE, 0.5)
     seconds = {
@@ -298,7 +301,24 @@ def video(resolved: Resolved, report: dict) -> dict[str, dict[str, float] | None
     for name in resolved.graph.stages:
         seconds = steps_seconds if find(name).amount(name, resolved)[1] == "step" else run_seconds
         parts[name] = seconds(resolved, name, report) if name in compiled else None
+    for name in working_helpers(resolved):
+        chunks = Layout.of(resolved.config.live, resolved.latent_shape[2]).chunks
+        once = run_seconds(resolved, name, report) if name in compiled else None
+        parts[name] = once and {end: chunks * once[end] for end in ENDS}
     return parts | {main_stage(resolved.graph): report["denoising"]["seconds"]}
+
+
+def working_helpers(resolved: Resolved) -> list[str]:
+    """Helpers that run once for every chunk of a live video; not those that decode previews."""
+    return [name for name, stage in resolved.graph.helpers.items() if stage.gives]
+
+
+def frames_per_second(resolved: Resolved, report: dict) -> dict[str, float] | None:
+    """Of a live video that goes on, where all its stages share the chips."""
+    seconds = [one for name, one in report["video"].items() if name not in ("weights from disk", "text")]
+    if None in seconds:
+        return None
+    return {end: resolved.config.resolution.frames / sum(one[end] for one in seconds) for end in ENDS}
 
 
 def steps_seconds(resolved: Resolved, name: str, report: dict) -> dict[str, float]:

@@ -23,9 +23,10 @@ METHOD = (
 )
 
 
-def between(seconds: dict[str, float], digits: str, unit: str = "") -> str:
+def between(figures: dict[str, float], digits: str, unit: str = "") -> str:
     """The likely figure and its range: 2.95 s (2.80 to 3.30)."""
-    low, likely, high = (format(seconds[end], digits) for end in ENDS)
+    likely, (low, high) = format(figures["likely"], digits), sorted((figures["low"], figures["high"]))
+    low, high = format(low, digits), format(high, digits)
     return f"{likely}{unit}" if low == high else f"{likely}{unit} ({low} to {high})"
 
 
@@ -46,6 +47,9 @@ def render(config, report: dict) -> str:
         lines.append(f"**Estimated denoising of a video: {between(whole['seconds'], '.0f', ' s')}**; {whole['plan']}.")
     elif len(whole["steps"]) > 1:
         lines.append(f"Cache: {whole['plan']}.")
+    if report["frames_per_second"]:
+        rates = between(report["frames_per_second"], ".1f")
+        lines.append(f"**Estimated frames a second: {rates}**; it plays at {config.resolution.fps}.")
     if (coarse := report["stage_steps"].get("coarse")) is not None:
         lines.append(f"Before these, {coarse} steps at half height and width.")
     verdict = "Fits" if report["fits"] else f"**Does not fit**: {report['why']};"
