@@ -40,8 +40,7 @@ WORDS = {
     "give each set of flags a process of its own": "restart ComfyUI to change them",
     " (python run.py --cfg job shows them all)": "",
     "give video=clip.mp4 too": "connect video too",
-    "give image=photo.jpg or video=clip.mp4 for a pipeline that takes it, or another resolution":
-        "choose another resolution, or set height and width",
+    inputs.SIZE_REMEDY: "choose another resolution, or set height and width",
 }
 
 

@@ -338,7 +338,7 @@ model=wan22_animate_14b resolution=720p pipeline.segments.overlap=77  =>  pipeli
 model=wan22_animate_14b resolution=720p pipeline.segments.carry.previous=nothing  =>  pipeline.segments.carry.previous=nothing: unknown; one of:
 task=plan mesh=gpu_1 model=wan22_animate_14b resolution=720p pipeline=i2v_clip  =>  model=wan22_animate_14b wants a pose and a face, and pipeline=i2v_clip gives none; use pipeline=animate
 task=plan mesh=gpu_1 model=wan21_i2v_14b_720p resolution=720p pipeline=animate  =>  model=wan21_i2v_14b_720p has no use for a pose and a face, which
-model=wan22_animate_14b  =>  resolution: there is no picture to derive height and width from; give image=photo.jpg, video=clip.mp4 or
+task=plan mesh=gpu_1 model=wan22_animate_14b  =>  resolution: there is no picture to derive height and width from; give image=photo.jpg, video=clip.mp4 or
 task=plan mesh=gpu_1 model=wan22_animate_14b resolution=720p model.architecture.transformer.inject_face_latents_blocks=7  =>  inject_face_latents_blocks=7: must divide the 40 blocks
 pose=docs/demo.gif  =>  pose=docs/demo.gif: pipeline=t2v takes no such file; choose a model or pipeline that does
 model=wan22_fun_control_a14b resolution=720p  =>  video: missing; pipeline=fun_control starts from it: video=clip.mp4
@@ -365,7 +365,7 @@ task=plan mesh=gpu_1 model=wan22_s2v_14b resolution=720p  =>  resolution.height=
 model=wan22_s2v_14b resolution=704p face=docs/demo.gif  =>  face=docs/demo.gif: pipeline=s2v takes no such file; choose a model or pipeline
 model=wan22_s2v_14b resolution=704p pipeline.segments.frames=81  =>  pipeline.segments.frames=81: must be 4n; nearest 80 or 84
 model=wan22_s2v_14b resolution=704p pipeline.segments.dropped=80  =>  pipeline.segments.dropped=80: must be from 0 to 79
-model=wan22_s2v_14b  =>  resolution: there is no picture to derive height and width from; give image=photo.jpg, video=clip.mp4 or
+task=plan mesh=gpu_1 model=wan22_s2v_14b  =>  resolution: there is no picture to derive height and width from; give image=photo.jpg, video=clip.mp4 or
 task=plan mesh=gpu_1 model=wan22_s2v_14b resolution=704p pipeline.segments.remembered=72  =>  pipeline.segments.remembered=72: model=wan22_s2v_14b goes on from 73 frames; set it to that
 task=plan mesh=gpu_1 model=wan22_s2v_14b resolution=704p pipeline=t2v  =>  model=wan22_s2v_14b wants a sound, and pipeline=t2v gives none; use pipeline=s2v
 audio=docs/demo.gif  =>  audio=docs/demo.gif: pipeline=t2v takes no such file; choose a model or pipeline that does
@@ -383,7 +383,7 @@ task=plan mesh=gpu_1 model=wan22_animate2_14b resolution=720p model.driving_prom
 model=wan22_animate2_14b resolution=720p guidance_scale=1  =>  guider=animate2: combines prompt and negative prompt, and guidance_scale=1.0 is none; use guider=cfg
 model=wan22_animate2_14b resolution=720p guider.skip_layers=[40]  =>  guider.skip_layers=[40]: wan22_animate2_14b has layers 0 to 39; nearest 39
 model=wan22_animate2_14b resolution=720p pipeline.segments.frames=80  =>  pipeline.segments.frames=80: must be 4n+1; nearest 77 or 81
-model=wan22_animate2_14b  =>  resolution: there is no picture to derive height and width from; give image=photo.jpg, video=clip.mp4 or
+task=plan mesh=gpu_1 model=wan22_animate2_14b  =>  resolution: there is no picture to derive height and width from; give image=photo.jpg, video=clip.mp4 or
 task=plan mesh=gpu_1 model=wan22_animate2_14b resolution=720p pipeline=i2v_clip  =>  model=wan22_animate2_14b wants a driving video, and pipeline=i2v_clip gives none; use pipeline=animate2
 task=plan mesh=gpu_1 model=wan21_i2v_14b_720p resolution=720p pipeline=animate2  =>  model=wan21_i2v_14b_720p has no use for a driving video, which
 task=plan mesh=gpu_1 model=wan22_animate2_14b resolution=720p model.architecture.transformer.refer_stride=2  =>  refer_stride=2: frames that are skipped are not there; set 1
@@ -456,6 +456,20 @@ def test_a_mistake_in_the_configuration_is_told(typed, said):
     with pytest.raises(ConfigError) as error:
         validate(make_config(*split(typed)))
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize("typed, said", [
+    ("model=demo_i2v resolution=auto", ["image: missing"]),
+    ("model=demo_i2v resolution=auto image=/no/such.png steps=0", ["steps=0: ", "image=/no/such.png: no such file"]),
+    ("model=wan22_animate_14b", ["image: missing", "pose: missing", "face: missing"]),
+    ("resolution=auto steps=0", ["steps=0: ", "resolution: there is no picture to derive height and width from"]),
+])
+def test_a_size_that_follows_a_missing_file_is_no_second_problem(typed, said):
+    with pytest.raises(ConfigError) as error:
+        validate(make_config(*split(typed)))
+    count, *problems = str(error.value).splitlines()
+    assert count.startswith(f"{len(said)} problem") and len(problems) == len(said), error.value
+    assert all(problem.startswith(f"  - {start}") for problem, start in zip(problems, said)), error.value
 
 
 @pytest.mark.system

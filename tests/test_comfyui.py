@@ -282,6 +282,7 @@ def test_the_config_node_chooses_options_and_settings():
     [
         ("stepz=3", "stepz: no such key; nearest: steps"), ("steps=0", "steps=0: must be from 1 to 1000"),
         ("stages=[text]", "stages=.*leave the line out"),
+        ("resolution=auto", "resolution: there is no picture .*; choose another resolution, or set height and width"),
         ("model=wan", "model=wan: no such option"), ("steps", "steps: not a setting of the form key=value"),
     ],
 )

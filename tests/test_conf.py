@@ -78,6 +78,22 @@ def test_pipelines_go_with_their_model(pipeline):
     validate(make_config("task=plan", "mesh=gpu_1", *model))  # a plan needs no picture
 
 
+@pytest.mark.parametrize("pipeline", [name for name in options("pipeline") if name.endswith("_long")])
+def test_a_pipeline_of_segments_is_its_own_of_one_piece_repeated(pipeline):
+    plain, long = (
+        make_config(f"model={OWN[pipeline]}", f"pipeline={name}").pipeline
+        for name in (pipeline.removesuffix("_long"), pipeline)
+    )
+    taken, of_picture = {"previous", "image"} & {*long.segments.carry}, "image" in plain.inputs
+    assert long.inputs == plain.inputs and [*long.stages] == [*plain.stages] and long.name == pipeline
+    assert list(long.segments.stages) == [name for name in plain.stages if name != "text"]
+    assert taken == ({"image"} if of_picture else {"previous"}) and long.segments.overlap == (1 if of_picture else 5)
+    for name, stage in plain.stages.items():
+        more = {"decode": ("gives", ["last_frames"]), "encode": ("takes", [] if of_picture else ["previous"])}
+        key, values = more.get(name, ("gives", []))
+        assert long.stages[name] == {**stage, key: [*stage[key], *values]}
+
+
 @pytest.mark.parametrize("chip", options("chip"))
 def test_a_chip_is_described_once(chip):
     """Every fact of a chip is in its file, and meshes refer to it."""

@@ -22,6 +22,9 @@ MOST_PIXELS = 100_000_000
 MOST_REFERENCES = 16
 LEAST_SIDE = 16
 LEAST_SECONDS = 0.3  # of a sound
+SIZE_REMEDY = (
+    "give image=photo.jpg, video=clip.mp4 or pose=pose.mp4 for a pipeline that takes it, or another resolution"
+)
 SHAPES = (16 / 9, 9 / 16, 1)  # of videos
 
 
@@ -87,6 +90,19 @@ def input_problems(config: DictConfig, whole: bool = True) -> Iterator[str]:
         yield f"mask={config.mask}: says which parts of a video to keep; give video=clip.mp4 too"
     if len(config.references) > MOST_REFERENCES:
         yield f"references: {len(config.references)} pictures; at most {MOST_REFERENCES}"
+
+
+def size_problems(config: DictConfig) -> Iterator[str]:
+    """A size that follows the input files, where there is none to follow."""
+    unknown = unknown_sides(config)
+    if unknown and config.task != "serve":  # a server gets files with its requests
+        yield f"resolution: there is no picture to derive {' and '.join(unknown)} from; {SIZE_REMEDY}"
+
+
+def unknown_sides(config: DictConfig) -> list[str]:
+    """Height and width, if they follow the input files and none can be read."""
+    size = config.resolution
+    return [key for key in ("height", "width") if size[key] == 0 and size.area is not None]
 
 
 def picture_problems(key: str, path: Path, config: DictConfig, whole: bool) -> Iterator[str]:

@@ -80,8 +80,9 @@ def validate(config: DictConfig, files: str = "whole") -> None:
     and videos are checked: `whole`, only their `headers`, or `none`, if they need not exist yet."""
     problems = list(one_of("model.family", config.model.family, FAMILIES))
     problems = problems or [problem for check in CHECKS for problem in check(config)]
-    if files != "none" and config.task not in ("plan", "serve", "verify"):  # a server gets files with its requests
-        problems += inputs.input_problems(config, files == "whole")
+    checked = files != "none" and config.task not in ("plan", "serve", "verify")  # a server gets files later
+    about_files = list(inputs.input_problems(config, files == "whole")) if checked else []
+    problems += about_files or inputs.size_problems(config)  # without its file, a size that follows it is unknown too
     if not problems:  # these need valid axes, heads and stages
         problems = [problem for check in LATER_CHECKS for problem in check(config)]
     raise_problems(problems)
@@ -238,16 +239,11 @@ def missing_problems(config: DictConfig) -> Iterator[str]:
 def resolution_problems(config: DictConfig) -> Iterator[str]:
     model, resolution = config.model, config.resolution
     geometry = family_of(config).geometry(model.architecture)
-    unknown = [key for key in geometry.multiples if resolution[key] == 0 and resolution.area is not None]
-    if unknown and config.task != "serve":  # a server gets files with its requests
-        files = "image=photo.jpg, video=clip.mp4 or pose=pose.mp4"
-        remedy = f"give {files} for a pipeline that takes it, or another resolution"
-        yield f"resolution: there is no picture to derive {' and '.join(unknown)} from; {remedy}"
     for key, multiple in geometry.multiples.items():
         size = resolution[key]
         if size % multiple:
             yield f"resolution.{key}={size}: must be a multiple of {multiple}; {nearest_multiple(size, multiple)}"
-        elif key not in unknown and not model.min_size <= size <= model.max_size:
+        elif key not in inputs.unknown_sides(config) and not model.min_size <= size <= model.max_size:
             closest = min(max(size, model.min_size), model.max_size)
             yield f"resolution.{key}={size}: {model.name} takes {model.min_size} to {model.max_size}; nearest {closest}"
     frames, scale = resolution.frames, geometry.frame_scale

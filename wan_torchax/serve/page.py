@@ -141,10 +141,7 @@ def worded(message: str) -> str:
     lines = [line.removeprefix("  - ") for line in message.splitlines()]
     if lines and re.fullmatch(r"\d+ problems? in the configuration:", lines[0]):
         del lines[0]
-    lines = [in_words(line) for line in lines]
-    if any(map(MISSING.fullmatch, lines)):  # then the size that follows from a file is missing too
-        lines = [line for line in lines if "there is no picture to derive" not in line]
-    return "\n".join(lines)
+    return "\n".join(map(in_words, lines))
 
 
 def in_words(line: str) -> str:
