@@ -14,9 +14,9 @@ from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Re
 from wan_torchax.config import camera, inputs, trust
 from wan_torchax.config.commandline import CONF, options
 from wan_torchax.config.long import most_frames
+from wan_torchax.config.pipelines import MOST_SHIFT
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ConfigError
-from wan_torchax.config.validation import MOST_SHIFT
 from wan_torchax.records.pages import render
 from wan_torchax.serve import api, requests
 from wan_torchax.serve.errors import Answer, Refused
