@@ -1,14 +1,27 @@
 """The demo model as a live one, and its tiny decoder: the endless world, its judge, and how both are taught."""
+import json
 import sys
 from random import Random
 
+import diffusers
+import jax.numpy as jnp
 import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, make_config, results, run_into
+from tests.reference import relative_error
+from wan_torchax.stages.live import noise
+from wan_torchax.stages.sampling import scheduler_table
 
 sys.path.insert(0, str(ROOT / "tools"))
 import demo_world as world
 import judge_demo
+import teach_demo
+import teach_live
+
+MODEL = ROOT / "models/demo"
 
 # ---------------------------------------------------------------- the world without an end
 
@@ -83,3 +96,76 @@ def test_changes_keep_to_the_combinations_that_are_seen():
         kinds.add(len(after.things))
         scene = after
     assert kinds == {1, 2}
+
+
+# ---------------------------------------------------------------- teaching the transformer
+
+
+RUN = ["pipeline=live", "live=demo", "scheduler=euler", "scheduler.sigmas=[1,0.75,0.5,0.25]", "guidance_scale=1"]
+SIZE = ["resolution.height=64", "resolution.width=64", "resolution.frames=37", "resolution.fps=8"]  # five chunks
+PROMPTS = ["a red star moving left on a black background", "a blue heart bouncing on a white background"]
+
+
+def settings(name, *overrides):
+    with initialize_config_dir(str(ROOT / "tools/conf"), version_base="1.3"):
+        return compose(f"{name}_smoke", [f"model={MODEL}", *overrides])
+
+
+@torch.no_grad()
+def roughly_taught(folder):
+    """The demo's transformer with other weights, as the tool stores them."""
+    torch.manual_seed(0)
+    transformer = diffusers.WanTransformer3DModel.from_pretrained(MODEL, subfolder="transformer")
+    for weight in transformer.parameters():
+        weight.mul_(1 + 0.05 * torch.randn_like(weight))
+    teach_demo.save_transformer(transformer, transformer.state_dict(), folder / teach_live.WEIGHTS)
+
+
+def test_what_is_taught_is_what_a_live_video_is_made_with(tmp_path):
+    """Chunk by chunk: window, positions, steps, and what is read again after a change of the prompt."""
+    roughly_taught(tmp_path)
+    later = f"live.prompts=['2.5: {PROMPTS[1]}']"
+    arguments = [*RUN, *SIZE, f"model.transformer={tmp_path}", f"prompt={PROMPTS[0]}", later, "stages=[text,live]"]
+    made, config = results(run_into(tmp_path / "run", *arguments))["latents"], make_config(*arguments)
+    cfg = teach_live.with_live(settings("teach_live"))
+    table = scheduler_table(config)
+    assert np.allclose(table.timesteps, [1000 * level for level in teach_live.levels_of(cfg)[:-1]])
+    networks = teach_demo.load(cfg, torch.device("cpu"))
+    transformer = teach_live.stored(networks, tmp_path)
+    drawn = [noise({"seed": jnp.uint32(config.seed), "chunk": chunk}, 0, (1, 16, 2, 8, 8)) for chunk in range(5)]
+    drawn, texts = torch.tensor(np.concatenate(drawn, axis=2)), teach_demo.spoken(networks, PROMPTS)[None]
+    expected = teach_live.generate(cfg, transformer, texts, [3], drawn).numpy()
+    for chunk in range(5):
+        part = slice(2 * chunk, 2 * chunk + 2)
+        assert relative_error(made[:, :, part], expected[:, :, part]) < 1e-4, chunk
+    unchanged = teach_live.generate(cfg, transformer, texts, [], drawn).numpy()
+    assert relative_error(unchanged[:, :, :6], expected[:, :, :6]) == 0
+    assert relative_error(unchanged[:, :, 6:], expected[:, :, 6:]) > 1e-2, "the prompt matters"
+
+
+@pytest.mark.system
+def test_teaching_runs_through(tmp_path):
+    """The output runs as its docstring says."""
+    teach_live.run(settings("teach_live", f"output={tmp_path}"), None)
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["stages"].keys() == {"flow", "first", "rollout"} and metrics["settings"]["live"]["window"] == 6
+    assert metrics["held_out_prompts"] == 1 and metrics["held_out"].keys() == metrics["after_change"].keys()
+    assert (tmp_path / teach_live.WEIGHTS).stat().st_size < 15_000_000
+    assert "colour" in (tmp_path / "README.md").read_text()
+    made = results(run_into(tmp_path / "run", *RUN, *SIZE, f"model.transformer={tmp_path}", "stages=[text,live]"))
+    assert made["latents"].shape == (1, 16, 10, 8, 8)
+
+
+def test_losses_are_of_every_chunk():
+    """Their gradients reach every weight, also those that read what is kept."""
+    cfg = teach_live.with_live(settings("teach_live"))
+    torch.manual_seed(0)
+    networks = teach_demo.load(cfg, torch.device("cpu"))
+    student = teach_live.make_causal(networks["transformer"]).requires_grad_(True)
+    latents, texts = torch.randn(1, 16, 6, 4, 4), torch.randn(1, 2, 40, 128)
+    pairs = teach_demo.Shelf(1, torch.device("cpu"))
+    pairs.add(torch.randn(1, 16, 2, 4, 4), torch.randn(1, 16, 2, 4, 4), texts[:, 0])
+    for loss, given in ((teach_live.flow_loss, texts[:, 0]), (teach_live.rollout_loss, pairs)):
+        student.zero_grad()
+        loss(cfg, student, [2], given, latents, texts).backward()
+        assert all(weight.grad is not None and weight.grad.abs().max() > 0 for weight in student.parameters())
