@@ -4,6 +4,7 @@ A `Scene` says what is seen (one or two `Thing`s over a background). From it com
   - `motion_numbers(scene, random)`: the numbers a clip is drawn from, positions and speeds varied,
   - `render(things, backgrounds)`: the clips, drawn on whichever device the numbers are on,
   - `caption(scene, random)`: one of very many ways to say it.
+Videos without an end show scenes that follow each other: `sample_change`, `successive_numbers`, `render_scenes`.
 
     scene = sample_scene(random.Random(0))
     things, background = motion_numbers(scene, random.Random(0))
@@ -347,10 +348,11 @@ def vocabulary() -> list[str]:
 
 # ---------------------------------------------------------------- numbers
 
-# One row a thing: what `render` needs to draw it at any time from 0 to 1.
+# One row a thing: what `render` needs to draw it at any time from 0 to 1. `since` is how long it has moved before.
 FIELDS = ("shape", "red", "green", "blue", "x", "y", "travel_x", "travel_y", "bounce", "orbit", "phase",
-          "radius", "radius_end", "turn")
+          "radius", "radius_end", "turn", "since")
 RADIUS = {"small": (0.17, 0.20), None: (0.25, 0.30), "big": (0.36, 0.40)}
+ASIDE = 0.47  # from the middle: where a thing is that is said to be at a side
 HEADING = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 
 
@@ -367,7 +369,7 @@ def _thing_numbers(thing: Thing, random: Random, shrink: float) -> list[float]:
     numbers["red"], numbers["green"], numbers["blue"] = (channel / 255 for channel in PALETTE[thing.colour])
     place = thing.place or random.choice(PLACES[thing.motion])
     for axis, side in zip("xy", OFF_CENTRE[place]):
-        numbers[axis] = side * 0.47 + random.uniform(-0.05, 0.05)
+        numbers[axis] = side * ASIDE + random.uniform(-0.05, 0.05)
     radius = random.uniform(*RADIUS[thing.size]) * shrink
     numbers |= {"radius": radius, "radius_end": radius}
     return list((numbers | _moving(thing, numbers, random, shrink)).values())
@@ -408,6 +410,87 @@ def start_elsewhere(things: torch.Tensor, share: float = 0.5) -> torch.Tensor:
     grows = things[..., at("radius_end")] > things[..., at("radius")]
     things[..., at("radius")] *= torch.where(grows, 1 + 1.3 * less, 1.0)
     return things
+
+
+# ---------------------------------------------------------------- scenes that follow each other
+
+class Steady(Random):
+    """Chooses, and varies nothing."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return (a + b) / 2
+
+
+def steady_numbers(scene: Scene, random: Random) -> tuple[torch.Tensor, torch.Tensor]:
+    """`motion_numbers` with the usual speeds, sizes and places: of what is drawn only an unsaid place is not known."""
+    return motion_numbers(scene, Steady(random.getrandbits(32)))
+
+
+def sample_change(scene: Scene, random: Random, combinations=SEEN) -> Scene:
+    """The scene that follows: another one, or the same thing with another colour, shape, motion or background."""
+    if len(scene.things) == 2 or random.random() < 0.5:
+        return sample_scene(random, combinations)
+    (thing,), aspect = scene.things, random.choice(("colour", "shape", "motion", "background"))
+    if aspect == "background":
+        return replace(scene, background=_sample_background(random, scene.things))
+    while True:
+        colour, shape, motion = random.choice(combinations)
+        wanted = replace(thing, **{aspect: {"colour": colour, "shape": shape, "motion": motion}[aspect]})
+        if (wanted.colour, wanted.shape, wanted.motion) in combinations and wanted.colour != scene.background:
+            size = None if wanted.motion == "growing" else thing.size
+            place = thing.place if thing.place in PLACES[wanted.motion] else None
+            return replace(scene, things=(replace(wanted, size=size, place=place),))
+
+
+def follow_on(scene: Scene, random: Random, earlier: Scene, things: torch.Tensor, time: float):
+    """Numbers, as `steady_numbers` has them, of a scene that follows an earlier one whose `things` [2, fields] were
+    drawn up to a time (in clips).
+
+    What is not said goes on: a motion that stays the same goes on as it was, another one starts where the thing is, as
+    far as that can be. A place that is said is where the thing then is.
+    """
+    numbers, background = steady_numbers(scene, random)
+    before = dict(zip(FIELDS, things.unbind(-1)))
+    old_x, old_y = ((one + 1).remainder(2) - 1 for one in _centre(before, time + before["since"]))
+    for row, thing in enumerate(scene.things):
+        if row >= len(earlier.things):
+            continue  # nothing was there
+        new, old = dict(zip(FIELDS, numbers[row].tolist())), dict(zip(FIELDS, things[row].tolist()))
+        if thing.motion == earlier.things[row].motion and thing.place in (None, earlier.things[row].place):
+            new |= {name: old[name] for name in ("x", "y", "phase")} | {"since": old["since"] + time}
+        elif thing.motion in HEADING:
+            x, y = old_x[row].item(), old_y[row].item()
+            along = HEADING[thing.motion][0] != 0
+            x, y = (x, _aside(y, new["y"], thing)) if along else (_aside(x, new["x"], thing), y)
+            new |= {"x": x + new["travel_x"] / 2, "y": y + new["travel_y"] / 2}
+        elif thing.motion == "bouncing":
+            new["x"] = _aside(old_x[row].item(), new["x"], thing)
+        elif thing.motion != "circling":
+            new |= {"x": _aside(old_x[row].item(), new["x"], thing), "y": _aside(old_y[row].item(), new["y"], thing)}
+        numbers[row] = torch.tensor(list(new.values()))
+    return numbers, background
+
+
+def _aside(here: float, said: float, thing: Thing) -> float:
+    """Where a thing goes on along an axis: where it is, not too near an edge, unless a place is said."""
+    return said if thing.place else min(max(here, -ASIDE), ASIDE)
+
+
+def successive_numbers(scenes: list[Scene], frames: list[int], random: Random) -> tuple[torch.Tensor, torch.Tensor]:
+    """Things [1, scenes, 2, fields] and backgrounds [1, scenes, 3] of scenes that follow each other, each for so many
+    frames."""
+    numbers = [steady_numbers(scenes[0], random)]
+    for earlier, scene, count in zip(scenes, scenes[1:], frames):
+        numbers.append(follow_on(scene, random, earlier, numbers[-1][0], count / (FRAMES - 1)))
+    things, backgrounds = zip(*numbers)
+    return torch.stack(things)[None], torch.stack(backgrounds)[None]
+
+
+def held_out_changes(count: int | None = None) -> list[tuple[list[str], list[Scene]]]:
+    """Pairs of prompts and their scenes, of which the second follows the first: the list live videos are judged on."""
+    listed = held_out_prompts()
+    pairs = zip(listed, [*listed[7:], *listed[:7]])
+    return [([first[0], second[0]], [first[1], second[1]]) for first, second in pairs][:count]
 
 
 # ---------------------------------------------------------------- pictures
@@ -484,26 +567,52 @@ def render(
 
     `times` picks some of the FRAMES frames. `hollow` leaves only a thick outline of every thing.
     """
+    return _paint(things, backgrounds, torch.linspace(0, 1, FRAMES, device=things.device)[times], size, hollow)
+
+
+def render_on(things: torch.Tensor, backgrounds: torch.Tensor, frames: int, size: int = SIZE) -> torch.Tensor:
+    """`render` of so many frames, in which motions go on: who leaves at one side comes in at the other, and who has
+    grown begins anew."""
+    time = torch.arange(frames, device=things.device) / (FRAMES - 1)
+    return _paint(things, backgrounds, time, size, endless=True)
+
+
+def render_scenes(things: torch.Tensor, backgrounds: torch.Tensor, frames: list[int], size: int = SIZE) -> torch.Tensor:
+    """Videos of `successive_numbers`: [videos, 3, all frames, size, size]."""
+    scenes = zip(things.unbind(1), backgrounds.unbind(1), frames)
+    return torch.cat([render_on(*numbers, count, size) for *numbers, count in scenes], 2)
+
+
+def _paint(things, backgrounds, time, size: int, hollow: bool = False, endless: bool = False) -> torch.Tensor:
     line = (torch.arange(size, device=things.device) + 0.5) * (2 / size) - 1
     y, x = line[:, None], line[None, :]
     light = 1.06 - 0.12 * (y + 1) / 2  # a little brighter at the top
-    time = torch.linspace(0, 1, FRAMES, device=things.device)[times]
     video = (backgrounds[:, :, None, None, None] * light).expand(-1, -1, len(time), -1, size)
     for row in things.unbind(1):
-        video = _draw(video, dict(zip(FIELDS, row.unbind(-1))), x, y, time, hollow)
+        video = _draw(video, dict(zip(FIELDS, row.unbind(-1))), (x, y), time, hollow, endless)
     return video.clamp(0, 1) * 2 - 1
 
 
-def _draw(video, thing, x, y, time, hollow):
+def _centre(thing: dict[str, torch.Tensor], time) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a thing is at a time, on a plane without edges."""
+    time = torch.as_tensor(time)
+    angle = thing["phase"] + math.tau * time
+    x = thing["x"] + thing["travel_x"] * (time - 0.5) + thing["orbit"] * angle.cos()
+    y = thing["y"] + thing["travel_y"] * (time - 0.5) + thing["orbit"] * angle.sin()
+    return x, y - thing["bounce"] * (math.tau * time).sin().abs()
+
+
+def _draw(video, thing, points, time, hollow, endless):
     """Lay one thing per clip over the video; a radius of 0 draws nothing."""
+    x, y = points
     shaped = {name: value[:, None, None, None] for name, value in thing.items()}  # [clips, frames, y, x]
-    time = time[None, :, None, None]
-    angle = shaped["phase"] + math.tau * time
-    centre_x = shaped["x"] + shaped["travel_x"] * (time - 0.5) + shaped["orbit"] * angle.cos()
-    centre_y = shaped["y"] + shaped["travel_y"] * (time - 0.5) + shaped["orbit"] * angle.sin()
-    centre_y = centre_y - shaped["bounce"] * (math.tau * time).sin().abs()
-    radius = shaped["radius"] + (shaped["radius_end"] - shaped["radius"]) * time
+    time = shaped["since"] + time[None, :, None, None]
+    centre_x, centre_y = _centre(shaped, time)
+    growth = time.frac() if endless else time
+    radius = shaped["radius"] + (shaped["radius_end"] - shaped["radius"]) * growth
     offset_x, offset_y = x - centre_x, y - centre_y
+    if endless:  # the nearest way round
+        offset_x, offset_y = ((offset + 1).remainder(2) - 1 for offset in (offset_x, offset_y))
     shape, turn, pixel = shaped["shape"].long(), shaped["turn"] * time, SOFTNESS * 2 / x.shape[-1]
     covered = cover(shape, offset_x, offset_y, radius, turn, pixel=pixel)
     if hollow:

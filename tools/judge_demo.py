@@ -3,14 +3,16 @@
     from judge_demo import describe, judge
     describe(frames)            # frames [time, height, width, 3], uint8: background and things, in words
     judge(frames, scene)        # {"colour": True, "shape": True, "motion": True, ...} against a demo_world.Scene
+    judge_live(frames, scene)   # the same of a video without an end, or of as much of it as shows one scene
 
     python tools/judge_demo.py                          # the judge on ground truth: every combination once
+    python tools/judge_demo.py --live                   # and on videos without an end
     python tools/judge_demo.py --model models/demo      # the model on the held-out prompts
     python tools/judge_demo.py --video out.mp4          # say what a video shows
 
 How: the background is the median of each row's ends; what differs from it falls into connected pieces; pieces are
 followed from frame to frame; a piece's outline is compared with every shape at every angle; the path, area and angle
-over time give the motion.
+over time give the motion. In a video without an end who leaves at one side comes in at the other: its edges are joined.
 """
 from __future__ import annotations
 
@@ -31,6 +33,8 @@ DEGREES = 5  # between two angles an outline is compared at
 PERIOD = {"circle": DEGREES, "square": 90, "triangle": 120, "star": 72, "heart": 360, "ring": DEGREES}
 CONTRAST = 30  # of 255: a pixel farther than this from the background belongs to a thing
 SMALLEST = 1 / 650  # of the frame's area: smaller pieces are specks
+STRETCH, STRIDE = world.FRAMES, 8  # frames of a live video that are judged together, and to the next such
+MOSTLY = 0.75  # of a live video's stretches: where so many are right the video is
 
 
 @dataclass(frozen=True)
@@ -65,10 +69,14 @@ def describe(frames: np.ndarray) -> dict:
     """{"background": colour, "things": [Seen, ...]}, the largest thing first. frames [time, height, width, 3] uint8."""
     frames = np.asarray(frames)
     background = backdrop(frames)
-    tracks = follow([pieces(frame, background) for frame in frames])
-    height, width = frames.shape[1:3]
+    return described([pieces(frame, background) for frame in frames], background, frames.shape[1:3])
+
+
+def described(frames: list[list[Piece]], background: np.ndarray, size: tuple[int, int], endless: bool = False) -> dict:
+    """The same from the pieces of frames of this height and width; of an `endless` video the edges are joined."""
+    tracks = follow(frames, size if endless else None)
     lasting = [track for track in tracks if len(track) >= 0.6 * len(frames)]
-    things = [_measure(track, len(frames), height, width) for track in lasting]
+    things = [_measure(track, len(frames), size, endless) for track in lasting]
     name = nearest_colour(np.median(background, axis=0), world.BACKGROUNDS)
     return {"background": name, "things": sorted(things, key=lambda thing: -thing.radius)}
 
@@ -79,16 +87,36 @@ def backdrop(frames: np.ndarray) -> np.ndarray:
     return np.median(ends, axis=(0, 2)).astype(np.float32)
 
 
-def pieces(frame: np.ndarray, background: np.ndarray) -> list[Piece]:
+def pieces(frame: np.ndarray, background: np.ndarray, endless: bool = False) -> list[Piece]:
     """The connected pieces of one frame that are not background and not specks."""
     difference = frame.astype(np.float32) - background[:, None]
     labels, count = ndimage.label(np.abs(difference).max(-1) > CONTRAST)
+    if endless:
+        labels = joined(labels)
     large_pieces = []
     for label in range(1, count + 1):
         core = labels == label
         if core.sum() >= SMALLEST * core.size:
-            large_pieces.append(_piece(frame, difference, core))
+            large_pieces.append(_whole(frame, difference, core) if endless else _piece(frame, difference, core))
     return large_pieces
+
+
+def joined(labels: np.ndarray) -> np.ndarray:
+    """Labels [height, width] in which pieces that touch across opposite edges have one number."""
+    labels = labels.copy()
+    for _ in range(2):  # a piece in a corner is up to four
+        for edges in (labels[:, [0, -1]], labels[[0, -1]].T):
+            for one, other in edges[(edges > 0).all(1)]:
+                labels[labels == max(one, other)] = min(one, other)
+    return labels
+
+
+def _whole(frame: np.ndarray, difference: np.ndarray, core: np.ndarray) -> Piece:
+    """A piece, moved away from the edges to be measured, where it is."""
+    shift = [-int(core.any(axis=1 - axis).argmin()) for axis in (0, 1)]  # an empty line becomes the edge
+    piece = _piece(*(np.roll(array, shift, (0, 1)) for array in (frame, difference, core)))
+    height, width = core.shape
+    return replace(piece, x=(piece.x - shift[1]) % width, y=(piece.y - shift[0]) % height)
 
 
 def _piece(frame: np.ndarray, difference: np.ndarray, core: np.ndarray) -> Piece:
@@ -130,14 +158,15 @@ def templates() -> tuple[list[tuple[str, int]], np.ndarray]:
     return names, np.stack(outlines)
 
 
-def follow(frames: list[list[Piece]]) -> list[list[tuple[int, Piece]]]:
-    """Join the pieces of successive frames into tracks of (frame, piece): each piece to the nearest track's end."""
+def follow(frames: list[list[Piece]], size: tuple[int, int] | None = None) -> list[list[tuple[int, Piece]]]:
+    """Join the pieces of successive frames into tracks of (frame, piece): each piece to the nearest track's end. With a
+    `size`, height and width, edges are joined."""
     tracks: list[list[tuple[int, Piece]]] = []
     for time, frame_pieces in enumerate(frames):
         free = list(range(len(tracks)))
         for piece in sorted(frame_pieces, key=lambda piece: -piece.area):
-            best = min(free, key=lambda index: _step(tracks[index][-1][1], piece), default=None)
-            if best is not None and _step(tracks[best][-1][1], piece) < 200:
+            best = min(free, key=lambda index: _step(tracks[index][-1][1], piece, size), default=None)
+            if best is not None and _step(tracks[best][-1][1], piece, size) < 200:
                 tracks[best].append((time, piece))
                 free.remove(best)
             else:
@@ -145,9 +174,12 @@ def follow(frames: list[list[Piece]]) -> list[list[tuple[int, Piece]]]:
     return tracks
 
 
-def _step(before: Piece, after: Piece) -> float:
+def _step(before: Piece, after: Piece, size: tuple[int, int] | None) -> float:
     """How unlike two pieces are: pixels apart plus the change of colour."""
-    return math.hypot(before.x - after.x, before.y - after.y) + float(np.abs(before.colour - after.colour).max())
+    apart = abs(before.y - after.y), abs(before.x - after.x)
+    if size:  # the nearest way round
+        apart = tuple(min(one, whole - one) for one, whole in zip(apart, size))
+    return math.hypot(*apart) + float(np.abs(before.colour - after.colour).max())
 
 
 def nearest_colour(colour: np.ndarray, names=world.COLOURS) -> str:
@@ -157,11 +189,15 @@ def nearest_colour(colour: np.ndarray, names=world.COLOURS) -> str:
 # ---------------------------------------------------------------- one thing
 
 
-def _measure(track: list[tuple[int, Piece]], frames: int, height: int, width: int) -> Seen:
+def _measure(track: list[tuple[int, Piece]], frames: int, size: tuple[int, int], endless: bool) -> Seen:
+    height, width = size
     times = np.array([time for time, _ in track]) / max(frames - 1, 1)
     x = np.array([piece.x for _, piece in track]) / (width - 1) * 2 - 1
     y = np.array([piece.y for _, piece in track]) / (height - 1) * 2 - 1
     area = np.array([piece.area for _, piece in track]) * (4 / (width * height))
+    radius = float(np.median(np.sqrt(area / math.pi)))
+    if endless:
+        x, y, area = np.unwrap(x, period=2), np.unwrap(y, period=2), _ever_growing(area)
     shape, angles = _shape([piece for _, piece in track])
     colour = nearest_colour(np.median([piece.colour for _, piece in track], axis=0))
     centre_x, centre_y = (x.max() + x.min()) / 2, (y.max() + y.min()) / 2
@@ -172,9 +208,15 @@ def _measure(track: list[tuple[int, Piece]], frames: int, height: int, width: in
         place=(_third(centre_x, "left", "right"), _third(centre_y, "top", "bottom")),
         x=round(float(centre_x), 3),
         y=round(float(centre_y), 3),
-        radius=round(float(np.median(np.sqrt(area / math.pi))), 3),
+        radius=round(radius, 3),
         present=len(track) / frames,
     )
+
+
+def _ever_growing(area: np.ndarray) -> np.ndarray:
+    """An area over time as if it had never begun anew: where it falls by half from one frame to the next."""
+    rise = np.diff(np.log(area))
+    return area[0] * np.exp(np.concatenate(([0.0], np.cumsum(np.where(rise < math.log(0.5), 0.0, rise)))))
 
 
 def _shape(track: list[Piece]) -> tuple[str, list[float]]:
@@ -242,7 +284,22 @@ ASPECTS = ("count", "colour", "shape", "motion", "place", "size", "background")
 
 def judge(frames: np.ndarray, scene: world.Scene) -> dict[str, bool]:
     """Whether each aspect of every thing in the scene is right in the frames."""
-    seen = describe(frames)
+    return compared(describe(frames), scene)
+
+
+def judge_live(frames: np.ndarray, scene: world.Scene) -> dict[str, bool]:
+    """The same of a video without an end: right is what is in most stretches of it, each judged by itself."""
+    frames = np.asarray(frames)
+    background = backdrop(frames)
+    found = [pieces(frame, background, endless=True) for frame in frames]
+    starts = range(0, max(len(frames) - STRETCH, 0) + 1, STRIDE)
+    seen = [described(found[start : start + STRETCH], background, frames.shape[1:3], True) for start in starts]
+    verdicts = [compared(one, scene) for one in seen]
+    return {aspect: float(np.mean([verdict[aspect] for verdict in verdicts])) >= MOSTLY for aspect in ASPECTS}
+
+
+def compared(seen: dict, scene: world.Scene) -> dict[str, bool]:
+    """What `describe` has seen against the scene."""
     things = _matched(seen["things"], scene)
     pairs = list(zip(things, scene.things))
     all_there = len(pairs) == len(scene.things)
@@ -278,7 +335,11 @@ def _size_fits(seen: Seen, asked: world.Thing, count: int) -> bool:
 
 def adherence(videos: list[np.ndarray], scenes: list[world.Scene]) -> tuple[dict[str, float], list[dict[str, bool]]]:
     """Share of clips in which each aspect is right, and the verdict on each clip."""
-    verdicts = [judge(video, scene) for video, scene in zip(videos, scenes)]
+    return shares([judge(video, scene) for video, scene in zip(videos, scenes)])
+
+
+def shares(verdicts: list[dict[str, bool]]) -> tuple[dict[str, float], list[dict[str, bool]]]:
+    """Share of verdicts in which each aspect is right, and the verdicts."""
     return {aspect: float(np.mean([verdict[aspect] for verdict in verdicts])) for aspect in ASPECTS}, verdicts
 
 
@@ -331,6 +392,15 @@ def ground_truth(scenes: list[world.Scene], seed: int = 0) -> list[np.ndarray]:
     return clips
 
 
+def true_lives(listed: list[list[world.Scene]], frames: list[int], seed: int = 0) -> list[np.ndarray]:
+    """Videos of scenes that follow each other, each for so many frames, as the world itself draws them."""
+    random, videos = Random(seed), []
+    for scenes in listed:
+        parts = world.render_scenes(*world.successive_numbers(scenes, frames, random), frames)
+        videos.append(to_frames(parts[0]))
+    return videos
+
+
 # ---------------------------------------------------------------- command line
 
 
@@ -353,6 +423,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder of a pipeline to judge on the held-out prompts")
     parser.add_argument("--video", help="a video file to describe")
+    parser.add_argument("--live", action="store_true", help="videos of ten seconds of each of two scenes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--guidance", type=float, default=4.0)
@@ -363,16 +434,25 @@ def main() -> None:
         seen = describe(imageio.imread(arguments.video))
         print(json.dumps({**seen, "things": [asdict(thing) for thing in seen["things"]]}, indent=2))
         return
-    if arguments.model:
+    if arguments.live:
+        random = Random(arguments.seed)
+        first = [world.sample_scene(random, [combination], 0.0) for combination in world.COMBINATIONS]
+        first += [world.sample_scene(random, world.COMBINATIONS, 1.0) for _ in range(100)]
+        listed = [[scene, world.sample_change(scene, random, world.COMBINATIONS)] for scene in first]
+        videos = true_lives(listed, [80, 80], arguments.seed)
+        scenes = [scene for pair in listed for scene in pair]
+        halves = [half for video in videos for half in np.split(video, 2)]
+        rates, verdicts = shares([judge_live(half, scene) for half, scene in zip(halves, scenes)])
+    elif arguments.model:
         prompts, scenes = zip(*world.held_out_prompts())
         clips = generate(arguments.model, prompts, arguments.seed, num_inference_steps=arguments.steps,
                          guidance_scale=arguments.guidance)
+        rates, verdicts = adherence(clips, scenes)
     else:
         random = Random(arguments.seed)
         scenes = [world.sample_scene(random, [combination], 0.0) for combination in world.COMBINATIONS]
         scenes += [world.sample_scene(random, world.COMBINATIONS, 1.0) for _ in range(100)]
-        clips = ground_truth(scenes, arguments.seed)
-    rates, verdicts = adherence(clips, scenes)
+        rates, verdicts = adherence(ground_truth(scenes, arguments.seed), scenes)
     for scene, verdict in zip(scenes, verdicts):
         if not all(verdict.values()):
             print([aspect for aspect, right in verdict.items() if not right], scene)

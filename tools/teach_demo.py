@@ -184,8 +184,9 @@ def stored_transformer(cfg: DictConfig, transformer: WanTransformer3DModel, fold
 
 def train(cfg: DictConfig, settings: DictConfig, network: WanTransformer3DModel, loss_of: Callable[[], torch.Tensor],
           save: Callable[[Weights], None], refresh: Callable[[], None] = lambda: None) -> dict:
-    """Lower a loss until the time is up; the network ends as the average of its weights. Returns the clock's state."""
-    clock, due = Clock(settings.minutes, settings.steps), Every(cfg.checkpoint_minutes)
+    """Lower a loss until the time is up; the network ends as the average of its weights. Returns the clock's state. A
+    loss that is not the same computation each time cannot be recorded: settings.recorded=false."""
+    clock, due, progress_due = Clock(settings.minutes, settings.steps), Every(cfg.checkpoint_minutes), Every(0.1)
     learned = {name: value for name, value in network.named_parameters() if value.requires_grad}
     average = {name: value.detach().clone() for name, value in learned.items()}
     optimizers = build_optimizers(torch.nn.ModuleDict({"transformer": network}), cfg.weight_decay, settings.muon)
@@ -198,14 +199,14 @@ def train(cfg: DictConfig, settings: DictConfig, network: WanTransformer3DModel,
             torch._foreach_lerp_(list(average.values()), list(learned.values()), 1 - settings.ema)
         return loss.detach()
 
-    recorded = Recorded(step, network.device)
+    quick_step = Recorded(step, network.device) if settings.get("recorded", True) else step
     while clock.progress < 1:
         if clock.step % cfg.refresh_every == 0:
             refresh()
         set_rate(optimizers, learning_rate(settings.learning_rate, clock, cfg.warmup_steps))
-        loss = recorded()
+        loss = quick_step()
         clock.step += 1
-        if clock.step % 200 == 1:
+        if clock.step == 1 or progress_due():
             say(stage=cfg.what, **clock.state(), loss=loss.item())
         if due():
             save(average)
