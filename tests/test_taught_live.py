@@ -12,6 +12,8 @@ from hydra import compose, initialize_config_dir
 
 from tests.conftest import ROOT, make_config, results, run_into
 from tests.reference import relative_error
+from wan_torchax.models.taehv import TinyVAE
+from wan_torchax.models.tiny_vae import decode_chunk
 from wan_torchax.stages.live import noise
 from wan_torchax.stages.sampling import scheduler_table
 
@@ -20,6 +22,7 @@ import demo_world as world
 import judge_demo
 import teach_demo
 import teach_live
+import teach_tiny_vae
 
 MODEL = ROOT / "models/demo"
 
@@ -169,3 +172,31 @@ def test_losses_are_of_every_chunk():
         student.zero_grad()
         loss(cfg, student, [2], given, latents, texts).backward()
         assert all(weight.grad is not None and weight.grad.abs().max() > 0 for weight in student.parameters())
+
+
+# ---------------------------------------------------------------- teaching the tiny decoder
+
+
+@torch.no_grad()
+def test_the_tiny_decoder_is_taught_as_it_runs():
+    """Whole videos are those of one latent frame after the other."""
+    torch.manual_seed(0)
+    tiny, latents = TinyVAE(widths=(12, 8, 6, 10)), torch.randn(2, 16, 3, 4, 6)
+    for video, whole in zip(latents, teach_tiny_vae.decode(tiny, latents)):
+        caches, pieces = None, []
+        for latent in video[None].split(1, 2):
+            pixels, caches = decode_chunk(tiny, latent, caches)
+            pieces.append(pixels)
+        assert whole.shape == (3, 9, 32, 48) and whole.std() > 1e-3
+        torch.testing.assert_close(torch.cat(pieces, 2)[0], whole.clamp(-1, 1))
+
+
+@pytest.mark.system
+def test_teaching_the_tiny_decoder_runs_through(tmp_path):
+    """The output runs as its docstring says, at the widths of conf/model/demo.yaml."""
+    teach_tiny_vae.run(settings("teach_tiny_vae", f"output={tmp_path}"), None)
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["psnr_db"] and metrics["videos"] >= 1 and metrics["stages"]["tiny_vae"]["step"] == 3
+    tiny = ["vae=tiny", f"model.tiny_vae={tmp_path}", "stages=[text,live,decode]", "output.keep_frames=true"]
+    made = results(run_into(tmp_path / "run", *RUN, *SIZE, "resolution.frames=5", *tiny))
+    assert made["frames"].shape == (5, 64, 64, 3) and made["frames"].std() > 0
