@@ -1,6 +1,9 @@
 """The demo model as a live one, and its tiny decoder: the endless world, its judge, and how both are taught."""
 import json
+import re
+import shlex
 import sys
+from pathlib import Path
 from random import Random
 
 import diffusers
@@ -12,6 +15,7 @@ from hydra import compose, initialize_config_dir
 
 from tests.conftest import ROOT, make_config, results, run_into
 from tests.reference import relative_error
+from wan_torchax.config.validation import validate
 from wan_torchax.models.taehv import TinyVAE
 from wan_torchax.models.tiny_vae import decode_chunk
 from wan_torchax.stages.live import noise
@@ -40,6 +44,7 @@ def one(colour, shape, motion, place=None, background="black"):
     return world.Scene((world.Thing(colour, shape, motion, place=place),), background)
 
 
+@pytest.mark.system
 def test_the_judge_is_right_about_true_videos():
     """One of every motion and some pairs, each followed by another scene."""
     random = Random(1)
@@ -144,6 +149,14 @@ def test_what_is_taught_is_what_a_live_video_is_made_with(tmp_path):
     unchanged = teach_live.generate(cfg, transformer, texts, [], drawn).numpy()
     assert relative_error(unchanged[:, :, :6], expected[:, :, :6]) == 0
     assert relative_error(unchanged[:, :, 6:], expected[:, :, 6:]) > 1e-2, "the prompt matters"
+
+
+@pytest.mark.parametrize("tool", (teach_live, teach_tiny_vae))
+def test_the_command_of_a_docstring_is_valid(tool):
+    (command,) = re.findall(r"python run\.py (.*?)\n\n", tool.__doc__, re.DOTALL)
+    config = make_config(*shlex.split(command.replace("\\\n", " ")))
+    validate(config)
+    assert Path(tool.WEIGHTS).parts[0] in config.model.paths
 
 
 @pytest.mark.system
