@@ -1,6 +1,9 @@
 """The demo model as a live one, and its tiny decoder: the endless world, its judge, and how both are taught."""
 import json
+import re
+import shlex
 import sys
+from pathlib import Path
 from random import Random
 
 import diffusers
@@ -12,6 +15,9 @@ from hydra import compose, initialize_config_dir
 
 from tests.conftest import ROOT, make_config, results, run_into
 from tests.reference import relative_error
+from wan_torchax.config.validation import validate
+from wan_torchax.models.taehv import TinyVAE
+from wan_torchax.models.tiny_vae import decode_chunk
 from wan_torchax.stages.live import noise
 from wan_torchax.stages.sampling import scheduler_table
 
@@ -20,6 +26,7 @@ import demo_world as world
 import judge_demo
 import teach_demo
 import teach_live
+import teach_tiny_vae
 
 MODEL = ROOT / "models/demo"
 
@@ -37,6 +44,7 @@ def one(colour, shape, motion, place=None, background="black"):
     return world.Scene((world.Thing(colour, shape, motion, place=place),), background)
 
 
+@pytest.mark.system
 def test_the_judge_is_right_about_true_videos():
     """One of every motion and some pairs, each followed by another scene."""
     random = Random(1)
@@ -143,6 +151,14 @@ def test_what_is_taught_is_what_a_live_video_is_made_with(tmp_path):
     assert relative_error(unchanged[:, :, 6:], expected[:, :, 6:]) > 1e-2, "the prompt matters"
 
 
+@pytest.mark.parametrize("tool", (teach_live, teach_tiny_vae))
+def test_the_command_of_a_docstring_is_valid(tool):
+    (command,) = re.findall(r"python run\.py (.*?)\n\n", tool.__doc__, re.DOTALL)
+    config = make_config(*shlex.split(command.replace("\\\n", " ")))
+    validate(config)
+    assert Path(tool.WEIGHTS).parts[0] in config.model.paths
+
+
 @pytest.mark.system
 def test_teaching_runs_through(tmp_path):
     """The output runs as its docstring says."""
@@ -169,3 +185,31 @@ def test_losses_are_of_every_chunk():
         student.zero_grad()
         loss(cfg, student, [2], given, latents, texts).backward()
         assert all(weight.grad is not None and weight.grad.abs().max() > 0 for weight in student.parameters())
+
+
+# ---------------------------------------------------------------- teaching the tiny decoder
+
+
+@torch.no_grad()
+def test_the_tiny_decoder_is_taught_as_it_runs():
+    """Whole videos are those of one latent frame after the other."""
+    torch.manual_seed(0)
+    tiny, latents = TinyVAE(widths=(12, 8, 6, 10)), torch.randn(2, 16, 3, 4, 6)
+    for video, whole in zip(latents, teach_tiny_vae.decode(tiny, latents)):
+        caches, pieces = None, []
+        for latent in video[None].split(1, 2):
+            pixels, caches = decode_chunk(tiny, latent, caches)
+            pieces.append(pixels)
+        assert whole.shape == (3, 9, 32, 48) and whole.std() > 1e-3
+        torch.testing.assert_close(torch.cat(pieces, 2)[0], whole.clamp(-1, 1))
+
+
+@pytest.mark.system
+def test_teaching_the_tiny_decoder_runs_through(tmp_path):
+    """The output runs as its docstring says, at the widths of conf/model/demo.yaml."""
+    teach_tiny_vae.run(settings("teach_tiny_vae", f"output={tmp_path}"), None)
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["psnr_db"] and metrics["videos"] >= 1 and metrics["stages"]["tiny_vae"]["step"] == 3
+    tiny = ["vae=tiny", f"model.tiny_vae={tmp_path}", "stages=[text,live,decode]", "output.keep_frames=true"]
+    made = results(run_into(tmp_path / "run", *RUN, *SIZE, "resolution.frames=5", *tiny))
+    assert made["frames"].shape == (5, 64, 64, 3) and made["frames"].std() > 0

@@ -148,20 +148,17 @@ class CausalBlock(WanTransformerBlock):
         shift, scale, gate, last_shift, last_scale, last_gate = modulation.chunk(6, 1)
         normed, own = self.norm1(hidden) * (1 + scale) + shift, self.attn1
         query, key, value = own.norm_q(own.to_q(normed)), own.norm_k(own.to_k(normed)), own.to_v(normed)
+        dtype = value.dtype
         query, key, value = (one.float().unflatten(2, (own.heads, -1)) for one in (query, key, value))
         keys, values = (torch.cat(pair, 1) for pair in zip(kept, (key, value)))
         turned = train_demo.turn_pairs(query, *(table[:, -query.shape[1] :] for table in turns))
         parts = turned, train_demo.turn_pairs(keys, *turns), values
-        parts = (one.to(self.attention_dtype(hidden)).transpose(1, 2) for one in parts)
+        parts = (one.to(dtype).transpose(1, 2) for one in parts)
         seen = functional.scaled_dot_product_attention(*parts, is_there)
         hidden = hidden + own.to_out[0](seen.transpose(1, 2).flatten(2)) * gate
         hidden = hidden + self.attn2(self.norm2(hidden), text, None, None)
         hidden = hidden + self.ffn(self.norm3(hidden) * (1 + last_scale) + last_shift) * last_gate
         return hidden, key, value
-
-    @staticmethod
-    def attention_dtype(hidden: torch.Tensor) -> torch.dtype:
-        return torch.bfloat16 if hidden.is_cuda and torch.is_autocast_enabled("cuda") else torch.float32
 
 
 def make_causal(transformer: WanTransformer3DModel) -> WanTransformer3DModel:
