@@ -349,7 +349,7 @@ def vocabulary() -> list[str]:
 
 # One row a thing: what `render` needs to draw it at any time from 0 to 1.
 FIELDS = ("shape", "red", "green", "blue", "x", "y", "travel_x", "travel_y", "bounce", "orbit", "phase",
-          "radius", "radius_end", "turn")
+          "radius", "radius_end", "turn", "angle")
 RADIUS = {"small": (0.17, 0.20), None: (0.25, 0.30), "big": (0.36, 0.40)}
 HEADING = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 
@@ -478,33 +478,41 @@ def cover(shape: torch.Tensor, x: torch.Tensor, y: torch.Tensor, radius: torch.T
 
 
 def render(
-    things: torch.Tensor, backgrounds: torch.Tensor, size: int = SIZE, times: slice = slice(None), hollow: bool = False
+    things: torch.Tensor, backgrounds: torch.Tensor, size: int = SIZE, times: slice | torch.Tensor = slice(None),
+    hollow: bool = False,
 ) -> torch.Tensor:
     """Draw clips: things [clips, 2, fields], backgrounds [clips, 3] -> [clips, 3, frames, size, size] in -1..1.
 
-    `times` picks some of the FRAMES frames. `hollow` leaves only a thick outline of every thing.
+    `times` picks some of the FRAMES frames, or is the time of each. `hollow` leaves a thick outline of every thing.
     """
     line = (torch.arange(size, device=things.device) + 0.5) * (2 / size) - 1
     y, x = line[:, None], line[None, :]
     light = 1.06 - 0.12 * (y + 1) / 2  # a little brighter at the top
-    time = torch.linspace(0, 1, FRAMES, device=things.device)[times]
+    picked = isinstance(times, slice)
+    time = torch.linspace(0, 1, FRAMES, device=things.device)[times] if picked else times.to(things.device)
     video = (backgrounds[:, :, None, None, None] * light).expand(-1, -1, len(time), -1, size)
     for row in things.unbind(1):
         video = _draw(video, dict(zip(FIELDS, row.unbind(-1))), x, y, time, hollow)
     return video.clamp(0, 1) * 2 - 1
 
 
-def _draw(video, thing, x, y, time, hollow):
-    """Lay one thing per clip over the video; a radius of 0 draws nothing."""
-    shaped = {name: value[:, None, None, None] for name, value in thing.items()}  # [clips, frames, y, x]
+def course(thing: dict[str, torch.Tensor], time: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """x, y, radius and turn of one thing per clip at each time, all [clips, frames, 1, 1]."""
+    shaped = {name: value[:, None, None, None] for name, value in thing.items()}
     time = time[None, :, None, None]
     angle = shaped["phase"] + math.tau * time
-    centre_x = shaped["x"] + shaped["travel_x"] * (time - 0.5) + shaped["orbit"] * angle.cos()
-    centre_y = shaped["y"] + shaped["travel_y"] * (time - 0.5) + shaped["orbit"] * angle.sin()
-    centre_y = centre_y - shaped["bounce"] * (math.tau * time).sin().abs()
+    x = shaped["x"] + shaped["travel_x"] * (time - 0.5) + shaped["orbit"] * angle.cos()
+    y = shaped["y"] + shaped["travel_y"] * (time - 0.5) + shaped["orbit"] * angle.sin()
+    y = y - shaped["bounce"] * (math.tau * time).sin().abs()
     radius = shaped["radius"] + (shaped["radius_end"] - shaped["radius"]) * time
+    return x, y, radius, shaped["angle"] + shaped["turn"] * time
+
+
+def _draw(video, thing, x, y, time, hollow):
+    """Lay one thing per clip over the video; a radius of 0 draws nothing."""
+    centre_x, centre_y, radius, turn = course(thing, time)
     offset_x, offset_y = x - centre_x, y - centre_y
-    shape, turn, pixel = shaped["shape"].long(), shaped["turn"] * time, SOFTNESS * 2 / x.shape[-1]
+    shape, pixel = thing["shape"].long()[:, None, None, None], SOFTNESS * 2 / x.shape[-1]
     covered = cover(shape, offset_x, offset_y, radius, turn, pixel=pixel)
     if hollow:
         covered = covered * (1 - cover(shape, offset_x, offset_y, HOLLOW * radius, turn, pixel=pixel))
