@@ -350,7 +350,7 @@ def vocabulary() -> list[str]:
 
 # One row a thing: what `render` needs to draw it at any time from 0 to 1. `since` is how long it has moved before.
 FIELDS = ("shape", "red", "green", "blue", "x", "y", "travel_x", "travel_y", "bounce", "orbit", "phase",
-          "radius", "radius_end", "turn", "since")
+          "radius", "radius_end", "turn", "angle", "since")
 RADIUS = {"small": (0.17, 0.20), None: (0.25, 0.30), "big": (0.36, 0.40)}
 ASIDE = 0.47  # from the middle: where a thing is that is said to be at a side
 HEADING = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
@@ -561,13 +561,16 @@ def cover(shape: torch.Tensor, x: torch.Tensor, y: torch.Tensor, radius: torch.T
 
 
 def render(
-    things: torch.Tensor, backgrounds: torch.Tensor, size: int = SIZE, times: slice = slice(None), hollow: bool = False
+    things: torch.Tensor, backgrounds: torch.Tensor, size: int = SIZE, times: slice | torch.Tensor = slice(None),
+    hollow: bool = False,
 ) -> torch.Tensor:
     """Draw clips: things [clips, 2, fields], backgrounds [clips, 3] -> [clips, 3, frames, size, size] in -1..1.
 
-    `times` picks some of the FRAMES frames. `hollow` leaves only a thick outline of every thing.
+    `times` picks some of the FRAMES frames, or is the time of each. `hollow` leaves a thick outline of every thing.
     """
-    return _paint(things, backgrounds, torch.linspace(0, 1, FRAMES, device=things.device)[times], size, hollow)
+    picked = isinstance(times, slice)
+    time = torch.linspace(0, 1, FRAMES, device=things.device)[times] if picked else times.to(things.device)
+    return _paint(things, backgrounds, time, size, hollow)
 
 
 def render_on(things: torch.Tensor, backgrounds: torch.Tensor, frames: int, size: int = SIZE) -> torch.Tensor:
@@ -602,18 +605,23 @@ def _centre(thing: dict[str, torch.Tensor], time) -> tuple[torch.Tensor, torch.T
     return x, y - thing["bounce"] * (math.tau * time).sin().abs()
 
 
+def course(thing: dict[str, torch.Tensor], time: torch.Tensor, endless: bool = False) -> tuple[torch.Tensor, ...]:
+    """x, y, radius and turn of one thing per clip at each time, all [clips, frames, 1, 1]."""
+    shaped = {name: value[:, None, None, None] for name, value in thing.items()}
+    time = shaped["since"] + time[None, :, None, None]
+    growth = time.frac() if endless else time
+    radius = shaped["radius"] + (shaped["radius_end"] - shaped["radius"]) * growth
+    return *_centre(shaped, time), radius, shaped["angle"] + shaped["turn"] * time
+
+
 def _draw(video, thing, points, time, hollow, endless):
     """Lay one thing per clip over the video; a radius of 0 draws nothing."""
     x, y = points
-    shaped = {name: value[:, None, None, None] for name, value in thing.items()}  # [clips, frames, y, x]
-    time = shaped["since"] + time[None, :, None, None]
-    centre_x, centre_y = _centre(shaped, time)
-    growth = time.frac() if endless else time
-    radius = shaped["radius"] + (shaped["radius_end"] - shaped["radius"]) * growth
+    centre_x, centre_y, radius, turn = course(thing, time, endless)
     offset_x, offset_y = x - centre_x, y - centre_y
     if endless:  # the nearest way round
         offset_x, offset_y = ((offset + 1).remainder(2) - 1 for offset in (offset_x, offset_y))
-    shape, turn, pixel = shaped["shape"].long(), shaped["turn"] * time, SOFTNESS * 2 / x.shape[-1]
+    shape, pixel = thing["shape"].long()[:, None, None, None], SOFTNESS * 2 / x.shape[-1]
     covered = cover(shape, offset_x, offset_y, radius, turn, pixel=pixel)
     if hollow:
         covered = covered * (1 - cover(shape, offset_x, offset_y, HOLLOW * radius, turn, pixel=pixel))

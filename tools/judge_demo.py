@@ -371,6 +371,30 @@ def outlined(videos: list[np.ndarray], scenes: list[world.Scene]) -> dict[str, f
     return adherence([filled(video) for video in videos], solid)[0] | {"hollow": hollow}
 
 
+def followed(frames: np.ndarray, truth: np.ndarray) -> dict[str, float]:
+    """How near the largest thing of each frame is to where it should be: pixels between their centres, on average and
+    at most, a frame's width where there is none; and the share of what either covers that both do."""
+    far, both, either = [], 0, 0
+    backgrounds = backdrop(frames), backdrop(truth)
+    for pair in zip(frames, truth):
+        pairs = list(zip(pair, backgrounds))
+        seen, asked = (max(pieces(*one), key=lambda piece: piece.area, default=None) for one in pairs)
+        far.append(math.hypot(seen.x - asked.x, seen.y - asked.y) if seen else float(frames.shape[2]))
+        seen, asked = (np.abs(frame - background[:, None]).max(-1) > CONTRAST for frame, background in pairs)
+        both, either = both + (seen & asked).sum(), either + (seen | asked).sum()
+    return {"distance_px": float(np.mean(far)), "distance_px_most": max(far), "overlap": float(both / either)}
+
+
+def animated(videos: list[np.ndarray], scenes: list[world.Scene], truths: list[np.ndarray]) -> dict[str, float]:
+    """Share of driven videos in which the picture's one thing is alone, of its colour and shape, over its background,
+    and how it follows: means over the videos, the largest distance, and the share that overlaps by three quarters."""
+    verdicts, ways = adherence(videos, scenes)[0], [followed(*one) for one in zip(videos, truths)]
+    rates = {aspect: verdicts[aspect] for aspect in ("count", "colour", "shape", "background")}
+    means = {name: float(np.mean([way[name] for way in ways])) for name in ("distance_px", "overlap")}
+    followers = float(np.mean([way["overlap"] >= 0.75 for way in ways]))
+    return rates | means | {"distance_px_most": max(way["distance_px_most"] for way in ways), "followed": followers}
+
+
 def likeness(frame: np.ndarray, picture: np.ndarray) -> float:
     """Peak signal-to-noise ratio in dB of a frame against the picture it should be, both uint8; 100 where it is."""
     error = np.square(frame.astype(np.float32) - picture).mean()

@@ -224,8 +224,9 @@ def compiled(cfg: DictConfig, transformer: WanTransformer3DModel) -> WanTransfor
 
 
 def flow_loss(cfg: DictConfig, transformer: WanTransformer3DModel, empty: torch.Tensor, latents: torch.Tensor,
-              text: torch.Tensor, *conditions: torch.Tensor) -> torch.Tensor:
-    """Mean squared error of the velocity from clip to noise at random noise levels, as the demo model was trained."""
+              text: torch.Tensor, *conditions: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+    """Mean squared error of the velocity from clip to noise at random noise levels, as the demo model was trained.
+    Conditions are channels of the input, or go to the transformer by name."""
     level = torch.rand(len(latents), device=latents.device)
     level = cfg.shift * level / (1 + (cfg.shift - 1) * level)
     noise = torch.randn_like(latents)
@@ -233,7 +234,7 @@ def flow_loss(cfg: DictConfig, transformer: WanTransformer3DModel, empty: torch.
     dropped = torch.rand(len(text), 1, 1, device=text.device) < cfg.caption_dropout
     with autocast(latents.device):
         text = torch.where(dropped, empty, text)
-        velocity = transformer(torch.cat((mixed, *conditions), 1), level * 1000, text, return_dict=False)[0]
+        velocity = transformer(torch.cat((mixed, *conditions), 1), level * 1000, text, return_dict=False, **named)[0]
     return functional.mse_loss(velocity.float(), noise - latents)
 
 

@@ -387,11 +387,15 @@ def reading_loss(encoder: UMT5EncoderModel, head: torch.nn.Linear, tokens: torch
 class QuickAttention:
     """What diffusers' processor does, quicker to train: one padding stands for all; pairs are turned without copies.
 
-    The last token of the text is that padding: to attend to n equal tokens is to attend to one with log(n) more.
+    The last token of the text is that padding: to attend to n equal tokens is to attend to one with log(n) more. A
+    prompt has `tokens`, and before them come those of a picture, as many as `shown`.
     """
 
+    def __init__(self, tokens: int = world.PROMPT_TOKENS, shown: int = 0):
+        self.tokens, self.shown = tokens, shown
+
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
-        text = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        text = hidden_states if encoder_hidden_states is None else encoder_hidden_states[:, self.shown :]
         query, key, value = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(text)), attn.to_v(text)
         query, key, value = (one.unflatten(2, (attn.heads, -1)) for one in (query, key, value))
         if rotary_emb is not None:
@@ -400,13 +404,18 @@ class QuickAttention:
         bias = None
         if encoder_hidden_states is not None:
             bias = query.new_zeros(1, 1, 1, text.shape[1])
-            bias[..., -1] = math.log(world.PROMPT_TOKENS - text.shape[1] + 1)
+            bias[..., -1] = math.log(self.tokens - text.shape[1] + 1)
         seen = functional.scaled_dot_product_attention(query, key, value, bias)
+        if self.shown and encoder_hidden_states is not None:
+            picture = encoder_hidden_states[:, : self.shown]
+            key, value = attn.norm_added_k(attn.add_k_proj(picture)), attn.add_v_proj(picture)
+            key, value = (one.to(query.dtype).unflatten(2, (attn.heads, -1)).transpose(1, 2) for one in (key, value))
+            seen = seen + functional.scaled_dot_product_attention(query, key, value)
         return attn.to_out[0](seen.transpose(1, 2).flatten(2))
 
 
-def attend_quickly(transformer: WanTransformer3DModel) -> None:
-    quick = QuickAttention()
+def attend_quickly(transformer: WanTransformer3DModel, quick: QuickAttention | None = None) -> None:
+    quick = quick or QuickAttention()
     for block in transformer.blocks:
         block.attn1.processor = block.attn2.processor = quick
 
