@@ -1,9 +1,10 @@
 """Input videos, decoded by ffmpeg. No JAX, no torch."""
+import collections
 import contextlib
 import functools
 import itertools
 import subprocess
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,6 +74,16 @@ def read_frames(path: Path, count: int, fps: float) -> "Iterator[numpy.ndarray]"
                 return
 
 
+def last_frame(path: Path) -> "numpy.ndarray":
+    """A video's last frame, uint8 (height, width, 3)."""
+    import numpy
+
+    frames = decoder(path, before=["-sseof", "-3"])  # not all of a long one is decoded
+    width, height = next(frames)["size"]
+    (frame,) = collections.deque(frames, maxlen=1)
+    return numpy.frombuffer(frame, numpy.uint8).reshape(height, width, 3)
+
+
 def frame_count(path: Path, fps: float) -> int:
     """How many frames `read_frames` gives at most."""
     status = path.stat()
@@ -105,8 +116,9 @@ def opened(path: Path) -> "Iterator[tuple[Clip, Iterator[bytes]]]":
         frames.close()
 
 
-def decoder(path: Path, *options: str) -> Generator:
-    """imageio-ffmpeg's generator: the header, then frames as bytes."""
+def decoder(path: Path, *options: str, before: Sequence[str] = ()) -> Generator:
+    """imageio-ffmpeg's generator: the header, then frames as bytes. Options `before` are about reading."""
     import imageio_ffmpeg
 
-    return imageio_ffmpeg.read_frames(f"file:{path}", pix_fmt="rgb24", input_params=SAFE, output_params=list(options))
+    given = {"input_params": [*SAFE, *before], "output_params": list(options)}
+    return imageio_ffmpeg.read_frames(f"file:{path}", pix_fmt="rgb24", **given)

@@ -2,21 +2,25 @@
 errors are worded in the form's terms."""
 import asyncio
 import dataclasses
+import io
 import json
 import re
+from pathlib import Path
 
 import yaml
 from omegaconf import OmegaConf
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 
-from wan_torchax.config import camera, inputs, trust
+from wan_torchax.config import camera, clips, inputs, trust
 from wan_torchax.config.commandline import CONF, options
 from wan_torchax.config.long import most_frames
 from wan_torchax.config.pipelines import MOST_SHIFT
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ConfigError
+from wan_torchax.records.files import own_file
+from wan_torchax.records.outputs import VIDEO
 from wan_torchax.records.pages import render
 from wan_torchax.serve import api, requests
 from wan_torchax.serve.errors import Answer, Refused
@@ -28,6 +32,7 @@ from wan_torchax.serve.requests import FIELDS
 
 LOOK_SECONDS = 0.25  # polling interval for the queue
 RUNS = 24  # gallery entries per request
+LAST_FRAME = "last_frame.png"  # not a file: made when it is asked for
 FAILED = 10  # number of most recent failures shown
 COOKIE_SECONDS = 30 * 24 * 3600
 # Number fields of the form, in order: label, help text, least, most, step.
@@ -275,12 +280,23 @@ def shown_run(run: dict) -> dict:
     return {name: value for name, value in run.items() if name != "words"} | {"files": f"/page/runs/{run['id']}"}
 
 
-async def run_file(request: Request) -> FileResponse:
+async def run_file(request: Request) -> Response:
     gallery, named = request.app.state.front.gallery, request.path_params
     folder = await run_in_threadpool(gallery.folder_of, named["id"])
+    if folder is not None and named["name"] == LAST_FRAME and (video := own_file(folder, VIDEO)):
+        return Response(await run_in_threadpool(last_frame, video), media_type="image/png")
     if folder is not None and named["name"] in api.VARIANTS.values():
         return api.send_file(folder, named["name"])
     for path in (path for paths in shown_inputs(folder).values() for path in paths) if folder else ():
         if path.name == named["name"]:
             return api.send_file(folder, f"inputs/{path.name}")
     raise Refused(404, "there is no such file", "not_found")
+
+
+def last_frame(video: Path) -> bytes:
+    """A video's last frame as PNG: browsers do not seek to it exactly."""
+    from PIL import Image
+
+    made = io.BytesIO()
+    Image.fromarray(clips.last_frame(video)).save(made, "png")
+    return made.getvalue()

@@ -534,20 +534,11 @@ async function download(path, name) {
 
 // The last frame becomes the picture that the next video starts from.
 async function goOn(run) {
-  if (isPicture(run)) {
-    await use({ ...run, inputs: {} });
-    take.image([await download(`${run.files}/${run.file}`, `${run.id}.png`)]);
-    return;
-  }
-  const video = document.createElement("video"), canvas = document.createElement("canvas");
-  Object.assign(video, { muted: true, preload: "auto", src: `${run.files}/video.mp4` });
-  await new Promise((loaded, failed) => { video.onloadeddata = loaded; video.onerror = failed; });
-  await new Promise((sought) => { video.onseeked = sought; video.currentTime = video.duration; });
-  Object.assign(canvas, { width: video.videoWidth, height: video.videoHeight });
-  canvas.getContext("2d").drawImage(video, 0, 0);
-  const picture = await new Promise((made) => canvas.toBlob(made, "image/png"));
+  const file = isPicture(run) ? run.file : "last_frame.png";
+  const name = isPicture(run) ? `${run.id}.png` : `last frame of ${run.id}.png`;
+  const picture = await download(`${run.files}/${file}`, name);
   await use({ ...run, inputs: {} });
-  take.image([new File([picture], `last frame of ${run.id}.png`, { type: "image/png" })]);
+  take.image([picture]);
 }
 
 async function erase(run, item) {
