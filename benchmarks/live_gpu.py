@@ -88,7 +88,8 @@ class Fragments:
 def make_video(config, folder: Path, fragments: Fragments) -> dict:
     """A request as a server has it, in a process that has started. Seconds are counted from here."""
     from wan_torchax.session import session
-    from wan_torchax.tasks.generate import AtHand, Making
+    from wan_torchax.tasks.generate import Making
+    from wan_torchax.work import AtHand
 
     fragments.times.clear()
     folder.mkdir()

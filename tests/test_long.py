@@ -1,8 +1,14 @@
 """Videos longer than a model was trained for."""
+import contextlib
 import gc
+import math
+import os
+import tempfile
 import threading
 import tracemalloc
+from pathlib import Path
 
+import imageio_ffmpeg
 import jax
 import numpy
 import pytest
@@ -291,16 +297,17 @@ LONG = {  # what is made, the event behind each part of it, and bytes of a part 
 @pytest.mark.system
 @pytest.mark.parametrize("kind", LONG)
 def test_a_video_in_parts_takes_the_memory_of_a_few(tmp_path, monkeypatch, kind):
-    """From the third part on nothing is added, neither on the host nor on the devices, and a run that goes on reads a
-    part where it needs it."""
+    """From the third part on nothing is added but the poster's frame, neither on the host nor on the devices, and a run
+    that goes on reads a part where it needs it."""
     monkeypatch.setattr("wan_torchax.records.files.IN_MEMORY", 0)
+    monkeypatch.setattr("wan_torchax.records.media.SHEET_FRAMES", 1)
     overrides, event, part = LONG[kind]
     asked = [*overrides, "resolution.height=64", "resolution.width=64", "guidance_scale=1", "steps=2", *reference.TEXTS]
     held = held_after(tmp_path / "run", event, *asked)
     assert len(held) >= 9
     for place, name in enumerate(("host", "devices")):
         sizes = [one[place] for one in held]
-        assert min(sizes[-3:]) < sizes[2] + part, f"{name}: {sizes}"  # besides what is being encoded
+        assert min(sizes[-3:]) < sizes[2] + part + 3 * 64 * 64, f"{name}: {sizes}"  # besides what is being encoded
     tracemalloc.start()
     at_hand = read_results(find_job(make_config(*asked, f"resume={tmp_path / 'run'}")))
     assert len([*at_hand.segments, *at_hand.finished.get("live", ())]) >= 9 and bytes_of_arrays()[0] < 6 * part
@@ -321,6 +328,51 @@ def test_frames_in_a_file_are_saved_without_a_copy(tmp_path):
     values, settings = read(tmp_path / "decode.safetensors", shapes)
     assert settings == given and numpy.array_equal(values["frames"], frames)
     assert values["frames"][199].max() == values["frames"][199].min() == 39 and list(values["counts"]) == [0, 1, 2]
+
+
+def temporary_bytes() -> int:
+    """Of this process's files in TMPDIR that have no names."""
+    sizes = {}
+    for opened in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(opened).endswith("(deleted)") and os.readlink(opened).startswith(tempfile.gettempdir()):
+                sizes[opened.stat().st_ino] = opened.stat().st_size
+    return sum(sizes.values())
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("kind", LONG)
+def test_frames_of_a_long_video_take_no_disk_but_the_videos(tmp_path, monkeypatch, kind):
+    """They go to the encoder alone; in temporary files are at most those of two segments. The video, its poster and its
+    contact sheet are those of frames in memory, or in files where they are asked for, also if a run goes on behind half
+    of the frames."""
+    asked = [*LONG[kind][0], "resolution.height=64", "resolution.width=64", "guidance_scale=1", "steps=2"]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def run(name, *more, stop=math.inf):
+        """The most bytes in temporary files, and what is shown."""
+        folder, most, decoded = tmp_path / name, [0], []
+
+        def listener(event):
+            most.append(temporary_bytes())
+            decoded.extend([event] if isinstance(event, events.Decoded) else [])
+            if len(decoded) >= stop:
+                raise KeyboardInterrupt
+
+        folder.mkdir()
+        with contextlib.suppress(KeyboardInterrupt):
+            generate_into(make_config(*asked, *reference.TEXTS, *more), folder, listener=listener)
+            _, *shown = imageio_ffmpeg.read_frames(str(folder / "video.mp4"))
+            return max(most), (shown, [Image.open(path).tobytes() for path in sorted(folder.glob("*.png"))])
+
+    _, whole = run("in_memory")
+    monkeypatch.setattr("wan_torchax.records.files.IN_MEMORY", 0)
+    assert run("half", stop=10) is None
+    passing, streamed = run("on", f"resume={tmp_path / 'half'}")
+    files, kept = run("kept", "output.keep_frames=true")
+    assert whole == streamed == kept and len(whole[0]) > 30
+    assert passing <= (2 * 5 if kind == "segments" else 0) * 3 * 64 * 64 and files >= len(whole[0]) * 3 * 64 * 64
+    assert not [*(tmp_path / "on").glob("decode*")] and [*(tmp_path / "kept").glob("decode*")]
 
 
 def test_many_frames_are_in_the_video_alone(generate, monkeypatch):

@@ -13,8 +13,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy
@@ -32,7 +31,7 @@ from wan_torchax.runtime.components import Component
 from wan_torchax.runtime.jobs import find_job, with_weights
 from wan_torchax.runtime.programs import Programs, compiling
 from wan_torchax.stages.stage import Stage, find, result_settings
-from wan_torchax.work import RunStep, Work, is_resident, load, phase, wait_for_programs
+from wan_torchax.work import AtHand, RunStep, Work, is_resident, load, phase, wait_for_programs
 
 log = logging.getLogger("wan")
 
@@ -120,16 +119,17 @@ class Session:
     @contextlib.contextmanager
     def open(
         self, resolved: Resolved, names: Iterable[str], values: dict[str, Any], emit: Listener = silence,
-        segments: Mapping[int, dict[str, Any]] = MappingProxyType({}),
-        finished: Mapping[str, list[dict[str, Any]]] = MappingProxyType({}),
+        at_hand: AtHand | None = None, in_files: bool = True,
     ) -> Iterator[Work]:
         """Build the named stages and check them against their checkpoints; the block then runs them while their
-        programs compile in the background. `values` are the values already available, `segments` those of single
-        segments, `finished` parts of stages' results."""
+        programs compile in the background. `values` are the values already available, `at_hand` has those of single
+        segments and parts of stages' results. Without `in_files`, frames and latents that are too large for memory are
+        left out of the result: `emit` has had them."""
         with self.lock:
             try:
                 cache, names = BuildCache.of(resolved), list(names)
-                work = Work(resolved, names, values, segments, finished, functools.partial(self.recall, cache))
+                recall = functools.partial(self.recall, cache)
+                work = Work(resolved, names, values, at_hand or AtHand(), recall, in_files)
                 with phase("build", emit):
                     stages = self.build_checked(resolved.segments()[0], work.fresh, cache)
                 fresh = {name: stage.programs for name, stage in stages.items() if not stage.programs.ready()}

@@ -10,13 +10,13 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy
 
 from wan_torchax import interruption
-from wan_torchax.config.resolve import Resolved
+from wan_torchax.config.resolve import Resolved, View
 from wan_torchax.events import (
     Advanced,
     Asked,
@@ -56,23 +56,36 @@ class RunStep:
     def gives(self) -> set[str]:
         return set(self.resolved.graph.stages[self.name].gives)
 
+    @property
+    def takes(self) -> set[str]:
+        return set(self.resolved.graph.stages[self.name].takes)
+
+
+@dataclass
+class AtHand:
+    """Values from an earlier run, and the stages still to run."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    segments: dict[int | None, ChainMap[str, Any]] = field(default_factory=dict)  # by segment, if there are several
+    finished: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)  # by stage: parts of a result
+    missing: list[str] = field(default_factory=list)
+
 
 class Work:
     """The steps of a run and the values produced so far."""
 
     def __init__(
-        self, resolved: Resolved, names: list[str], values: Mapping, segments: Mapping, finished: Mapping,
-        recall: Callable,
+        self, resolved: Resolved, names: list[str], values: Mapping, at_hand: AtHand, recall: Callable, in_files: bool
     ):
         # What segments carry over is absent before the first, unless it is an input.
         self.resolved, self.values = resolved, {**dict.fromkeys(resolved.graph.carry), **values}
         self.steps = schedule(resolved, names)
-        self.finished = finished  # by stage: parts of its result
+        self.finished, self.in_files = at_hand.finished, in_files
         # A step sees the values of its segment first, then those of the whole run.
         self.scopes = {
-            step.segment: ChainMap({}, segments.get(step.segment, {}), self.values) for step in self.steps
+            step.segment: ChainMap({}, at_hand.segments.get(step.segment, {}), self.values) for step in self.steps
         }
-        self.frames = Spool()  # of all segments, joined into one video
+        self.frames = Spool(in_files=in_files)  # of all segments, joined into one video
         absent = [step for step in self.steps if not step.gives <= self.scopes[step.segment].keys()]
         self.recalled = {step: result for step in absent if (result := recall(step)) is not None}
         self.left = [step for step in absent if step not in self.recalled]
@@ -110,7 +123,8 @@ class Work:
         """Join a segment's frames to the video's. What is known of the segment before is not needed any longer."""
         if step.segment is not None and "frames" in step.gives:
             self.frames.append(scope["frames"][window(self.resolved, step.segment)])
-            self.scopes.pop(step.segment - 1, None)
+            before = self.scopes.pop(step.segment - 1, ChainMap())
+            before.maps[0].clear()  # tracebacks of OmegaConf's own exceptions hold its user until they are collected
 
     def make(self, step: RunStep, scope: Mapping, emit: Listener) -> dict[str, Any]:
         """Load a stage's weights, wait for its programs and run it."""
@@ -126,13 +140,13 @@ class Work:
         self.read_next(name, resolved)
         taken = {value: scope[value] for value in resolved.graph.stages[name].takes}
         listener = emit if previewer is None else with_previews(previewer, resolved.config.preview_every, emit)
-        if behind is not None:
-            following = Following(behind.following(behind.view_of(behind.name, resolved), emit))
+        if follower and behind:
+            following = Following(behind.following(self.view(behind, follower), emit))
             listener = with_follower(following, listener)
             if REENCODE in self.stages:
                 listener = with_pictures(self.encoder(emit), following, listener)
         listener = with_embeddings(self.encode, listener)
-        view = replace(stage.view_of(name, resolved), finished=tuple(self.finished.get(name, ())))
+        view = self.view(stage, step, follower)
         with phase(name, emit, *stage.amount(name, resolved)), no_compilation(name):
             result = stage.run(view, taken, listener)
         self.left.remove(step)
@@ -145,13 +159,20 @@ class Work:
         self.session.remember(self.cache, step, result)
         return result
 
+    def view(self, stage: Stage, step: RunStep, follower: RunStep | None = None) -> View:
+        """What a stage sees while it runs. If its result is too large for memory, it is in a file, unless nobody takes
+        it: neither the caller nor a step behind it, but for the one that follows it part by part."""
+        later = {value for other in self.left if other not in (step, follower) for value in other.takes}
+        taken = self.in_files or step.segment is not None or bool(step.gives & later)
+        finished = tuple(self.finished.get(step.name, ()))
+        return replace(stage.view_of(step.name, step.resolved), finished=finished, in_files=taken)
+
     def follower(self, step: RunStep) -> RunStep | None:
         """The step behind one that finishes its result in parts, if it can take them as they come."""
         if find(step.name).part_shapes(step.name, step.resolved, 0) is None:
             return None
         later = self.left[self.left.index(step) + 1 :][:1]
-        takes = [(other, set(step.resolved.graph.stages[other.name].takes)) for other in later]
-        return next((other for other, taken in takes if find(other.name).follows and taken <= step.gives), None)
+        return next((other for other in later if find(other.name).follows and other.takes <= step.gives), None)
 
     def encoder(self, emit: Listener) -> Callable[[numpy.ndarray], numpy.ndarray]:
         """From pixels (1, 3, 1, height, width) to latents, by the stage that helps."""
@@ -192,7 +213,8 @@ class Work:
     @property
     def result(self) -> dict[str, Any]:
         """All values; the frames of all segments joined into one video."""
-        return self.values | ({"frames": self.frames.array()} if self.frames.rows else {})
+        frames = self.frames.array()
+        return self.values | ({} if frames is None else {"frames": frames})
 
 
 # ---------------------------------------------------------------- segments of a video

@@ -212,7 +212,8 @@ class View:
     segment: int  # the index of this part, if the video is made in several
     first_frame: int  # of this part, in the whole video
     store: Any  # records.store.Store, or None
-    finished: tuple[dict[str, Any], ...] = ()  # parts of its result from an earlier run
+    finished: tuple[Mapping[str, Any], ...] = ()  # parts of its result from an earlier run
+    in_files: bool = True  # whether a result that is too large for memory is in a file, or left out: it was emitted
 
     @property
     def latent_shape(self) -> tuple[int, int, int, int, int]:

@@ -33,24 +33,28 @@ def write_text(path: Path, text: str) -> None:
 
 class Spool:
     """Rows of an array, in memory; if they are more than `most` bytes, in a temporary file (in TMPDIR), which is gone
-    when nobody has the array any longer."""
+    when nobody has the array any longer. Without `in_files` so many rows are not kept at all."""
 
-    def __init__(self, most: int | None = None):
-        self.most = IN_MEMORY if most is None else most
+    def __init__(self, most: int | None = None, in_files: bool = True):
+        self.most, self.in_files = IN_MEMORY if most is None else most, in_files
         self.held, self.rows, self.bytes = list[numpy.ndarray](), 0, 0
         self.file: IO[bytes] | None = None
 
     def append(self, rows: numpy.ndarray) -> None:
         self.held.append(rows)
         self.rows, self.bytes = self.rows + len(rows), self.bytes + rows.nbytes
-        if self.bytes > self.most:
+        if self.bytes > self.most and not self.in_files:
+            self.held = []
+        elif self.bytes > self.most:
             self.file = self.file or tempfile.TemporaryFile(prefix="wan-")  # noqa: SIM115 - closed with the array
             for part in self.held:
                 self.file.write(numpy.ascontiguousarray(part).data)
             self.held = [rows[:0]]
 
-    def array(self) -> numpy.ndarray:
-        """What was appended; a part that is in a file is read where it is used."""
+    def array(self) -> numpy.ndarray | None:
+        """What was appended; a part that is in a file is read where it is used. None if nothing was, or is kept."""
+        if not self.held:
+            return None
         if self.file is None:
             return numpy.concatenate(self.held)
         self.file.flush()

@@ -190,19 +190,31 @@ def video_comment(path: Path) -> str | None:
     return re.sub(r"\\(.|\n)", r"\1", comment.group(1)) if comment else None
 
 
-def write_pictures(folder: Path, frames: numpy.ndarray) -> None:
-    """Write poster.png, the middle frame, and contact_sheet.png, evenly spaced frames."""
-    write_picture(folder / "poster.png", frames[len(frames) // 2])
-    chosen = frames[numpy.unique(numpy.linspace(0, len(frames) - 1, SHEET_FRAMES).round().astype(int))]
-    columns = math.ceil(math.sqrt(len(chosen)))
-    rows = math.ceil(len(chosen) / columns)
-    height, width = frames.shape[1:3]
-    sheet = numpy.zeros((rows * height, columns * width, 3), numpy.uint8)
-    for index, frame in enumerate(chosen):
-        row, column = divmod(index, columns)
-        sheet[row * height : (row + 1) * height, column * width : (column + 1) * width] = frame
-    smaller = Image.fromarray(sheet).reduce(math.ceil(sheet.shape[1] / SHEET_WIDTH))
-    write_picture(folder / "contact_sheet.png", numpy.asarray(smaller))
+class Pictures:
+    """poster.png, the middle frame of a video, and contact_sheet.png, evenly spaced ones: kept as frames go by."""
+
+    def __init__(self, total: int):
+        self.middle, self.seen, self.kept = total // 2, 0, dict[int, numpy.ndarray]()
+        self.spaced = numpy.unique(numpy.linspace(0, total - 1, SHEET_FRAMES).round().astype(int)).tolist()
+
+    def add(self, frames: numpy.ndarray) -> None:
+        for place in (self.middle, *self.spaced):
+            if self.seen <= place < self.seen + len(frames):
+                self.kept[place] = numpy.array(frames[place - self.seen])  # a view would hold all of them
+        self.seen += len(frames)
+
+    def write(self, folder: Path) -> None:
+        write_picture(folder / "poster.png", self.kept[self.middle])
+        chosen = [self.kept[place] for place in self.spaced]
+        columns = math.ceil(math.sqrt(len(chosen)))
+        rows = math.ceil(len(chosen) / columns)
+        height, width, _ = chosen[0].shape
+        sheet = numpy.zeros((rows * height, columns * width, 3), numpy.uint8)
+        for index, frame in enumerate(chosen):
+            row, column = divmod(index, columns)
+            sheet[row * height : (row + 1) * height, column * width : (column + 1) * width] = frame
+        smaller = Image.fromarray(sheet).reduce(math.ceil(sheet.shape[1] / SHEET_WIDTH))
+        write_picture(folder / "contact_sheet.png", numpy.asarray(smaller))
 
 
 def write_preview(path: Path, frames: numpy.ndarray, fps: int) -> None:

@@ -120,15 +120,14 @@ def made_file(folder: Path) -> Path | None:
     return next((folder / name for name in (VIDEO, PICTURE) if (folder / name).is_file()), None)
 
 
-def write_outputs(folder: Path, settled: dict, values: dict, metrics: dict, video: Video) -> Path:
-    """Write video or picture, poster and contact sheet, if there are frames. Returns the path to print."""
-    if "frames" not in values:
+def write_outputs(folder: Path, settled: dict, metrics: dict, video: Video, pictures: media.Pictures) -> Path:
+    """Write video or picture, poster and contact sheet, if there were frames. Returns the path to print."""
+    if not video.frames:
         return folder
     prompt = settled["prompt"]
     comment = {"prompt": prompt["text"], "negative_prompt": prompt["negative"], "seed": settled["seed"]}
     comment |= metrics | carried(settled, metrics["overrides"])
-    video.add(values["frames"][video.frames :])  # frames read from an earlier run emitted no events
-    media.write_pictures(folder, values["frames"])  # overlaps encoding
+    pictures.write(folder)  # overlaps encoding
     video.finish(prompt["text"], comment)
     return video.path
 

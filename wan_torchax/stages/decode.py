@@ -130,7 +130,7 @@ class Decoding:
 
     def __init__(self, stage: Decode, view, emit):
         self.stage, self.view, self.emit = stage, view, emit
-        self.frames, self.latents = Spool(), 0
+        self.frames, self.latents = Spool(in_files=view.in_files), 0
         self.computed = deque()  # (frames, finite) of latent frames, on the devices
         self.caches = None
         self.kept, self.recent = stage.recipe.derived["frames_kept"], []  # pixels of the last chunks, on the devices
@@ -172,11 +172,13 @@ class Decoding:
 
     def result(self) -> dict[str, numpy.ndarray]:
         self.fetch()
-        values = {"frames": self.frames.array()}
+        if (frames := self.frames.array()) is None:  # they are where they were emitted to
+            return {}
+        values = {"frames": frames}
         if "last_pixels" in self.stage.gives:
-            values["last_pixels"] = self.last_pixels(len(values["frames"]))
+            values["last_pixels"] = self.last_pixels(len(frames))
         if "last_frames" in self.stage.gives:
-            values["last_frames"] = numpy.array(values["frames"][-self.view.config.pipeline.segments.overlap :])
+            values["last_frames"] = numpy.array(frames[-self.view.config.pipeline.segments.overlap :])
         return values
 
     def first_kept(self) -> numpy.ndarray:

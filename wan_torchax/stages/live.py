@@ -157,7 +157,7 @@ class Live(Denoise):
     # ------------------------------------------------------------ a run
 
     def run(self, view, values, emit):
-        making, latents, rescued = Making(self, view, values["embeddings"]), Spool(), []
+        making, latents, rescued = Making(self, view, values["embeddings"]), Spool(in_files=view.in_files), []
         chunks = making.layout.chunks
         for number in range(chunks):
             making.prepare(number, emit)
@@ -174,7 +174,8 @@ class Live(Denoise):
             if number + 1 < chunks and not view.config.live.rebuild:
                 making.read(number, slots)
         log_rescued(rescued)
-        return {"latents": latents.array().swapaxes(0, 2)}
+        whole = latents.array()
+        return {} if whole is None else {"latents": whole.swapaxes(0, 2)}
 
     def finished(self, number: int, view, values) -> numpy.ndarray | None:
         """The latents of a chunk that is given, or was finished by an earlier run."""

@@ -7,7 +7,7 @@ import os
 import sys
 from collections import ChainMap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +24,15 @@ from wan_torchax.events import Asked, Decoded, Event, Finished, Listener, Part, 
 from wan_torchax.records import files, outputs, results
 from wan_torchax.records.clock import Clock
 from wan_torchax.records.files import claimed
+from wan_torchax.records.media import Pictures
 from wan_torchax.records.stored import compare_replay
 from wan_torchax.runtime import adapters
 from wan_torchax.runtime.jobs import find_job
 from wan_torchax.stages.stage import find, result_settings
 from wan_torchax.tasks.progress import Bars, Progress
-from wan_torchax.work import phase
+from wan_torchax.work import AtHand, phase
 
 log = logging.getLogger("wan")
-
-
-@dataclass
-class AtHand:
-    """Values from an earlier run, and the stages still to run."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    segments: dict[int, ChainMap[str, Any]] = field(default_factory=dict)  # by segment, if the video is made in several
-    finished: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)  # by stage: parts of a result
-    missing: list[str] = field(default_factory=list)
 
 
 class Making:
@@ -54,7 +45,7 @@ class Making:
         self.config, self.folder, self.overrides = inputs.with_texts(config), folder, list(overrides)
         self.clock, self.claims, self.first = clock or Clock(), clock is None, distributed.is_first()
         self.settled = outputs.settle(self.config)
-        self.video = outputs.open_video(folder, self.config)
+        self.video, self.pictures = outputs.open_video(folder, self.config), Pictures(config.resolution.frames)
         self.emit = self.clock
         if self.first:
             self.emit = to_all(self.clock, Bars(), Progress(folder), self.encode, listener)
@@ -77,6 +68,7 @@ class Making:
     def encode(self, event: Event) -> None:
         if isinstance(event, Decoded):
             self.video.add(event.frames)
+            self.pictures.add(event.frames)
 
     def begin(self, resolved: Resolved, at_hand: AtHand) -> None:
         """Save results from here on, also those read from an earlier run: this run can be resumed too."""
@@ -111,7 +103,9 @@ class Making:
             for name in self.resolved.graph.stages:
                 metrics |= find(name).report(self.resolved)
             with phase("write", self.emit):
-                made = outputs.write_outputs(self.folder, self.settled, values, metrics, self.video)
+                if "frames" in values:  # those read from an earlier run emitted no events
+                    self.encode(Decoded(values["frames"][self.video.frames :]))
+                made = outputs.write_outputs(self.folder, self.settled, metrics, self.video, self.pictures)
             described = outputs.described(self.settled, self.overrides)
             outputs.write_metrics(self.folder, metrics | self.clock.report() | described)
             if made != self.folder and not self.config.output.keep_frames:  # not needed once the video is written
@@ -151,8 +145,10 @@ def saver(job: Callable[[], Resolved], folder: Path) -> Listener:
 
 def is_saved(event: Finished, config) -> bool:
     """Frames that are too many for memory, in all segments, are in the video; they would fill the disk. A live video's
-    latents are in its chunks' files."""
+    latents are in its chunks' files. Either may be left out of what has finished."""
     size, output = config.resolution, config.output
+    if not event.values:
+        return False
     are_many = "frames" in event.values and 3 * size.frames * size.height * size.width > files.IN_MEMORY
     are_many |= any(isinstance(value, numpy.memmap) for value in event.values.values())
     return output.save_stages and (output.keep_frames or not are_many)
