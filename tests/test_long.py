@@ -370,7 +370,8 @@ def test_frames_of_a_long_video_take_no_disk_but_the_videos(tmp_path, monkeypatc
     assert run("half", stop=10) is None
     passing, streamed = run("on", f"resume={tmp_path / 'half'}")
     files, kept = run("kept", "output.keep_frames=true")
-    assert whole == streamed == kept and len(whole[0]) > 30
+    _, again = run("again", f"resume={tmp_path / 'kept'}")  # as if it had been killed before the video was written
+    assert whole == streamed == kept == again and len(whole[0]) > 30
     assert passing <= (2 * 5 if kind == "segments" else 0) * 3 * 64 * 64 and files >= len(whole[0]) * 3 * 64 * 64
     assert not [*(tmp_path / "on").glob("decode*")] and [*(tmp_path / "kept").glob("decode*")]
 

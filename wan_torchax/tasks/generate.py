@@ -227,6 +227,9 @@ def read_results(job: Job) -> AtHand:
             f"resume={folder}: {name} takes {value}, and {results.path_of(folder, giver).name} is not there; "
             f"add {giver} to stages"
         )
+    giver = job.graph.giver("frames")
+    if job.is_segmented and giver in job.config.stages and giver not in at_hand.missing:
+        at_hand.missing.append(giver)  # nothing is left to compute, but its steps join the segments' frames
     weights = fingerprints(job)
     texts = {key: job.config.prompt[key] for key in ("text", "negative")}
     distributed.agree("stages", {"inputs": texts, "stages to run": at_hand.missing, "weights": weights})
