@@ -55,8 +55,7 @@ def generate(config, folder: Path, overrides=(), listener=silence, clock=None) -
         video.begin(resolved, at_hand)
         values = resolved.inputs() | at_hand.values
         # Builds the stages: programs and array specs. From here on programs compile in a thread …
-        in_files = config.output.keep_frames  # else frames go to the encoder alone
-        with session.open(resolved, at_hand.missing, values, video.emit, at_hand, in_files) as work:
+        with session.open(resolved, at_hand.missing, values, video.emit, at_hand, config.output.keep_frames) as work:
             for step in work.steps:
                 work.run(step)  # … while weights stream in and stages run: text, denoise, decode
         return video.write(work.result)  # video (encoded during decoding), images, metrics
