@@ -13,6 +13,7 @@ from wan_torchax.config.commandline import CONF, options
 from wan_torchax.config.schema import ADAPTER_SETTINGS
 from wan_torchax.config.validation import validate
 from wan_torchax.runtime.weights import gib
+from wan_torchax.stages.stage import main_stage
 
 REAL = {  # parameters of a transformer
     "wan21_t2v_1_3b": 1.42e9, "wan21_t2v_14b": 14.29e9, "wan22_t2v_a14b": 14.29e9, "wan22_i2v_a14b": 14.29e9,
@@ -258,8 +259,9 @@ PRESETS = [
 def test_the_step_of_every_preset_lowers_for_its_tpu(preset):
     resolved = resolve_there("task=plan", f"preset={preset}")
     with jax.sharding.use_abstract_mesh(resolved.mesh):
-        lowered = build(resolved, "denoise").programs.lower(platforms=("tpu",))
-    text = lowered["step"].as_text()
+        stage = build(resolved, main_stage(resolved.graph))
+        lowered = stage.programs.lower(platforms=("tpu",))
+    text = lowered[stage.usual_program].as_text()
     assert f"mhlo.num_partitions = {resolved.mesh.size}" in text and "tpu_custom_call" in text
     assert len(text) < 4e6, "the program must not grow with depth or length"
 
