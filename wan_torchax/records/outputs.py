@@ -1,5 +1,6 @@
 """The files of a run folder besides stage results: video, images, configuration and metrics."""
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -49,14 +50,20 @@ def config_hash(settled: dict, fingerprints: dict[str, str]) -> str:
 
     Keys at their schema default are left out, so that keys added by later versions do not change old hashes.
     """
-    defaults = dict(flatten(OmegaConf.to_container(schema.root(), throw_on_missing=False)))
+    usual = defaults()
     counted = {
         key: value
         for key, value in flatten(settled)
-        if not is_under(key, UNCOUNTED) and (key not in defaults or defaults[key] != value)
+        if not is_under(key, UNCOUNTED) and (key not in usual or usual[key] != value)
     }
     content = json.dumps([counted, fingerprints], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+@functools.cache
+def defaults() -> dict:
+    """The schema's, by key."""
+    return dict(flatten(OmegaConf.to_container(schema.root(), throw_on_missing=False)))
 
 
 def is_under(key: str, names) -> bool:
