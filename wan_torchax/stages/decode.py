@@ -104,7 +104,7 @@ class Decode(Stage):
         return decoding.result()
 
     def following(self, view, emit):
-        return Decoding(self, view, emit)
+        return Decoding(self, view, emit, Spool(in_files=view.in_files))
 
     @classmethod
     def amount(cls, name, job):
@@ -128,9 +128,9 @@ class Decode(Stage):
 class Decoding:
     """A video that is being decoded, with the VAE's caches behind its last latent frame."""
 
-    def __init__(self, stage: Decode, view, emit):
+    def __init__(self, stage: Decode, view, emit, frames: Spool):
         self.stage, self.view, self.emit = stage, view, emit
-        self.frames, self.latents = Spool(in_files=view.in_files), 0
+        self.frames, self.latents = frames, 0  # of the video, and how many latent frames they are from
         self.computed = deque()  # (frames, finite) of latent frames, on the devices
         self.caches = None
         self.kept, self.recent = stage.recipe.derived["frames_kept"], []  # pixels of the last chunks, on the devices

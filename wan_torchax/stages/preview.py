@@ -2,7 +2,8 @@
 import numpy
 
 from wan_torchax.events import silence
-from wan_torchax.stages.decode import Decode
+from wan_torchax.records.files import Spool
+from wan_torchax.stages.decode import Decode, Decoding
 
 
 class Preview(Decode):
@@ -14,6 +15,6 @@ class Preview(Decode):
 
     def preview(self, estimate, video):
         """All frames of a video."""
-        latents, decoding = numpy.asarray(estimate)[video : video + 1], self.following(None, silence)
+        latents, decoding = numpy.asarray(estimate)[video : video + 1], Decoding(self, None, silence, Spool())
         chunks = [decoding.decode(latent)[0] for latent in numpy.split(latents, latents.shape[2], axis=2)]
         return numpy.concatenate(chunks)
