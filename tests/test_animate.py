@@ -213,6 +213,24 @@ def test_a_browsers_recording_plays_at_the_speed_it_was_filmed_at(tmp_path):
     assert len(shades) == 20 and numpy.abs(numpy.array(shades) - 12 * numpy.arange(20)).max() < 10, shades
 
 
+def test_a_camera_that_slows_down_in_the_dark_is_no_slow_motion(tmp_path):
+    """Phones film so: the header has the average rate, which is neither that of the beginning nor that of the end."""
+    path = tmp_path / "phone.mp4"
+    gray = "nullsrc=size=64x48:rate=20:duration=2,format=gray,geq=lum=6*N,select=lt(n\\,20)+not(mod(n\\,4))"
+    codec = ["-c:v", "libx264", "-pix_fmt", "yuv420p", "-fps_mode", "passthrough"]
+    subprocess.run([ffmpeg(), "-v", "error", "-f", "lavfi", "-i", gray, *codec, path], check=True)
+    shades = [frame.mean() for frame in read_frames(path, 30, 10)]
+    assert clips.frame_count(path, 10) == len(shades) == pytest.approx(19, abs=1)
+    assert numpy.abs(numpy.array(shades) - 12 * numpy.arange(len(shades))).max() < 20, shades
+
+
+def test_a_frame_that_is_shown_for_hours_is_not_repeated_all_that_time(tmp_path):
+    """A file of some kilobytes could ask for terabytes."""
+    path, shown = tmp_path / "slides.mp4", "testsrc=size=64x48:rate=1:duration=3,setpts=if(eq(N\\,2)\\,9999/TB\\,PTS)"
+    subprocess.run([ffmpeg(), "-v", "error", "-f", "lavfi", "-i", shown, "-fps_mode", "passthrough", path], check=True)
+    assert clips.count_frames(path)[0] < 10
+
+
 def test_what_lies_past_the_end_is_mirrored():
     size = SimpleNamespace(frames=9, fps=16, height=32, width=32)
     whole = read_video(given.clip("pose", 9), size, "stretch")
