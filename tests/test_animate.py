@@ -182,6 +182,25 @@ def test_the_video_has_the_sound_of_the_driving_one(tmp_path):
     assert 7500 < len(samples) < 9500 and samples.std() > 1000
 
 
+def test_a_sound_that_cannot_be_taken_costs_no_video(tmp_path, caplog):
+    """Of a driving video only the pictures are looked at before everything is computed."""
+    path = tmp_path / "video.mp4"
+    frames, odd = numpy.zeros((4, 32, 32, 3), numpy.uint8), tmp_path / "odd.mkv"
+    odd.write_bytes(b"\x1aE\xdf\xa3")
+    media.write_video(path, frames, media.Encoding(16, 18, odd), "a title", {"seed": 3})
+    assert media.read_metadata(path) == {"seed": 3} and f"{odd}: the video is silent" in caplog.text
+
+
+def test_what_is_typed_meanwhile_does_not_end_a_video(tmp_path, monkeypatch):
+    """ffmpeg would take a q for its own, and lines that a shell's loop has yet to read."""
+    commands, run = [], subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda command, **named: commands.append(command) or run(command, **named))
+    frames, path = numpy.zeros((4, 32, 32, 3), numpy.uint8), tmp_path / "video.mp4"
+    media.write_video(path, frames, media.Encoding(16, 18), "a title", {"seed": 3})
+    assert media.read_metadata(path) == {"seed": 3}
+    assert len(commands) == 2 and all("-nostdin" in command for command in commands)
+
+
 def test_size_and_length_follow_the_driving_video():
     files = driven("animate", 13)
     config = make_config("model=wan22_animate_14b", "model.fps=16", *(text for text in files if "frames" not in text))

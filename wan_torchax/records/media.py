@@ -1,6 +1,7 @@
 """Writes the video or picture, poster and contact sheet. Frames are uint8 arrays (frames, height, width, 3)."""
 import contextlib
 import json
+import logging
 import math
 import re
 import subprocess
@@ -19,6 +20,7 @@ from wan_torchax.config import sounds
 from wan_torchax.config.clips import ffmpeg
 from wan_torchax.records.files import atomic
 
+log = logging.getLogger("wan")
 SHEET_FRAMES = 9
 SHEET_WIDTH = 1920  # pixels, at most
 PREVIEW_FRAMES, PREVIEW_SIDE = 16, 320  # of an animated preview, at most
@@ -84,7 +86,13 @@ class Encoder:
         check(self.path, self.process.returncode, encoded.result()[1])
         seconds = self.encoding.sound_start, self.frames / self.encoding.fps
         sound = self.encoding.sound and (self.encoding.sound, *seconds)
-        write_with_metadata(self.stream, self.path, title, comment, sound)
+        try:
+            write_with_metadata(self.stream, self.path, title, comment, sound)
+        except OSError as error:
+            if sound is None:
+                raise
+            log.warning("%s: the video is silent, since this file's sound cannot be taken (%s)", sound[0], error)
+            write_with_metadata(self.stream, self.path, title, comment)
 
     def close(self) -> None:
         if self.process is not None:
@@ -124,7 +132,7 @@ def write_with_metadata(
             inputs += [*sounds.SAFE, "-ss", str(sound[1]), "-t", str(sound[2]), "-i", f"file:{sound[0]}"]
             maps += ["-map", "2:a:0", "-map_metadata:s:a", "-1", "-c:a", "aac"]
         copy = [*inputs, *maps, "-movflags", "+faststart", str(partial)]
-        ran = subprocess.run([ffmpeg(), "-y", "-v", "error", *copy], capture_output=True, check=False)
+        ran = subprocess.run([ffmpeg(), "-nostdin", "-y", "-v", "error", *copy], capture_output=True, check=False)
         check(path, ran.returncode, ran.stderr)
 
 
@@ -184,7 +192,7 @@ def picture_comment(path: Path) -> str:
 def video_comment(path: Path) -> str | None:
     # Force MP4: ffmpeg would open the files listed in a playlist that is named like a video.
     source = ["-f", "mp4", "-protocol_whitelist", "file", "-i", f"file:{path}"]
-    command = [ffmpeg(), "-v", "error", *source, "-f", "ffmetadata", "-"]
+    command = [ffmpeg(), "-nostdin", "-v", "error", *source, "-f", "ffmetadata", "-"]
     text = subprocess.run(command, capture_output=True, check=False, timeout=READ_SECONDS).stdout
     comment = re.search(r"^comment=((?:[^\\\n]|\\.|\\\n)*+)", text.decode(errors="replace"), re.MULTILINE)
     return re.sub(r"\\(.|\n)", r"\1", comment.group(1)) if comment else None
