@@ -427,7 +427,8 @@ def test_a_server_sends_a_video_as_it_grows(server):
     folder = server.queue.folder / video["id"]
     assert video["frames"] == 33 and video["stream"] == f"/v1/videos/{video['id']}/stream", "9 and 12 frames each"
     request = json.loads((folder / "request.json").read_text())
-    assert request["values"]["live.prompts"] == ["2: a blue star"]
+    assert request["values"]["live.prompts"] == ["2: a blue star"] and video["steps"] == 3 * server.base.config.steps
+    server.post(400, prompt="a red circle", seconds="4", later_prompts=["2: a\0b"])
     assert "preview_every=0" in server.base.overrides_for(request["values"], {})
     file = folder / "live.mp4"
     file.write_bytes(b"first")
@@ -461,11 +462,12 @@ def test_prompts_are_applied_once_each(server):
     path, folder = f"/v1/videos/{video['id']}/prompt", server.queue.folder / video["id"]
     for prompt in ("a blue star", "a green\n  star: ${oc.env:HOME}"):
         assert server.client.post(path, json={"prompt": prompt}).status_code == 200
-    for wrong in ({"prompt": " "}, {"prompt": "a", "seed": 1}, {"prompt": "a\0b"}, {}):
+    for wrong in ({"prompt": " "}, {"prompt": None}, {"prompt": "a", "seed": 1}, {"prompt": "a\0b"}, {}):
         assert server.client.post(path, json=wrong).status_code == 400
     prompts = Prompts(folder)
     assert prompts.apply(partial(later_prompt, 4 / 3)) == "a green star: ${oc.env:HOME}", "the last of them"
     assert prompts.apply(partial(later_prompt, 2)) is None
+    assert later_prompt(123456.7891, "a") == "123456.789: a", "an hour and more, to the millisecond"
     assert prompts.applied() == ["1.333: a green star: ${oc.env:HOME}"]
     config, _ = configure(server.queue.get(video["id"]), server.base)
     assert list(config.live.prompts) == prompts.applied(), "after a crash"
