@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 
 from wan_torchax.config import live
+from wan_torchax.config.geometry import segment_count
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import SEEDS
 from wan_torchax.config.wording import one_of
@@ -220,7 +221,7 @@ def describe(base, fields: dict, values: dict, config) -> dict:
         "fields": fields, "values": values, "model": values.get("preset", base.model), "seconds": str(seconds),
         "size": f"{resolution.width}x{resolution.height}", "frames": resolution.frames,
         "steps": estimate.step_count(config), "step_flops": estimate.step_flops(config), "seed": config.seed,
-        "live": live.is_on(config),
+        "live": live.is_on(config), "segments": segment_count(config),
     }
 
 
