@@ -17,16 +17,20 @@ from tests.conftest import generate_into, make_config, resolve_there, results, r
 from tests.fork import warm
 from tests.reference import TEXTS, relative_error
 from tests.serving import Server
+from wan_torchax.config import trust
 from wan_torchax.config.clips import ffmpeg, read_frames
+from wan_torchax.config.commandline import rewrite
 from wan_torchax.config.geometry import Geometry
 from wan_torchax.config.live import Layout, Window, later_prompt, live_warnings, prompt_chunks
 from wan_torchax.config.long import long_warnings
 from wan_torchax.config.schema import ConfigError, Live
 from wan_torchax.config.validation import validate
 from wan_torchax.events import Advanced, Asked, Decoded, Part, Queued, Stepped
+from wan_torchax.records import outputs
 from wan_torchax.records.growing import Growing
 from wan_torchax.records.media import Encoding, read_metadata
 from wan_torchax.records.results import save
+from wan_torchax.records.stored import take_over
 from wan_torchax.runtime.jobs import find_job
 from wan_torchax.serve.queue import Prompts
 from wan_torchax.serve.worker import configure
@@ -497,6 +501,16 @@ def test_a_prompt_given_while_a_video_is_made_is_part_of_it(tmp_path):
     assert relative_error(values, expected) < 1e-4
     without = results(run_into(tmp_path / "without", *settings, NO_DECODE))["latents"]
     assert relative_error(values, without) > 1e-3
+
+
+def test_many_prompts_are_taken_over_and_nothing_else_is_said(tmp_path, caplog):
+    """Their list is longer than an override may be, and the stored value is what counts."""
+    rows = [f"{second}: a red circle {'that moves ' * 30}" for second in range(3, 24, 3)]
+    arguments = rewrite([*LIVE, "resolution.frames=405", trust.override("live.prompts", rows)])
+    outputs.write_config(tmp_path, outputs.settle(make_config(*arguments)), arguments)
+    again = [f"resume={tmp_path}"]
+    assert list(take_over(make_config(*again), again).live.prompts) == rows
+    assert "not taken over" not in caplog.text
 
 
 def test_other_videos_have_no_stream(tmp_path):
