@@ -192,13 +192,20 @@ def test_a_sound_that_cannot_be_taken_costs_no_video(tmp_path, caplog):
 
 
 def test_what_is_typed_meanwhile_does_not_end_a_video(tmp_path, monkeypatch):
-    """ffmpeg would take a q for its own, and lines that a shell's loop has yet to read."""
-    commands, run = [], subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda command, **named: commands.append(command) or run(command, **named))
+    """ffmpeg would take a q for its own, lines that a shell's loop has yet to read, and a server's Ctrl-C."""
+    begun = []
+
+    class Watched(subprocess.Popen):
+        def __init__(self, command, **named):
+            begun.append(named.get("process_group") == 0 and ("-nostdin" in command or named["stdin"] is not None))
+            super().__init__(command, **named)
+
+    ffmpeg()  # asks for its version, once
+    monkeypatch.setattr(subprocess, "Popen", Watched)
     frames, path = numpy.zeros((4, 32, 32, 3), numpy.uint8), tmp_path / "video.mp4"
     media.write_video(path, frames, media.Encoding(16, 18), "a title", {"seed": 3})
     assert media.read_metadata(path) == {"seed": 3}
-    assert len(commands) == 2 and all("-nostdin" in command for command in commands)
+    assert begun == [True] * 3, "the encoder, what adds metadata, and what reads it"
 
 
 def test_size_and_length_follow_the_driving_video():

@@ -298,7 +298,7 @@ def test_the_file_that_grows_plays_at_any_time(tmp_path):
     video = Growing(tmp_path / "video.mp4", Encoding(8, 18), (5, 8))
     for part, there in ((frames[:1], 0), (frames[1:9], 5), (frames[9:13], 13), (frames[13:], 21)):
         video.add(part)
-        wait(video.pending)
+        wait([*video.queued])
         assert not there or len(frames_in(video.stream)) == there
     grown = frames_in(video.stream)
     video.finish("a title", {"seed": 3})

@@ -34,6 +34,12 @@ def ffmpeg() -> str:
     return command
 
 
+def run_ffmpeg(*options: str, **named) -> subprocess.CompletedProcess:
+    """Run ffmpeg. It neither reads what is typed nor hears a terminal's Ctrl-C: a server finishes its video."""
+    command = [ffmpeg(), "-nostdin", "-y", "-v", "error", *options]
+    return subprocess.run(command, capture_output=True, check=False, process_group=0, **named)
+
+
 @functools.cache
 def version_of(command: str) -> str:
     """ffmpeg's version line. Raises OSError, RuntimeError or SubprocessError."""
@@ -100,9 +106,8 @@ def frame_count(path: Path, fps: float) -> int:
 def count_frames(path: Path, *changed: int) -> tuple[int, float]:
     """A video's frames, each decoded to be counted, but not more than MOST_FRAMES, and their rate."""
     rate = probe(path).fps
-    command = [ffmpeg(), "-nostdin", "-v", "error", *SAFE, "-i", f"file:{path}", "-r", str(rate)]
-    small = ["-frames:v", str(MOST_FRAMES), "-vf", "scale=2:2", "-pix_fmt", "gray", "-f", "rawvideo", "-"]
-    return len(subprocess.run([*command, *small], capture_output=True, check=False).stdout) // 4, rate
+    given = [*SAFE, "-i", f"file:{path}", "-r", str(rate), "-frames:v", str(MOST_FRAMES)]
+    return len(run_ffmpeg(*given, "-vf", "scale=2:2", "-pix_fmt", "gray", "-f", "rawvideo", "-").stdout) // 4, rate
 
 
 @contextlib.contextmanager

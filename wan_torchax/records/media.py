@@ -17,7 +17,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from wan_torchax import interruption
 from wan_torchax.config import sounds
-from wan_torchax.config.clips import ffmpeg
+from wan_torchax.config.clips import ffmpeg, run_ffmpeg
 from wan_torchax.records.files import atomic
 
 log = logging.getLogger("wan")
@@ -65,6 +65,8 @@ class Encoder:
         queued is in memory."""
         if self.process is None:
             self.process = self.start(*frames.shape[1:3])
+        if self.process.poll() is not None:  # it would not write what is yet to be computed
+            check(self.path, self.process.returncode, self.process.stderr.read())
         self.frames += len(frames)
         self.queued.append(self.writer.submit(self.write, numpy.ascontiguousarray(frames)))
         while len(self.queued) > MOST_QUEUED:
@@ -73,7 +75,7 @@ class Encoder:
     def start(self, height: int, width: int) -> subprocess.Popen:
         command = [ffmpeg(), "-y", "-v", "error", *raw_source(self.encoding, height, width), "-i", "-"]
         command += [*encoder(self.encoding), "-f", "mp4", str(self.stream)]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0)
 
     def write(self, frames: numpy.ndarray) -> None:
         with contextlib.suppress(BrokenPipeError):  # `finish` checks the exit status
@@ -131,8 +133,7 @@ def write_with_metadata(
         if sound is not None:
             inputs += [*sounds.SAFE, "-ss", str(sound[1]), "-t", str(sound[2]), "-i", f"file:{sound[0]}"]
             maps += ["-map", "2:a:0", "-map_metadata:s:a", "-1", "-c:a", "aac"]
-        copy = [*inputs, *maps, "-movflags", "+faststart", str(partial)]
-        ran = subprocess.run([ffmpeg(), "-nostdin", "-y", "-v", "error", *copy], capture_output=True, check=False)
+        ran = run_ffmpeg(*inputs, *maps, "-movflags", "+faststart", str(partial))
         check(path, ran.returncode, ran.stderr)
 
 
@@ -192,8 +193,7 @@ def picture_comment(path: Path) -> str:
 def video_comment(path: Path) -> str | None:
     # Force MP4: ffmpeg would open the files listed in a playlist that is named like a video.
     source = ["-f", "mp4", "-protocol_whitelist", "file", "-i", f"file:{path}"]
-    command = [ffmpeg(), "-nostdin", "-v", "error", *source, "-f", "ffmetadata", "-"]
-    text = subprocess.run(command, capture_output=True, check=False, timeout=READ_SECONDS).stdout
+    text = run_ffmpeg(*source, "-f", "ffmetadata", "-", timeout=READ_SECONDS).stdout
     comment = re.search(r"^comment=((?:[^\\\n]|\\.|\\\n)*+)", text.decode(errors="replace"), re.MULTILINE)
     return re.sub(r"\\(.|\n)", r"\1", comment.group(1)) if comment else None
 
