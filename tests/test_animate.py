@@ -182,6 +182,32 @@ def test_the_video_has_the_sound_of_the_driving_one(tmp_path):
     assert 7500 < len(samples) < 9500 and samples.std() > 1000
 
 
+def test_a_sound_that_cannot_be_taken_costs_no_video(tmp_path, caplog):
+    """Of a driving video only the pictures are looked at before everything is computed."""
+    path = tmp_path / "video.mp4"
+    frames, odd = numpy.zeros((4, 32, 32, 3), numpy.uint8), tmp_path / "odd.mkv"
+    odd.write_bytes(b"\x1aE\xdf\xa3")
+    media.write_video(path, frames, media.Encoding(16, 18, odd), "a title", {"seed": 3})
+    assert media.read_metadata(path) == {"seed": 3} and f"{odd}: the video is silent" in caplog.text
+
+
+def test_what_is_typed_meanwhile_does_not_end_a_video(tmp_path, monkeypatch):
+    """ffmpeg would take a q for its own, lines that a shell's loop has yet to read, and a server's Ctrl-C."""
+    begun = []
+
+    class Watched(subprocess.Popen):
+        def __init__(self, command, **named):
+            begun.append(named.get("process_group") == 0 and ("-nostdin" in command or named["stdin"] is not None))
+            super().__init__(command, **named)
+
+    ffmpeg()  # asks for its version, once
+    monkeypatch.setattr(subprocess, "Popen", Watched)
+    frames, path = numpy.zeros((4, 32, 32, 3), numpy.uint8), tmp_path / "video.mp4"
+    media.write_video(path, frames, media.Encoding(16, 18), "a title", {"seed": 3})
+    assert media.read_metadata(path) == {"seed": 3}
+    assert begun == [True] * 3, "the encoder, what adds metadata, and what reads it"
+
+
 def test_size_and_length_follow_the_driving_video():
     files = driven("animate", 13)
     config = make_config("model=wan22_animate_14b", "model.fps=16", *(text for text in files if "frames" not in text))
@@ -211,6 +237,24 @@ def test_a_browsers_recording_plays_at_the_speed_it_was_filmed_at(tmp_path):
     assert clips.probe(path).fps == clips.RECORDED_FPS and clips.frame_count(path, 10) == 20
     shades = [frame.mean() for frame in read_frames(path, 20, 10)]
     assert len(shades) == 20 and numpy.abs(numpy.array(shades) - 12 * numpy.arange(20)).max() < 10, shades
+
+
+def test_a_camera_that_slows_down_in_the_dark_is_no_slow_motion(tmp_path):
+    """Phones film so: the header has the average rate, which is neither that of the beginning nor that of the end."""
+    path = tmp_path / "phone.mp4"
+    gray = "nullsrc=size=64x48:rate=20:duration=2,format=gray,geq=lum=6*N,select=lt(n\\,20)+not(mod(n\\,4))"
+    codec = ["-c:v", "libx264", "-pix_fmt", "yuv420p", "-fps_mode", "passthrough"]
+    subprocess.run([ffmpeg(), "-v", "error", "-f", "lavfi", "-i", gray, *codec, path], check=True)
+    shades = [frame.mean() for frame in read_frames(path, 30, 10)]
+    assert clips.frame_count(path, 10) == len(shades) == pytest.approx(19, abs=1)
+    assert numpy.abs(numpy.array(shades) - 12 * numpy.arange(len(shades))).max() < 20, shades
+
+
+def test_a_frame_that_is_shown_for_hours_is_not_repeated_all_that_time(tmp_path):
+    """A file of some kilobytes could ask for terabytes."""
+    path, shown = tmp_path / "slides.mp4", "testsrc=size=64x48:rate=1:duration=3,setpts=if(eq(N\\,2)\\,9999/TB\\,PTS)"
+    subprocess.run([ffmpeg(), "-v", "error", "-f", "lavfi", "-i", shown, "-fps_mode", "passthrough", path], check=True)
+    assert clips.count_frames(path)[0] < 10
 
 
 def test_what_lies_past_the_end_is_mirrored():

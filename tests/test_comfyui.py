@@ -522,6 +522,12 @@ def in_new_process(code, folder, **environment) -> str:
     return answer.stdout + answer.stderr
 
 
+def test_in_a_folder_of_any_name_pytest_imports_the_project_alone(monkeypatch):
+    """As where its name is none of a package: wan-torchax."""
+    monkeypatch.setitem(sys.modules, "__init__", None)  # is taken out again
+    load(ROOT, "__init__")
+
+
 @pytest.mark.system
 def test_linked_beside_others(tmp_path):
     """Light to import; the one name taken is the package's, and sys.path and Hydra's state are as they were."""

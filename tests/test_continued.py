@@ -2,6 +2,7 @@
 from the same weights, what comes before it and one generator."""
 import math
 import shutil
+from types import SimpleNamespace
 
 import diffusers
 import numpy
@@ -22,13 +23,16 @@ from wan_torchax.config.commandline import rewrite
 from wan_torchax.config.long import MOST_FRAMES, long_warnings
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
-from wan_torchax.events import Began, Decoded
+from wan_torchax.events import Advanced, Began, Decoded, Stepped, to_all
 from wan_torchax.records import outputs
 from wan_torchax.records.stored import take_over
 from wan_torchax.runtime.jobs import find_job
 from wan_torchax.serve import page
+from wan_torchax.serve.queue import Job, events_from
+from wan_torchax.serve.worker import Reporter
 from wan_torchax.session import session
 from wan_torchax.stages.stage import find, result_settings
+from wan_torchax.work import RunStep, joined
 
 SYSTEM, FULL = pytest.mark.system, pytest.mark.full
 SEGMENTS = ["pipeline.segments.frames=5", "resolution.fps=16", "fit=stretch", "steps=2"]
@@ -251,6 +255,24 @@ def test_a_server_and_its_page_take_any_number_of_frames(tmp_path):
         assert answer.status_code == 200 and answer.json()["frames"] == 44, answer.text
     finally:
         made.close()
+
+
+def test_progress_is_that_of_all_segments(tmp_path):
+    """Of three the first is a third of the video, and its steps are a third of them."""
+    config, job, heard = make_config(*arguments_of(12)), Job("video_0", tmp_path, {"segments": 3}), []
+    reporter = Reporter(job, lambda: False, config.pipeline.stages)
+    resolved = SimpleNamespace(config=config)
+    for segment in range(3):
+        emit = joined(RunStep("denoise", resolved, segment), resolved, to_all(heard.append, reporter))
+        for phase in ("encode", "denoise", "decode"):
+            emit(Began(phase, 5, "frame"))
+            for step in (1, 2) if phase == "denoise" else ():
+                emit(Stepped(step, 2, 0.1, None))
+        emit(Advanced("decode", 5))
+    steps = [(event.step, event.steps) for event in heard if isinstance(event, Stepped)]
+    assert steps == [(step, 6) for step in range(1, 7)]
+    progress = [event["progress"] for event in events_from(tmp_path, 0)[0] if event["event"] == "decoding"]
+    assert progress[1::2] == [34, 66, 98], progress
 
 
 def test_a_video_can_be_replayed_with_its_own_overlap(tmp_path):

@@ -17,16 +17,20 @@ from tests.conftest import generate_into, make_config, resolve_there, results, r
 from tests.fork import warm
 from tests.reference import TEXTS, relative_error
 from tests.serving import Server
+from wan_torchax.config import trust
 from wan_torchax.config.clips import ffmpeg, read_frames
+from wan_torchax.config.commandline import rewrite
 from wan_torchax.config.geometry import Geometry
 from wan_torchax.config.live import Layout, Window, later_prompt, live_warnings, prompt_chunks
 from wan_torchax.config.long import long_warnings
 from wan_torchax.config.schema import ConfigError, Live
 from wan_torchax.config.validation import validate
 from wan_torchax.events import Advanced, Asked, Decoded, Part, Queued, Stepped
+from wan_torchax.records import outputs
 from wan_torchax.records.growing import Growing
 from wan_torchax.records.media import Encoding, read_metadata
 from wan_torchax.records.results import save
+from wan_torchax.records.stored import take_over
 from wan_torchax.runtime.jobs import find_job
 from wan_torchax.serve.queue import Prompts
 from wan_torchax.serve.worker import configure
@@ -294,7 +298,7 @@ def test_the_file_that_grows_plays_at_any_time(tmp_path):
     video = Growing(tmp_path / "video.mp4", Encoding(8, 18), (5, 8))
     for part, there in ((frames[:1], 0), (frames[1:9], 5), (frames[9:13], 13), (frames[13:], 21)):
         video.add(part)
-        wait(video.pending)
+        wait([*video.queued])
         assert not there or len(frames_in(video.stream)) == there
     grown = frames_in(video.stream)
     video.finish("a title", {"seed": 3})
@@ -427,7 +431,8 @@ def test_a_server_sends_a_video_as_it_grows(server):
     folder = server.queue.folder / video["id"]
     assert video["frames"] == 33 and video["stream"] == f"/v1/videos/{video['id']}/stream", "9 and 12 frames each"
     request = json.loads((folder / "request.json").read_text())
-    assert request["values"]["live.prompts"] == ["2: a blue star"]
+    assert request["values"]["live.prompts"] == ["2: a blue star"] and video["steps"] == 3 * server.base.config.steps
+    server.post(400, prompt="a red circle", seconds="4", later_prompts=["2: a\0b"])
     assert "preview_every=0" in server.base.overrides_for(request["values"], {})
     file = folder / "live.mp4"
     file.write_bytes(b"first")
@@ -461,11 +466,12 @@ def test_prompts_are_applied_once_each(server):
     path, folder = f"/v1/videos/{video['id']}/prompt", server.queue.folder / video["id"]
     for prompt in ("a blue star", "a green\n  star: ${oc.env:HOME}"):
         assert server.client.post(path, json={"prompt": prompt}).status_code == 200
-    for wrong in ({"prompt": " "}, {"prompt": "a", "seed": 1}, {"prompt": "a\0b"}, {}):
+    for wrong in ({"prompt": " "}, {"prompt": None}, {"prompt": "a", "seed": 1}, {"prompt": "a\0b"}, {}):
         assert server.client.post(path, json=wrong).status_code == 400
     prompts = Prompts(folder)
     assert prompts.apply(partial(later_prompt, 4 / 3)) == "a green star: ${oc.env:HOME}", "the last of them"
     assert prompts.apply(partial(later_prompt, 2)) is None
+    assert later_prompt(123456.7891, "a") == "123456.789: a", "an hour and more, to the millisecond"
     assert prompts.applied() == ["1.333: a green star: ${oc.env:HOME}"]
     config, _ = configure(server.queue.get(video["id"]), server.base)
     assert list(config.live.prompts) == prompts.applied(), "after a crash"
@@ -495,6 +501,16 @@ def test_a_prompt_given_while_a_video_is_made_is_part_of_it(tmp_path):
     assert relative_error(values, expected) < 1e-4
     without = results(run_into(tmp_path / "without", *settings, NO_DECODE))["latents"]
     assert relative_error(values, without) > 1e-3
+
+
+def test_many_prompts_are_taken_over_and_nothing_else_is_said(tmp_path, caplog):
+    """Their list is longer than an override may be, and the stored value is what counts."""
+    rows = [f"{second}: a red circle {'that moves ' * 30}" for second in range(3, 24, 3)]
+    arguments = rewrite([*LIVE, "resolution.frames=405", trust.override("live.prompts", rows)])
+    outputs.write_config(tmp_path, outputs.settle(make_config(*arguments)), arguments)
+    again = [f"resume={tmp_path}"]
+    assert list(take_over(make_config(*again), again).live.prompts) == rows
+    assert "not taken over" not in caplog.text
 
 
 def test_other_videos_have_no_stream(tmp_path):

@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 import tracemalloc
+from functools import partial
 from pathlib import Path
 
 import imageio_ffmpeg
@@ -26,6 +27,7 @@ from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
 from wan_torchax.models.wan import geometry
 from wan_torchax.records.files import Spool
+from wan_torchax.records.growing import Growing
 from wan_torchax.records.media import MOST_QUEUED, Encoder, Encoding
 from wan_torchax.records.results import read, save
 from wan_torchax.runtime.jobs import find_job
@@ -383,11 +385,12 @@ def test_many_frames_are_in_the_video_alone(generate, monkeypatch):
     assert (folder / "denoise.safetensors").is_file() and not (folder / "decode.safetensors").exists()
 
 
-def test_frames_wait_for_a_slow_encoder(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["whole", "live"])
+def test_frames_wait_for_a_slow_encoder(tmp_path, monkeypatch, kind):
     """What is queued is in memory."""
-    written, going_on = [], threading.Event()
-    encoder = Encoder(tmp_path / "video.mp4", Encoding(8, 18))
-    monkeypatch.setattr(encoder, "write", lambda frames: (going_on.wait(60), written.append(frames)))
+    written, going_on, encoding = [], threading.Event(), Encoding(8, 18)
+    encoder = {"whole": Encoder, "live": partial(Growing, lengths=(1, 1))}[kind](tmp_path / "video.mp4", encoding)
+    monkeypatch.setattr(encoder, "write", lambda frames, *more: (going_on.wait(60), written.append(frames)))
     frames = numpy.zeros((1, 64, 64, 3), numpy.uint8)
     adding = threading.Thread(target=lambda: [encoder.add(frames) for _ in range(3 * MOST_QUEUED)])
     adding.start()
@@ -398,3 +401,14 @@ def test_frames_wait_for_a_slow_encoder(tmp_path, monkeypatch):
     assert not adding.is_alive()
     encoder.close()
     assert len(written) >= 2 * MOST_QUEUED
+
+
+def test_an_encoder_that_has_died_ends_the_run_at_once(tmp_path):
+    """Not when all frames are computed."""
+    encoder, frames = Encoder(tmp_path / "video.mp4", Encoding(8, 18)), numpy.zeros((1, 64, 64, 3), numpy.uint8)
+    encoder.add(frames)
+    encoder.process.kill()
+    encoder.process.wait()
+    with pytest.raises(OSError, match="ffmpeg failed"):
+        encoder.add(frames)
+    encoder.close()

@@ -125,7 +125,8 @@ def test_fields_of_others_mean_the_same(idle):
 @pytest.mark.parametrize("fields, words", [
     ({"n": 2}, "one video a request"), ({"extra_body": "[1]"}, "extra_body: must be a JSON object"),
     ({"extra_body": {"seed": 1}, "seed": 1}, "seed: given twice"),
-    ({"size": "64x64", "width": 64}, "give one of the two"),
+    ({"steps": 3, "num_inference_steps": 4}, "num_inference_steps: given twice, once as steps"),
+    ({"size": "64x64", "width": 64}, "give one of the two"), ({"image": [[[]]]}, "upload a file"),
     ({"extra_params": {"model.path": "/etc"}}, "no such field"),
     ({"video_url": "http://127.0.0.1/a.mp4"}, "upload a file"),
 ])
@@ -140,6 +141,8 @@ def test_references_come_by_any_of_their_names(tmp_path, pictured):
         assert (job.folder / "inputs" / "image.png").read_bytes() == picture()
     form = {"prompt": "a", "image_reference": json.dumps({"image_url": link})}
     assert pictured.client.post("/v1/videos", data=form).status_code == 200
+    twice = pictured.client.post("/v1/videos", json={"prompt": "a", "image": link, "reference_url": link})
+    assert twice.status_code == 400 and "reference_url: given twice" in twice.text
     (tmp_path / "inputs").mkdir()
     requests.write_files(tmp_path, {"input_reference": [b"\0\0\0\x18ftypmp42"]})
     assert [path.name for path in (tmp_path / "inputs").iterdir()] == ["video.mp4"], "a video is one for video-to-video"

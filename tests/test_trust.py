@@ -162,6 +162,11 @@ def test_values_are_literals_of_the_keys_type(key, value):
         trust.overrides({key: value})
 
 
+def test_a_list_of_texts_may_come_as_text():
+    """As in a form, or a column of a table."""
+    assert trust.parsed({"live.prompts": '["5: a star"]'}) == {"live.prompts": ["5: a star"]}
+
+
 def test_every_offered_key_can_be_said():
     config = make_config()
     tables = ("mesh.axes", "model.dtype", "adapter.*.strength", "adapter.*.blocks", "adapter.*.target")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # not at run time: --help must be fast
 
 # Self-contained formats only: a playlist would make ffmpeg open the files it lists.
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpegts,mpeg,ogg,flv"
+MOST_FRAMES = 4_000_000  # that are counted
 RECORDED_FPS = 30  # of a video that says no rate of its own: a browser's recording, whose frames have times instead
 REMEDY = "pip install --force-reinstall imageio-ffmpeg, or name one with the variable IMAGEIO_FFMPEG_EXE"
 SAFE = ["-protocol_whitelist", "file", "-format_whitelist", FORMATS]
@@ -31,6 +32,12 @@ def ffmpeg() -> str:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise ConfigError(f"ffmpeg, which reads and writes videos, does not run: {error}; {REMEDY}") from error
     return command
+
+
+def run_ffmpeg(*options: str, **named) -> subprocess.CompletedProcess:
+    """Run ffmpeg. It neither reads what is typed nor hears a terminal's Ctrl-C: a server finishes its video."""
+    command = [ffmpeg(), "-nostdin", "-y", "-v", "error", *options]
+    return subprocess.run(command, capture_output=True, check=False, process_group=0, **named)
 
 
 @functools.cache
@@ -54,8 +61,10 @@ class Clip:
 
 def probe(path: Path) -> Clip:
     """A video's header. Raises OSError with ffmpeg's message if the file is not a video."""
-    with opened(path) as (clip, _):
-        return clip
+    with contextlib.closing(decoder(path)) as frames:
+        meta = next(frames)
+    width, height = meta["size"]
+    return Clip(width, height, meta["fps"] or RECORDED_FPS, "audio_codec" in meta)
 
 
 def read_frames(path: Path, count: int, fps: float) -> "Iterator[numpy.ndarray]":
@@ -95,25 +104,20 @@ def frame_count(path: Path, fps: float) -> int:
 
 @functools.lru_cache(maxsize=16)
 def count_frames(path: Path, *changed: int) -> tuple[int, float]:
-    """A video's frames, each decoded to be counted, and their rate."""
-    with opened(path) as (clip, frames):
-        return sum(1 for _ in frames), clip.fps
+    """A video's frames, each decoded to be counted, but not more than MOST_FRAMES, and their rate."""
+    rate = probe(path).fps
+    given = [*SAFE, "-i", f"file:{path}", "-r", str(rate), "-frames:v", str(MOST_FRAMES)]
+    return len(run_ffmpeg(*given, "-vf", "scale=2:2", "-pix_fmt", "gray", "-f", "rawvideo", "-").stdout) // 4, rate
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> "Iterator[tuple[Clip, Iterator[bytes]]]":
-    """The header, and the frames at its rate. ffmpeg exits with the context."""
-    frames = decoder(path)
-    try:
-        meta = next(frames)
-        if not meta["fps"]:
-            frames.close()
-            frames = decoder(path, "-r", str(RECORDED_FPS))
-            meta = next(frames) | {"fps": RECORDED_FPS}
-        width, height = meta["size"]
-        yield Clip(width, height, meta["fps"], "audio_codec" in meta), frames
-    finally:
-        frames.close()
+    """The header, and the frames at its rate, which is an average: ffmpeg repeats frames or leaves some out where they
+    come slower or faster. It exits with the context."""
+    clip = probe(path)
+    with contextlib.closing(decoder(path, "-r", str(clip.fps))) as frames:
+        next(frames)  # the header again
+        yield clip, frames
 
 
 def decoder(path: Path, *options: str, before: Sequence[str] = ()) -> Generator:

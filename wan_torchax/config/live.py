@@ -33,6 +33,12 @@ def chunk_frames(config) -> tuple[int, int]:
     return (first - 1) * scale + 1, config.live.chunk * scale
 
 
+def chunk_count(config) -> int:
+    """Chunks of a whole video."""
+    first, later = chunk_frames(config)
+    return 1 + (config.resolution.frames - first) // later
+
+
 def first_of(live) -> int:
     """Latent frames of the first chunk."""
     return live.chunk if live.first is None else live.first
@@ -125,7 +131,7 @@ def later_prompts(rows) -> list[tuple[float, str]]:
 
 def later_prompt(second: float, text: str) -> str:
     """A row of `live.prompts`."""
-    return f"{math.floor(1000 * second) / 1000:g}: {text}"  # never behind the chunk that begins then
+    return f"{math.floor(1000 * second) / 1000}: {text}"  # never behind the chunk that begins then
 
 
 def chunk_seconds(config, geometry, layout: Layout) -> list[float]:

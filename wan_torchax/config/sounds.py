@@ -1,6 +1,5 @@
 """Input sounds, decoded by ffmpeg. No JAX, no torch."""
 import functools
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,10 +25,9 @@ def read(path: Path) -> "numpy.ndarray":
 def decode(path: Path, *changed: int) -> "numpy.ndarray":
     import numpy
 
-    source = ["-nostdin", "-v", "error", *SAFE, "-t", str(MOST_SECONDS), "-i", f"file:{path}", "-map", "0:a:0"]
+    source = [*SAFE, "-t", str(MOST_SECONDS), "-i", f"file:{path}", "-map", "0:a:0"]
     mean = ["-ac", "1", "-rematrix_maxval", "1"]  # of samples in floating point ffmpeg would take more
-    raw = [*mean, "-ar", str(RATE), "-f", "f32le", "-"]
-    ran = subprocess.run([clips.ffmpeg(), *source, *raw], capture_output=True, check=False)
+    ran = clips.run_ffmpeg(*source, *mean, "-ar", str(RATE), "-f", "f32le", "-")
     said = ran.stderr.decode(errors="replace").strip().splitlines()
     if any("matches no streams" in line for line in said):
         raise OSError("it has no sound")

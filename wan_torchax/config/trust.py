@@ -79,7 +79,8 @@ def offered_value(key: str, value: Any) -> Any:
         if key not in known_keys() and key.partition(".")[0] not in tables():
             raise ConfigError(f"{shown(key) or repr(key)}: no such key; {nearest(key, [*offered(), *groups()])}")
         raise ConfigError(f"{key}: may only be given on the command line")
-    if isinstance(value, str) and str not in (kind, *typing.get_args(kind)):  # a table of texts
+    is_list = typing.get_origin(kind) is list  # also of texts
+    if isinstance(value, str) and (is_list or str not in (kind, *typing.get_args(kind))):
         value = read_literal(value)
     if not fits(kind, value):
         raise ConfigError(f"{key}={shown(value)}: must be {words(kind)}")

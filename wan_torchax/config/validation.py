@@ -211,6 +211,8 @@ def prompt_problems(config: DictConfig) -> Iterator[str]:
         yield from file_problems(f"prompt.{file}", prompt[file])
         yield from text_problems(name, prompt[key] or "")
     yield from text_problems("driving_prompt", config.driving_prompt or "")
+    for row in config.live.prompts:
+        yield from text_problems("live.prompts", row)
     own = config.driving_prompt in (None, config.model.driving_prompt)
     if not own and "driving_prompt" not in config.pipeline.inputs.values():
         yield f"driving_prompt: pipeline={config.pipeline.name} has no driving video to describe; leave it out"

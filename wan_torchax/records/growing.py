@@ -3,7 +3,7 @@
 A player shows what is there, and whatever ends the process leaves a file with all fragments that were appended.
 """
 import struct
-import subprocess
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy
 
 from wan_torchax import interruption
-from wan_torchax.config.clips import ffmpeg
-from wan_torchax.records.media import Encoding, check, encoder, raw_source, write_with_metadata
+from wan_torchax.config.clips import run_ffmpeg
+from wan_torchax.records.media import MOST_QUEUED, Encoding, check, encoder, raw_source, write_with_metadata
 
 NAME = "live.mp4"
 TICKS = 1000  # of a frame: the unit of a fragment's times
@@ -30,10 +30,11 @@ class Growing:
         self.path, self.stream, self.encoding, self.lengths = path, path.with_name(NAME), encoding, lengths
         self.frames = self.fragments = 0  # added so far
         self.waiting: list[numpy.ndarray] = []  # frames of the next fragment
-        self.writer, self.pending = ThreadPoolExecutor(1), list[Future]()
+        self.writer, self.queued = ThreadPoolExecutor(1), deque[Future]()
 
     def add(self, frames: numpy.ndarray) -> None:
-        """Take frames (frames, height, width, 3); a whole chunk is encoded in the background."""
+        """Take frames (frames, height, width, 3); a whole chunk is encoded in the background. Waits where that is far
+        behind: what is queued is in memory."""
         self.frames += len(frames)
         self.waiting.extend(frames)
         while len(self.waiting) >= (length := self.lengths[self.fragments > 0]):
@@ -41,18 +42,23 @@ class Growing:
 
     def append(self, count: int) -> None:
         chunk, first = numpy.stack(self.waiting[:count]), self.frames - len(self.waiting)
-        self.pending = [one for one in self.pending if not one.done() or one.result()]  # raises what has failed
-        self.pending.append(self.writer.submit(self.write, chunk, self.fragments, first))
+        self.queued.append(self.writer.submit(self.write, chunk, self.fragments, first))
         self.waiting, self.fragments = self.waiting[count:], self.fragments + 1
+        self.settle(MOST_QUEUED)
+
+    def settle(self, most: int) -> None:
+        """Wait until at most so many chunks are queued; raises what has failed."""
+        while self.queued and (len(self.queued) > most or self.queued[0].done()):
+            interruption.wait([self.queued[0]])
+            self.queued.popleft().result()
 
     def write(self, chunk: numpy.ndarray, number: int, first: int) -> None:
         """Encode a chunk and append it, in one write."""
         fragment = ["-g", str(len(chunk)), "-sc_threshold", "0", "-tune", "zerolatency"]  # one key frame
         fragment += ["-fragment_index", str(number + 1), "-video_track_timescale", str(TICKS * self.encoding.fps)]
         fragment += ["-movflags", "+empty_moov+default_base_moof+frag_keyframe", "-f", "mp4", "pipe:1"]
-        source = raw_source(self.encoding, *chunk.shape[1:3])
-        command = [ffmpeg(), "-v", "error", *source, "-i", "-", *encoder(self.encoding), *fragment]
-        ran = subprocess.run(command, input=chunk.tobytes(), capture_output=True, check=False)
+        source = [*raw_source(self.encoding, *chunk.shape[1:3]), "-i", "-"]
+        ran = run_ffmpeg(*source, *encoder(self.encoding), *fragment, input=chunk.tobytes())
         check(self.stream, ran.returncode, ran.stderr)
         kept = FIRST if number == 0 else EVERY
         content = b"".join(placed(box, first * TICKS) for kind, box in boxes(ran.stdout) if kind in kept)
@@ -62,9 +68,7 @@ class Growing:
     def finish(self, title: str, comment: dict) -> None:
         if self.waiting:
             self.append(len(self.waiting))
-        interruption.wait(self.pending)
-        for fragment in self.pending:
-            fragment.result()
+        self.settle(0)
         write_with_metadata(self.stream, self.path, title, comment)
         self.stream.unlink()
 

@@ -1,6 +1,7 @@
 """Writes the video or picture, poster and contact sheet. Frames are uint8 arrays (frames, height, width, 3)."""
 import contextlib
 import json
+import logging
 import math
 import re
 import subprocess
@@ -16,9 +17,10 @@ from PIL.PngImagePlugin import PngInfo
 
 from wan_torchax import interruption
 from wan_torchax.config import sounds
-from wan_torchax.config.clips import ffmpeg
+from wan_torchax.config.clips import ffmpeg, run_ffmpeg
 from wan_torchax.records.files import atomic
 
+log = logging.getLogger("wan")
 SHEET_FRAMES = 9
 SHEET_WIDTH = 1920  # pixels, at most
 PREVIEW_FRAMES, PREVIEW_SIDE = 16, 320  # of an animated preview, at most
@@ -63,6 +65,8 @@ class Encoder:
         queued is in memory."""
         if self.process is None:
             self.process = self.start(*frames.shape[1:3])
+        if self.process.poll() is not None:  # it would not write what is yet to be computed
+            check(self.path, self.process.returncode, self.process.stderr.read())
         self.frames += len(frames)
         self.queued.append(self.writer.submit(self.write, numpy.ascontiguousarray(frames)))
         while len(self.queued) > MOST_QUEUED:
@@ -71,7 +75,7 @@ class Encoder:
     def start(self, height: int, width: int) -> subprocess.Popen:
         command = [ffmpeg(), "-y", "-v", "error", *raw_source(self.encoding, height, width), "-i", "-"]
         command += [*encoder(self.encoding), "-f", "mp4", str(self.stream)]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0)
 
     def write(self, frames: numpy.ndarray) -> None:
         with contextlib.suppress(BrokenPipeError):  # `finish` checks the exit status
@@ -84,7 +88,13 @@ class Encoder:
         check(self.path, self.process.returncode, encoded.result()[1])
         seconds = self.encoding.sound_start, self.frames / self.encoding.fps
         sound = self.encoding.sound and (self.encoding.sound, *seconds)
-        write_with_metadata(self.stream, self.path, title, comment, sound)
+        try:
+            write_with_metadata(self.stream, self.path, title, comment, sound)
+        except OSError as error:
+            if sound is None:
+                raise
+            log.warning("%s: the video is silent, since this file's sound cannot be taken (%s)", sound[0], error)
+            write_with_metadata(self.stream, self.path, title, comment)
 
     def close(self) -> None:
         if self.process is not None:
@@ -123,8 +133,7 @@ def write_with_metadata(
         if sound is not None:
             inputs += [*sounds.SAFE, "-ss", str(sound[1]), "-t", str(sound[2]), "-i", f"file:{sound[0]}"]
             maps += ["-map", "2:a:0", "-map_metadata:s:a", "-1", "-c:a", "aac"]
-        copy = [*inputs, *maps, "-movflags", "+faststart", str(partial)]
-        ran = subprocess.run([ffmpeg(), "-y", "-v", "error", *copy], capture_output=True, check=False)
+        ran = run_ffmpeg(*inputs, *maps, "-movflags", "+faststart", str(partial))
         check(path, ran.returncode, ran.stderr)
 
 
@@ -184,8 +193,7 @@ def picture_comment(path: Path) -> str:
 def video_comment(path: Path) -> str | None:
     # Force MP4: ffmpeg would open the files listed in a playlist that is named like a video.
     source = ["-f", "mp4", "-protocol_whitelist", "file", "-i", f"file:{path}"]
-    command = [ffmpeg(), "-v", "error", *source, "-f", "ffmetadata", "-"]
-    text = subprocess.run(command, capture_output=True, check=False, timeout=READ_SECONDS).stdout
+    text = run_ffmpeg(*source, "-f", "ffmetadata", "-", timeout=READ_SECONDS).stdout
     comment = re.search(r"^comment=((?:[^\\\n]|\\.|\\\n)*+)", text.decode(errors="replace"), re.MULTILINE)
     return re.sub(r"\\(.|\n)", r"\1", comment.group(1)) if comment else None
 

@@ -57,6 +57,8 @@ def take_over(config: DictConfig, overrides: list[str]) -> DictConfig:
         before, base = [], compose([])
     said = [key_of(override) for override in overrides]
     now = pin(compose([*before, *overrides]), base, stored.config, said)
+    today, then = leaves(now), dict(flatten(stored.config))
+    refused = [key for key in refused if key not in then or today.get(key) != then[key]]  # pin may have taken it over
     warn_refused(f"{key}={config[key]}", [*refused, *differing(now, stored.config, said)])
     return with_pictures(with_adapters(now, config[key], stored, said), Path(config[key]), stored)
 

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 
 from wan_torchax.config import live
+from wan_torchax.config.geometry import segment_count
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import SEEDS
 from wan_torchax.config.wording import one_of
@@ -218,8 +219,9 @@ def describe(base, fields: dict, values: dict, config) -> dict:
     seconds = fields.get("seconds") or f"{resolution.frames / resolution.fps:.4g}"
     return {
         "fields": fields, "values": values, "model": values.get("preset", base.model), "seconds": str(seconds),
-        "size": f"{resolution.width}x{resolution.height}", "frames": resolution.frames, "steps": config.steps,
-        "seed": config.seed, "step_flops": estimate.step_flops(config), "live": live.is_on(config),
+        "size": f"{resolution.width}x{resolution.height}", "frames": resolution.frames,
+        "steps": estimate.step_count(config), "step_flops": estimate.step_flops(config), "seed": config.seed,
+        "live": live.is_on(config), "segments": segment_count(config),
     }
 
 
@@ -305,7 +307,7 @@ async def change_prompt(request: Request) -> Answer:
     front, job, (fields, files) = request.app.state.front, find(request), await read(request)
     if set(fields) != {"prompt"} or files:
         raise ConfigError("a change takes a prompt and nothing else")
-    prompt = requests.read_prompt(" ".join(str(fields["prompt"]).split()))
+    prompt = requests.read_prompt(" ".join(requests.read_prompt(fields["prompt"]).split()))
     if not grows(job):
         raise Refused(409, "this video is made in one piece; remix it with another prompt", "not_live")
     if front.queue.state(job).is_over:

@@ -3,6 +3,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from wan_torchax.config import live
 from wan_torchax.config.geometry import device_count, segment_count
 from wan_torchax.config.graph import Graph
 from wan_torchax.config.resolve import Job
@@ -81,12 +82,17 @@ def estimate(queue: Queue, config) -> dict:
     """Seconds of a step and of a video with this configuration, and their source; nulls if nothing is known."""
     flops, pace = step_flops(config), last_pace(queue, config)
     if pace is not None:
-        seconds = pace.seconds(flops, config.steps * segment_count(config))
+        seconds = pace.seconds(flops, step_count(config))
         return {"step_seconds": pace.step * flops, "seconds": seconds, "source": "measured"}
     peak = config.mesh.chip.peak_tflops
     floor = peak and flops / (max(device_count(config.mesh), 1) * peak * 1e12)
-    seconds = floor and floor * config.steps * segment_count(config)
+    seconds = floor and floor * step_count(config)
     return {"step_seconds": floor, "seconds": seconds, "source": "floor" if floor else None}
+
+
+def step_count(config) -> int:
+    """Steps of a whole video: of its segments, or of its chunks."""
+    return config.steps * (live.chunk_count(config) if live.is_on(config) else segment_count(config))
 
 
 def step_flops(config) -> int:

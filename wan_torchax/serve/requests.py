@@ -112,8 +112,7 @@ class Base:
 
 def read(base: Base, fields: dict) -> tuple[dict, float | None]:
     """The validated config values of a request's fields, and the seconds it asks for."""
-    fields = {ALIASES.get(name, name): value for name, value in plain(fields).items() if value is not None}
-    values, seconds = {}, None
+    fields, values, seconds = by_own_names(plain(fields)), {}, None
     for name, value in fields.items():
         if name in FIELDS:
             values[FIELDS[name]] = trust.offered_value(FIELDS[name], value)
@@ -143,6 +142,18 @@ def read(base: Base, fields: dict) -> tuple[dict, float | None]:
     if seconds is not None and "resolution.frames" in values:
         raise ConfigError("seconds and frames: give one of the two")
     return values, seconds
+
+
+def by_own_names(fields: dict) -> dict:
+    """The fields that are given, by our names for them."""
+    own: dict = {}
+    for name, value in fields.items():
+        if value is None:
+            continue
+        if (key := ALIASES.get(name, name)) in own:
+            raise ConfigError(f"{name}: given twice, once as {key}")
+        own[key] = value
+    return own
 
 
 def read_prompt(text) -> str:
@@ -237,7 +248,7 @@ def write_files(folder: Path, files: dict[str, list[bytes]]) -> None:
             name = key = "video"
         if key not in inputs.FILES:
             raise ConfigError(f"{trust.shown(name)}: takes no file; files are {', '.join(inputs.FILES)}")
-        if len(contents) > 1 and key != "references":
+        if (len(contents) > 1 and key != "references") or any((folder / "inputs").glob(f"{key}.*")):
             raise ConfigError(f"{name}: given twice")
         for number, content in enumerate(contents):
             place = f".{number}" if key == "references" else ""
@@ -278,19 +289,22 @@ def is_file(name: str) -> bool:
 
 
 def bytes_of(name: str, value) -> list[bytes]:
-    """Files in JSON: {"image_url": "data:image/png;base64,…"}, only the URL, or a list of these; in a form, the JSON is
-    text. Nothing is fetched from other servers."""
+    """Files in JSON: one, or a list."""
+    return [content_of(name, item) for item in (value if isinstance(value, list) else [value])]
+
+
+def content_of(name: str, value) -> bytes:
+    """{"image_url": "data:image/png;base64,…"}, or only the URL; in a form, the JSON is text. Nothing is fetched from
+    other servers."""
     if isinstance(value, str) and value.startswith("{"):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)
-    if isinstance(value, list):
-        return [content for item in value for content in bytes_of(name, item)]
     links = ("image_url", "video_url", "audio_url")
     link = next((value[key] for key in links if key in value), None) if isinstance(value, dict) else value
     match = DATA.fullmatch(link) if isinstance(link, str) else None
     if match is None:
         raise ConfigError(f"{name}: upload a file, or give its bytes as data:image/png;base64,…")
     try:
-        return [base64.b64decode(match[1])]
+        return base64.b64decode(match[1])
     except ValueError as error:
         raise ConfigError(f"{name}: not base64") from error

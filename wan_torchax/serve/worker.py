@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -55,6 +56,8 @@ class Reporter:
     def __init__(self, job: Job, must_end: Callable[[], bool], stages: Iterable[str]):
         self.bounds = bounds_of(stages)
         self.job, self.must_end, self.looked = job, must_end, 0.0
+        said, self.begun = job.request.get("segments"), Counter[str]()
+        self.segments = said if type(said) is int and said > 0 else 1  # an earlier version's request says none
         self.clock = Clock()
         self.together = [job]  # the batch: it continues while any of its jobs is not cancelled
         self.now = {"event": "loading", "progress": last_event(job.folder).progress}
@@ -87,6 +90,7 @@ class Reporter:
 
     def begin(self, event: Began) -> None:
         self.phase, self.total, self.unit, self.done = event.phase, event.total, event.unit, 0
+        self.begun[event.phase] += 1
         if event.phase in STAGES:
             return self.emit(find(event.phase).label)
         names = (name for name in PHASES if event.phase == name or (name[-1] == "_" and event.phase.startswith(name)))
@@ -95,8 +99,11 @@ class Reporter:
     def emit(self, word: str, share: float = 0.0, **numbers) -> None:
         """Append an event; numbers not given keep their last value, and progress never decreases."""
         first, last = self.bounds.get(self.phase, (LAST, LAST) if self.phase == "write" else (1, 1))
-        percent = int(first + share * (last - first))
-        now = self.now | numbers | {"event": word, "progress": max(self.now["progress"], percent)}
+        percent = first + share * (last - first)
+        if self.phase in self.bounds:
+            done = min(self.begun[self.phase], self.segments) - 1  # segments
+            percent = FIRST + (percent - FIRST + done * (LAST - FIRST)) / self.segments
+        now = self.now | numbers | {"event": word, "progress": max(self.now["progress"], int(percent))}
         if now != self.now:
             self.now = now
             append(self.job.folder, now)
