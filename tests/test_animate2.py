@@ -20,7 +20,8 @@ from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch
 
 from tests import given, reference, tiny
-from tests.conftest import SMALL, make_config, resolve_there, run_into
+from tests.conftest import SMALL, make_config, resolve_here, resolve_there, run_into
+from tests.conftest import build as build_stage
 from tests.reference import NEGATIVE, PROMPT, TEXTS, psnr, relative_error
 from tests.test_family import on
 from wan_torchax.config import inputs, jobs
@@ -127,6 +128,15 @@ def test_it_is_diffusers(frames, overrides, tmp_path, monkeypatch):
     made = numpy.concatenate(made)[:frames]
     assert len(parts) == -(-(frames - 1) // 4)
     assert made.shape == expected.shape and made.std() > 1 and psnr(made, expected) > 55
+
+
+def test_the_driving_video_has_no_negative_prompt():
+    """With NAG it is read as without; the video alone is pushed away from a negative prompt."""
+    job, read = [*driven(9), "guidance_scale=1"], []
+    for guider in ("cfg", "nag"):
+        stage = build_stage(resolve_here(*job, f"guider={guider}").segments()[0], "driven")
+        read.append(stage.programs.lower()["read"].as_text())
+    assert read[0] == read[1]
 
 
 def test_a_picture_and_a_frame_are_seen_as_in_diffusers():

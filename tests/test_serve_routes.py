@@ -14,6 +14,7 @@ from tests.serving import DEADLINE, Server, wait_for
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
 from wan_torchax.serve import estimate, page, requests
+from wan_torchax.serve.errors import Refused
 from wan_torchax.serve.gallery import read_run
 from wan_torchax.serve.queue import append
 from wan_torchax.session import session
@@ -203,6 +204,12 @@ def test_the_page_has_no_words_of_the_command_line(pictured):
     assert answer.status_code == 400 and answer.json()["error"]["message"] == "Choose a picture to start from first."
     assert pictured.client.post("/page/videos", data={"prompt": "a"}, files=files).json()["status"] == "queued"
     assert not [word for word in ("pipeline=", "resolution.", "seed=") if word in pictured.get("/").text]
+
+
+def test_a_damaged_video_has_no_last_frame(tmp_path):
+    (tmp_path / "video.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
+    with pytest.raises(Refused, match="the last frame cannot be read"):
+        page.last_frame(tmp_path / "video.mp4")
 
 
 def test_words_of_a_form_are_whole():

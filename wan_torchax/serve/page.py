@@ -298,5 +298,8 @@ def last_frame(video: Path) -> bytes:
     from PIL import Image
 
     made = io.BytesIO()
-    Image.fromarray(clips.last_frame(video)).save(made, "png")
+    try:
+        Image.fromarray(clips.last_frame(video)).save(made, "png")
+    except Exception as error:  # of a damaged file; imageio-ffmpeg raises all kinds
+        raise Refused(404, "the last frame cannot be read", "not_found") from error
     return made.getvalue()

@@ -28,7 +28,7 @@ def reader(module, forward: Forward) -> Callable[..., dict]:
     offsets = (settings[f"refer_offset_{axis}"] for axis in "thw")
     place = tuple(size if offset < 0 else offset for offset, size in zip(offsets, grid))
     forward = replace(forward, grid=grid, first_position=place)
-    denoise = chunk_denoiser(module, replace(forward, fillings=(forward.tokens,)))
+    denoise = chunk_denoiser(module, replace(forward, fillings=(forward.tokens,), nag=None))  # it has one prompt
 
     def read(arrays, empty: dict, conditions: dict) -> dict:
         """Conditions: driving_latents, and of driving_embeddings and driving_picture the tokens."""
