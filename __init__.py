@@ -2,6 +2,7 @@
 if __name__ == "wan_torchax":  # pytest would take this folder for the package in it
     raise ImportError("the project's folder cannot be called wan_torchax itself; rename it, e.g. to wan-torchax")
 
-from .comfyui import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
+if __package__:  # for pytest, this is a module of no package where a folder's name is no identifier, as wan-torchax
+    from .comfyui import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 
-__all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS"]
+    __all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS"]

@@ -564,6 +564,12 @@ def test_copied_it_needs_to_know_the_project(tmp_path):
     assert f"ImportError: {settings.OWNER}: stepz: no such key" in broken
 
 
+def test_pytest_can_import_the_folder_whatever_its_name():
+    """It does so in a folder whose name is no identifier, such as wan-torchax, as a module of no package."""
+    spec = importlib.util.spec_from_file_location("__init__", ROOT / "__init__.py")
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
 @pytest.mark.system
 def test_the_whole_project_cloned(tmp_path):
     """As ComfyUI finds it in custom_nodes: the nodes of that clone, and their workflows in the template browser."""
