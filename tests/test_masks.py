@@ -202,6 +202,7 @@ def test_coarse_steps_have_lists_of_their_size(tmp_path):
     (["model=hunyuan15_t2v_480p", "sparse=radial"], "not for models of this family"),
     (["model=wan21_vace_14b", "pipeline=vace", "sparse=radial"], "control blocks"),
     (["model=wan22_fun_control_a14b", "sparse=radial", "video=clip.mp4"], "has a reference's"),
+    (["model=wan22_fun_control_a14b", "attention.self.window=64", "video=clip.mp4"], "behind the video's"),
 ])
 def test_what_cannot_be_is_told(overrides, message):
     size = ["resolution=480p"] if overrides[0].startswith("model=") else []

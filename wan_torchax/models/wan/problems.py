@@ -142,6 +142,9 @@ def sparse_problems(config, transformer, given: set[str]) -> Iterator[str]:
         yield f"sparse={kind}: control blocks (VACE) attend to all of their tokens; set sparse=none"
     if kind != "none" and tokens_behind(config):
         yield f"sparse={kind}: lists are for the video's tokens, and {pipeline} has a reference's; set sparse=none"
+    if (window := config.attention.self.window) is not None and tokens_behind(config):
+        reason = f"{pipeline} has a reference's tokens behind the video's, far from most of them"
+        yield f"attention.self.window={window}: {reason}; set null"
     if kind == "vsa" and "first_latent" in given:
         yield f"sparse=vsa: its tokens lie in tiles, and {pipeline} gives a first frame; use pipeline=t2v"
 
