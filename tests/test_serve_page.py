@@ -495,8 +495,9 @@ def test_a_live_video_plays_while_it_is_made_and_takes_another_prompt(tmp_path, 
         video = made.post(prompt="a red circle", frames=33)
         folder = made.queue.folder / video["id"]
         growing = Growing(folder / "video.mp4", Encoding(8, 18), (9, 12))
-        append(folder, {"event": "step", "progress": 5, "step": 5, "steps": 12})
         browser.get(made.url)
+        wait_for(lambda: text_of(browser, ".job .phase").startswith("waiting"))
+        append(folder, {"event": "step", "progress": 5, "step": 5, "steps": 12})
         growing.add(frames[:21])
         wait_for(lambda: player("buffered.length") and player("buffered.end(0)") >= 21 / 8 - 0.01)
         wait_for(lambda: player("currentTime") > 0 and not player("hidden"))
@@ -506,6 +507,11 @@ def test_a_live_video_plays_while_it_is_made_and_takes_another_prompt(tmp_path, 
         wait_for(lambda: "a blue star" in text_of(browser, ".job .prompt"))
         growing.add(frames[21:])
         wait_for(lambda: player("buffered.end(0)") >= 33 / 8 - 0.01)
+        pace = r"first frames after [\d.]+ s, [\d.]+ frames a second; it plays at 8"
+        wait_for(lambda: re.fullmatch(pace, text_of(browser, ".job .pace")))
+        browser.refresh()
+        wait_for(lambda: player("buffered.length") and player("buffered.end(0)") >= 33 / 8 - 0.01)
+        assert text_of(browser, ".job .pace") == "", "what comes at once has no pace"
         assert json.loads(Prompts(folder).given.read_text()) == {"prompt": "a blue star"}
         growing.close()
     finally:

@@ -53,7 +53,7 @@ def video(front, job: Job) -> dict:
         "prompt": request["values"]["prompt.text"], "size": request["size"], "seconds": request["seconds"],
         "remixed_from_video_id": request["remixed_from"], "error": error or None, "quality": "standard",
         "phase": state.phase, "step": state.step, "steps": state.steps or request["steps"], "preview": state.preview,
-        "frames": request["frames"], "seed": request["seed"],
+        "frames": request["frames"], "fps": request.get("fps"), "seed": request["seed"],
         "media_type": "image/png" if request["frames"] == 1 else "video/mp4",
         "url": f"/v1/videos/{job.id}/content" if state.status == "completed" else None,
         "stream": f"/v1/videos/{job.id}/stream" if grows(job) and not state.is_over else None,
@@ -219,7 +219,7 @@ def describe(base, fields: dict, values: dict, config) -> dict:
     seconds = fields.get("seconds") or f"{resolution.frames / resolution.fps:.4g}"
     return {
         "fields": fields, "values": values, "model": values.get("preset", base.model), "seconds": str(seconds),
-        "size": f"{resolution.width}x{resolution.height}", "frames": resolution.frames,
+        "size": f"{resolution.width}x{resolution.height}", "frames": resolution.frames, "fps": resolution.fps,
         "steps": estimate.step_count(config), "step_flops": estimate.step_flops(config), "seed": config.seed,
         "live": live.is_on(config), "segments": segment_count(config),
     }

@@ -333,6 +333,7 @@ function showJob(video, place) {
   const item = known ?? find("#job").content.firstElementChild.cloneNode(true);
   if (!known) {
     item.id = id;
+    if (!video.step) item.began = performance.now();  // seen from its beginning
     find(".prompt", item).textContent = video.prompt;
     find("progress", item).setAttribute("aria-label", `Progress of ${video.prompt}`);
     find(".cancel", item).setAttribute("aria-label", `Cancel ${video.prompt}`);
@@ -388,6 +389,7 @@ async function watch(video, item) {
       const added = next(buffer, "updateend");
       buffer.appendBuffer(part.value);
       await added;
+      showPace(item, buffer.buffered.end(0), video.fps);
       player.hidden = false;
       player.play().catch(() => {});
     }
@@ -397,6 +399,16 @@ async function watch(video, item) {
   } finally {
     URL.revokeObjectURL(player.src);
   }
+}
+
+// Of a video that plays while it is made: when its first frames came, and how many a second since then. What was made
+// before the page was opened comes all at once, and tells nothing.
+function showPace(item, there, fps) {
+  if (item.began === undefined) return;
+  const now = performance.now(), first = item.first ??= { now, there }, place = find(".pace", item);
+  const pace = there > first.there ? `, ${(1000 * fps * (there - first.there) / (now - first.now)).toFixed(1)} frames a second` : "";
+  place.textContent = `first frames after ${seconds((first.now - item.began) / 1000)}${pace}; it plays at ${fps}`;
+  place.hidden = false;
 }
 
 async function cancel(id) {
