@@ -18,7 +18,6 @@ Weights are written every minute and at the end of the time; what is judged is w
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import demo_world as world
@@ -32,7 +31,7 @@ from diffusers import WanAnimateTransformer3DModel, WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan_animate import WanAnimateMotionEncoder
 from omegaconf import DictConfig, OmegaConf
 from teach_demo import MASK, Weights
-from training import about, command_line, say, write_metrics
+from training import teach_and_judge, teaching
 
 # What a prompt is padded to: diffusers' attention takes all tokens before the last 512 for a picture's.
 PROMPT_TOKENS = 512
@@ -186,6 +185,7 @@ def example(cfg: DictConfig, vae, numbers, times: torch.Tensor, goes_on: torch.T
 
 def teach(cfg: DictConfig, networks: dict, folder: Path, device: torch.device) -> dict:
     """Fine-tune the transformer with what is new in it, and an image encoder; text encoder and VAE are the demo's."""
+    write_conf(cfg, folder, path=cfg.output)
     vae, empty = networks["vae"], teach_demo.empty_text(networks)
     network = build(cfg).to(device).train_quickly()
     shelf, names = teach_demo.Shelf(cfg.bank, device), []
@@ -251,10 +251,11 @@ def show(cfg: DictConfig, networks: dict, network: Animator, animations: list) -
     return videos
 
 
-def judge(cfg: DictConfig, networks: dict, network: Animator) -> dict:
-    """Rates on the held-out animations, as metrics.json has them."""
+def judge(cfg: DictConfig, networks: dict, folder: Path) -> dict:
+    """Rates of stored weights on the held-out animations, as metrics.json has them."""
     import judge_demo
 
+    network = stored(folder).to(networks["vae"].device).train_quickly()
     listed, times = driving.held_out()[: cfg.judge.videos], driving.there_and_back(cfg.judge.frames)
     truths = [judge_demo.to_frames(world.render(things[None], background[None], cfg.clip_size, times)[0])
               for _, things, _, background in listed]
@@ -362,37 +363,10 @@ def load(cfg: DictConfig, device: torch.device) -> dict:
     return networks
 
 
-def judge_into(cfg: DictConfig, networks: dict, folder: Path) -> None:
-    """Add the rates of a folder's weights to its metrics.json, and write its card."""
-    start, device = time.perf_counter(), networks["vae"].device
-    rates = judge(cfg, networks, stored(folder).to(device).train_quickly())
-    say(stage="judged", seconds=time.perf_counter() - start, **rates)
-    metrics = json.loads((folder / "metrics.json").read_text()) | rates
-    write_metrics(folder, metrics)
-    write_card(cfg, folder, metrics)
-
-
 def run(cfg: DictConfig, judged: str | None) -> None:
-    torch.manual_seed(cfg.seed)
-    chosen = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(chosen if cfg.device == "auto" else cfg.device)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    networks = load(cfg, device)
-    if judged:
-        judge_into(cfg, networks, Path(judged))
-        return
-    start, folder = time.perf_counter(), Path(cfg.output)
-    write_conf(cfg, folder, path=cfg.output)
-    stages = teach(cfg, networks, folder, device)
-    write_metrics(folder, about(cfg, stages) | {"seconds": round(time.perf_counter() - start, 1)})
-    judge_into(cfg, networks, folder)
-
-
-def main() -> None:
-    flag = dict(metavar="FOLDER", help="teach nothing: judge the weights in this folder")
-    arguments, cfg = command_line(__doc__, "teach_animate", "--judge", **flag)
-    run(cfg, arguments.judge)
+    folder = teach_and_judge(cfg, judged, load, teach, judge)
+    write_card(cfg, folder, json.loads((folder / "metrics.json").read_text()))
 
 
 if __name__ == "__main__":
-    main()
+    teaching(__doc__, "teach_animate", run)

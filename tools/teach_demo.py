@@ -13,8 +13,6 @@ they are judged; what is judged is what was written.
 from __future__ import annotations
 
 import itertools
-import json
-import time
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -33,15 +31,14 @@ from training import (
     Clock,
     Every,
     Recorded,
-    about,
     apply_gradients,
     autocast,
     build_optimizers,
-    command_line,
     learning_rate,
     say,
     set_rate,
-    write_metrics,
+    teach_and_judge,
+    teaching,
 )
 
 MASK = 4  # channels: one for each frame that a latent frame stands for
@@ -441,35 +438,13 @@ def judge(cfg: DictConfig, networks: dict, folder: Path) -> dict:
 # ---------------------------------------------------------------- running
 
 
-def judge_into(cfg: DictConfig, networks: dict, folder: Path) -> None:
-    """Add the rates of a folder's weights to its metrics.json."""
-    start = time.perf_counter()
-    rates = judge(cfg, networks, folder)
-    say(stage="judged", seconds=time.perf_counter() - start, **rates)
-    path = folder / "metrics.json"
-    write_metrics(folder, (json.loads(path.read_text()) if path.exists() else {}) | rates)
+def teach(cfg: DictConfig, networks: dict, folder: Path, device: torch.device) -> dict:
+    return TEACH[cfg.what](cfg, networks, folder / WEIGHTS[cfg.what], device)
 
 
 def run(cfg: DictConfig, judged: str | None) -> None:
-    torch.manual_seed(cfg.seed)
-    chosen = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(chosen if cfg.device == "auto" else cfg.device)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    networks = load(cfg, device)
-    if judged:
-        judge_into(cfg, networks, Path(judged))
-        return
-    start, folder = time.perf_counter(), Path(cfg.output)
-    stages = TEACH[cfg.what](cfg, networks, folder / WEIGHTS[cfg.what], device)
-    write_metrics(folder, about(cfg, stages) | {"seconds": round(time.perf_counter() - start, 1)})
-    judge_into(cfg, networks, folder)
-
-
-def main() -> None:
-    flag = dict(metavar="FOLDER", help="teach nothing: judge the weights in this folder")
-    arguments, cfg = command_line(__doc__, "teach_demo", "--judge", **flag)
-    run(cfg, arguments.judge)
+    teach_and_judge(cfg, judged, load, teach, judge)
 
 
 if __name__ == "__main__":
-    main()
+    teaching(__doc__, "teach_demo", run)

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from copy import deepcopy
 from pathlib import Path
 from random import Random
@@ -47,7 +46,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from safetensors.torch import load_file
 from teach_demo import Shelf, Weights
 from torch.nn import functional
-from training import Clock, about, autocast, command_line, say, write_metrics
+from training import Clock, autocast, say, teach_and_judge, teaching
 
 ROOT = Path(__file__).resolve().parents[1]
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
@@ -440,37 +439,11 @@ def card(cfg: DictConfig, metrics: dict) -> str:
 # ---------------------------------------------------------------- running
 
 
-def judge_into(cfg: DictConfig, networks: dict, folder: Path) -> None:
-    """Add the rates of a folder's weights to its metrics.json, and write its README.md."""
-    start, path = time.perf_counter(), folder / "metrics.json"
-    rates = judge(cfg, networks, folder)
-    say(stage="judged", seconds=time.perf_counter() - start, **rates)
-    metrics = json.loads(path.read_text()) | rates
-    write_metrics(folder, metrics)
-    (folder / "README.md").write_text(card(cfg, metrics))
-
-
 def run(cfg: DictConfig, judged: str | None) -> None:
     cfg = with_live(cfg)
-    torch.manual_seed(cfg.seed)
-    chosen = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(chosen if cfg.device == "auto" else cfg.device)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    networks = teach_demo.load(cfg, device)
-    if judged:
-        judge_into(cfg, networks, Path(judged))
-        return
-    start, folder = time.perf_counter(), Path(cfg.output)
-    stages = teach(cfg, networks, folder, device)
-    write_metrics(folder, about(cfg, stages) | {"seconds": round(time.perf_counter() - start, 1)})
-    judge_into(cfg, networks, folder)
-
-
-def main() -> None:
-    flag = dict(metavar="FOLDER", help="teach nothing: judge the weights in this folder")
-    arguments, cfg = command_line(__doc__, "teach_live", "--judge", **flag)
-    run(cfg, arguments.judge)
+    folder = teach_and_judge(cfg, judged, teach_demo.load, teach, judge)
+    (folder / "README.md").write_text(card(cfg, json.loads((folder / "metrics.json").read_text())))
 
 
 if __name__ == "__main__":
-    main()
+    teaching(__doc__, "teach_live", run)

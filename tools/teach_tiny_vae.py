@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import time
 from pathlib import Path
 
 import demo_world as world
@@ -32,15 +31,14 @@ from training import (
     Clock,
     Every,
     Recorded,
-    about,
     apply_gradients,
     autocast,
     build_optimizers,
-    command_line,
     learning_rate,
     say,
     set_rate,
-    write_metrics,
+    teach_and_judge,
+    teaching,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,9 +83,17 @@ def examples(cfg: DictConfig, vae, batch) -> tuple[torch.Tensor, torch.Tensor]:
     return latents, frames.float().clamp(-1, 1)
 
 
-def teach(cfg: DictConfig, vae, tiny: TinyVAE, folder: Path) -> dict:
+def load(cfg: DictConfig, device: torch.device) -> diffusers.AutoencoderKLWan:
+    """The decoder that is imitated."""
+    vae = diffusers.AutoencoderKLWan.from_pretrained(cfg.model, subfolder="vae").float().to(device)
+    train_demo.take_whole_clips(vae)
+    return vae.requires_grad_(False)
+
+
+def teach(cfg: DictConfig, vae, folder: Path, device: torch.device) -> dict:
     """Lower the error until the time is up. Returns the clock's state."""
-    device, optimizers = vae.device, build_optimizers(tiny, 0.0, 0.0)
+    tiny = TinyVAE(**architecture()).to(device)
+    optimizers = build_optimizers(tiny, 0.0, 0.0)
     batches = train_demo.stream(cfg, cfg.batch, cfg.seed)
 
     def step(latents: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
@@ -109,7 +115,7 @@ def teach(cfg: DictConfig, vae, tiny: TinyVAE, folder: Path) -> dict:
         if due():
             save(tiny, folder)
     save(tiny, folder)
-    return clock.state()
+    return {"tiny_vae": clock.state()}
 
 
 def save(tiny: TinyVAE, folder: Path) -> None:
@@ -133,28 +139,8 @@ def measure(cfg: DictConfig, vae, folder: Path) -> dict:
 
 
 def run(cfg: DictConfig, judged: str | None) -> None:
-    torch.manual_seed(cfg.seed)
-    chosen = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(chosen if cfg.device == "auto" else cfg.device)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    vae = diffusers.AutoencoderKLWan.from_pretrained(cfg.model, subfolder="vae").float().to(device)
-    vae.requires_grad_(False)
-    train_demo.take_whole_clips(vae)
-    folder = Path(judged or cfg.output)
-    if not judged:
-        start, tiny = time.perf_counter(), TinyVAE(**architecture()).to(device)
-        clock = teach(cfg, vae, tiny, folder)
-        write_metrics(folder, about(cfg, {"tiny_vae": clock}) | {"seconds": round(time.perf_counter() - start, 1)})
-    rates = measure(cfg, vae, folder)
-    say(stage="measured", **rates)
-    write_metrics(folder, json.loads((folder / "metrics.json").read_text()) | rates)
-
-
-def main() -> None:
-    flag = dict(metavar="FOLDER", help="teach nothing: measure the weights in this folder")
-    arguments, cfg = command_line(__doc__, "teach_tiny_vae", "--judge", **flag)
-    run(cfg, arguments.judge)
+    teach_and_judge(cfg, judged, load, teach, measure)
 
 
 if __name__ == "__main__":
-    main()
+    teaching(__doc__, "teach_tiny_vae", run)

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import diffusers
@@ -49,6 +50,37 @@ def about(cfg: DictConfig, stages: dict) -> dict:
 
 def write_metrics(folder: Path, metrics: dict) -> None:
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+
+
+def teaching(about_it: str, name: str, run: Callable[[DictConfig, str | None], None]) -> None:
+    """The command of a tool that teaches the demo model something."""
+    flag = dict(metavar="FOLDER", help="teach nothing: judge the weights in this folder")
+    arguments, cfg = command_line(about_it, name, "--judge", **flag)
+    run(cfg, arguments.judge)
+
+
+def teach_and_judge(cfg: DictConfig, judged: str | None, load: Callable, teach: Callable, judge: Callable) -> Path:
+    """Teach into `output` and judge what was written; or judge the weights in a folder.
+
+        load(cfg, device)                       the networks that stay as they are
+        teach(cfg, networks, folder, device)    writes weights; gives its stages, for metrics.json
+        judge(cfg, networks, folder)            gives rates, which join metrics.json
+    """
+    torch.manual_seed(cfg.seed)
+    chosen = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(chosen if cfg.device == "auto" else cfg.device)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    networks, folder = load(cfg, device), Path(judged or cfg.output)
+    if not judged:
+        start = time.perf_counter()
+        stages = teach(cfg, networks, folder, device)
+        write_metrics(folder, about(cfg, stages) | {"seconds": round(time.perf_counter() - start, 1)})
+    start = time.perf_counter()
+    rates = judge(cfg, networks, folder)
+    say(stage="judged", seconds=time.perf_counter() - start, **rates)
+    path = folder / "metrics.json"
+    write_metrics(folder, (json.loads(path.read_text()) if path.exists() else {}) | rates)
+    return folder
 
 
 class Clock:
