@@ -305,7 +305,7 @@ def plan_claims():
     v6e, v7x = (f"{peer[chips]['seconds_per_step']:.2f}" for chips in ("v6e-8", "v7x-8"))
     yield page, text, [*spread(steps["t2v_14b_720p_v6e8_v4"]), v6e, *measured["720p"]]
     text = "| 14B, 480p, v6e-8 | {} s ({} to {}) | {} to {} s (the scripts it replaces) |"
-    yield page, text, [*spread(steps["t2v_14b_480p_v6e8_v2"]), *measured["480p"]]
+    yield page, text, [*spread(steps["t2v_14b_480p_v6e8_v3"]), *measured["480p"]]
     text = "| 14B, 720p, four TPU7x chips | {} s ({} to {}) | {} s (maxdiffusion, Wan 2.2) |"
     yield page, text, [*spread(steps["t2v_14b_720p_v7x8_v3"]), v7x]
     yield from accuracy_claims(page, steps, PLANS[exact]["estimate"]["assumed"])
