@@ -276,6 +276,10 @@ def plan_claims():
         if " " not in name:
             text = "Time: an estimate of {} s a step ({} to {}"
             yield f"conf/preset/{name}.yaml", text, spread(steps[name])
+        if (rates := one["estimate"].get("frames_per_second")) is not None:
+            figures = [f"{rates[end]:.1f}" for end in ("likely", "high", "low")]  # the longest time is the lowest rate
+            yield f"conf/preset/{name}.yaml", ", {} frames a second ({} to {})", figures
+            yield "docs/live.md", f"`preset={name}` {{}} frames a second ({{}} to {{}})", figures
         if "4step" in name:
             yield f"conf/preset/{name}.yaml", "so {} s for four", [f"{4 * steps[name]['likely']:.1f}"]
     for name, of in (
@@ -290,11 +294,12 @@ def plan_claims():
     for name in ("t2v_a14b_720p_v6e8_v1", "i2v_a14b_720p_v6e8_v1"):
         text = "Time: an estimate of {} s a step ({} to {}), that of t2v_14b_720p_v6e8_v1"
         yield f"conf/preset/{name}.yaml", text, spread(steps["t2v_14b_720p_v6e8_v1"])
-    exact, eight = "t2v_14b_720p_v6e8_v3", "t2v_14b_720p_int8_v6e8_v2"
+    exact = "t2v_14b_720p_v6e8_v3"
     text = "estimated at {} s ({} to {}) with factors of rank 64 and {} s ({} to {}) without"
     yield "docs/adapters.md", text, [*spread(steps[f"{exact} adapter.mode=beside"]), *spread(steps[exact])]
     text = "{} s ({} to {}) at 720p where bfloat16 takes {} ({} to {})"
-    yield "docs/precision.md", text, [*spread(steps[eight]), *spread(steps[exact])]
+    both = steps["t2v_14b_720p_int8_v6e8_v3"], steps["t2v_14b_720p_v6e8_v4"]
+    yield "docs/precision.md", text, [figure for each in both for figure in spread(each)]
     coarse = steps[f"{exact} resolution.height=352 resolution.width=640"]
     both = [f"{38 * coarse[end] + 12 * steps[exact][end]:.0f}" for end in ("likely", "low", "high")]
     text = "on a v6e-8: {} s ({} to {}), where as many exact ones take {} s"
@@ -305,7 +310,7 @@ def plan_claims():
     v6e, v7x = (f"{peer[chips]['seconds_per_step']:.2f}" for chips in ("v6e-8", "v7x-8"))
     yield page, text, [*spread(steps["t2v_14b_720p_v6e8_v4"]), v6e, *measured["720p"]]
     text = "| 14B, 480p, v6e-8 | {} s ({} to {}) | {} to {} s (the scripts it replaces) |"
-    yield page, text, [*spread(steps["t2v_14b_480p_v6e8_v2"]), *measured["480p"]]
+    yield page, text, [*spread(steps["t2v_14b_480p_v6e8_v3"]), *measured["480p"]]
     text = "| 14B, 720p, four TPU7x chips | {} s ({} to {}) | {} s (maxdiffusion, Wan 2.2) |"
     yield page, text, [*spread(steps["t2v_14b_720p_v7x8_v3"]), v7x]
     yield from accuracy_claims(page, steps, PLANS[exact]["estimate"]["assumed"])

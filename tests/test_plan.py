@@ -280,11 +280,14 @@ def test_a_page_gives_the_range_and_says_that_nobody_measured_it(report):
     made = report[1] | {"estimate": estimate(report[1], "preset=t2v_14b_720p_v6e8_v3")}
     compiled = {"code_bytes": 0, "cycles": 0, "compile_seconds": 1, "compile_core_seconds": 1, "vmem_bytes": {}}
     config = make_config("task=plan", "preset=t2v_14b_720p_v6e8_v3")
-    page = plan_page.render(config, made | {"compiler": {"denoise": compiled}})
+    made |= {"compiler": {"denoise": compiled}}
+    page = plan_page.render(config, made)
     low, likely, high = (f"{made['estimate']['seconds_per_step'][end]:.2f}" for end in ENDS)
     assert f"**Estimated step: {likely} s ({low} to {high})**. Nobody has measured it" in page
     assert "| where a step's time goes (estimate, s) | low | likely | high |" in page
     assert plan_page.time_of(made) == made["estimate"]["seconds_per_step"]["likely"]
+    lists = make_config("task=plan", "preset=t2v_14b_720p_v6e8_v3", "sparse=radial_tpu")
+    assert "attend to all keys" in plan_page.render(lists, made) and "attend to all keys" not in page
 
 
 def test_a_plan_takes_its_own_chips_facts_and_the_users_before_them(report):

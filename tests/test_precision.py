@@ -177,6 +177,9 @@ REFUSED = {
     ("precision.activations=true",): "precision.activations=true: only with weights of eight bits",
     ("precision=fp8", "precision.first=-1"): "precision.first=-1: a number of blocks; 0 is none",
     ("precision=int8", "precision.layers=[attention]"): "precision.layers=attention: unknown; nearest: attention_in",
+    # Neither blocks' own layers nor ones that are computed for each block.
+    ("precision=int8", "precision.layers=[attention_in,face_in]"): "precision.layers=face_in: unknown",
+    ("precision=int8", "model=hunyuan15_t2v_480p", "precision.layers=[modulation]"): "precision.layers=modulation: ",
     ("precision=int8_weights", "products=pallas", "mesh=v6e_8", "sharding=sequence"): "pallas rounds activations too",
     ("precision=fp8", "mesh=v6e_8"): "precision=fp8: TPU v6 lite multiplies no float8; use precision=int8 (TPUs)",
     ("precision=int8", "model=wan21_vace_14b", "pipeline=vace"): "control blocks (VACE) are not in it yet",
@@ -200,7 +203,7 @@ def test_devices_without_float8_are_told(kind, told):
 
 
 @pytest.mark.parametrize("override, message", [
-    ("precision.layers=[embedding]", "precision.layers: embedding is no rule for linear layers of the blocks"),
+    ("model.quantized=[embedding]", "precision.layers: embedding is no rule for linear layers of the blocks"),
     ("precision.first=3", "precision.first=3 and last=2 leave none of 5 blocks"),
 ])
 def test_layers_that_the_model_has_not_are_told_before_weights_load(checkpoint, override, message):

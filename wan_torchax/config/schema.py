@@ -383,7 +383,7 @@ class Precision:
     name: str = ""
     weights: Optional[str] = None  # float8_e4m3fn | int8
     activations: bool = False
-    layers: list[str] = field(default_factory=list)  # rules of model.weights.transformer
+    layers: list[str] = field(default_factory=list)  # rules of model.quantized
     first: int = 0
     last: int = 0
 

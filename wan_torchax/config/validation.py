@@ -431,7 +431,7 @@ def precision_problems(config: DictConfig) -> Iterator[str]:
         if precision[key] < 0:
             yield f"precision.{key}={precision[key]}: a number of blocks; 0 is none"
     for name in precision.layers:
-        yield from one_of("precision.layers", name, config.model.weights["transformer"])
+        yield from one_of("precision.layers", name, config.model.quantized)
     if config.products.kernel == "pallas" and not precision.activations:
         yield f"precision={precision.name}: products.kernel=pallas rounds activations too; use int8, or products=xla"
     yield from float8_problems(config, config.mesh.chip.kind)

@@ -6,6 +6,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from wan_torchax.config.schema import ENDS
+from wan_torchax.kernels.settings import Kernel
 from wan_torchax.tasks import compiler
 
 COLOURS = {
@@ -47,6 +48,8 @@ def render(config, report: dict) -> str:
         lines.append(f"**Estimated denoising of a video: {between(whole['seconds'], '.0f', ' s')}**; {whole['plan']}.")
     elif len(whole["steps"]) > 1:
         lines.append(f"Cache: {whole['plan']}.")
+    if Kernel.of(config.attention.self).sparse.dense_above < 1:
+        lines.append("Steps that attend to all keys (dense_above) take longer, and are counted like the others.")
     if report["frames_per_second"]:
         rates = between(report["frames_per_second"], ".1f")
         lines.append(f"**Estimated frames a second: {rates}**; it plays at {config.resolution.fps}.")
