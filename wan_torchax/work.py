@@ -247,12 +247,13 @@ def joined(step: RunStep, resolved: Resolved, emit: Listener) -> Listener:
     """A listener that trims a segment's frames to those that go into the video, and counts steps over all segments."""
     if step.segment is None:
         return emit
-    part, seen, count = window(resolved, step.segment), 0, segment_count(resolved.config)
+    part, seen = window(resolved, step.segment), 0
+    number, count = step.segment, segment_count(resolved.config)
 
     def listener(event):
         nonlocal seen
         if isinstance(event, Stepped):
-            event = replace(event, step=step.segment * event.steps + event.step, steps=count * event.steps)
+            event = replace(event, step=number * event.steps + event.step, steps=count * event.steps)
         if isinstance(event, Decoded):
             first, last = max(part.start - seen, 0), max(part.stop - seen, 0)
             seen += len(event.frames)
