@@ -121,6 +121,9 @@ def test_fields_of_others_mean_the_same(idle):
         values = idle.queue.get(video["id"]).request["values"]
         assert values["resolution.flow_shift"] == 2.5 and values["seed"] == 4
         assert (video["size"], video["frames"], video["steps"]) == ("64x80", 9, 2)
+    nested = idle.client.post("/v1/videos", json={"extra_body": {"prompt": "a", "seed": 4}}).json()
+    again = idle.client.post(f"/v1/videos/{nested['id']}/remix", json={"prompt": "b"}).json()
+    assert (again["prompt"], again["seed"]) == ("b", 4)
 
 
 @pytest.mark.parametrize("fields, words", [

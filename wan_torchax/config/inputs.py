@@ -164,12 +164,13 @@ def video_problems(key: str, path: Path, config: DictConfig, whole: bool) -> Ite
 
 
 def sound_problems(key: str, path: Path, config: DictConfig, whole: bool) -> Iterator[str]:
-    """A sound may be shorter than the video, which is then silent, or longer: what is beyond its end is left out."""
+    """A sound may be shorter than the video, which is then silent, or longer: what is beyond its end is left out. It is
+    always decoded: the video may be as long."""
     if not path.is_file():
         yield f"{key}: no such file"
     elif path.stat().st_size > MOST_VIDEO_BYTES:
         yield f"{key}: has more than {MOST_VIDEO_BYTES // 10**9} GB; cut it shorter"
-    elif whole:
+    else:
         try:
             samples = sounds.read(path)
         except Exception as error:  # ffmpeg's, and what subprocesses raise
@@ -177,7 +178,7 @@ def sound_problems(key: str, path: Path, config: DictConfig, whole: bool) -> Ite
             return
         if len(samples) < LEAST_SECONDS * sounds.RATE:
             yield f"{key}: {len(samples) / sounds.RATE:.3f} seconds of sound; at least {LEAST_SECONDS}"
-        elif not samples.any():
+        elif whole and not samples.any():
             log.warning("%s: silence; nobody will speak", key)
 
 

@@ -197,7 +197,7 @@ def submitted(front, fields: dict, files: dict, key: str | None, source: Job | N
         if source is not None:
             for path in itertools.chain(*requests.files_in(source.folder).values()):
                 shutil.copy(path, draft / "inputs")
-            fields = source.request["fields"] | fields
+            fields = requests.plain(source.request["fields"]) | fields
         values, config = requests.make(front.base, fields, draft)
         content = describe(front.base, fields, values, config)
         content["remixed_from"] = source and source.id

@@ -59,7 +59,7 @@ LETTERS = 32_000  # limit of a prompt, the same as OpenAI's
 FORMATS = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp"}
 VIDEOS = {b"ftyp": ".mp4", b"\x1aE\xdf\xa3": ".webm"}  # magic numbers, at offset 0 or 4
 SOUNDS = {b"ID3": ".mp3", b"\xff\xfb": ".mp3", b"\xff\xf3": ".mp3", b"fLaC": ".flac", b"OggS": ".ogg"}  # the same, at 0
-DATA = re.compile(r"data:(?:image|video|audio)/[a-z0-9.-]+;base64,([A-Za-z0-9+/=\s]+)")
+DATA = re.compile(r"data:(?:image|video|audio)/[\w.;=, -]{1,80};base64,([A-Za-z0-9+/=\s]+)")
 
 
 @dataclass(frozen=True)
