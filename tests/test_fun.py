@@ -130,5 +130,6 @@ def test_a_model_chooses_its_pipeline_and_settings():
         config = make_config(f"model=wan22_fun_{name}", "resolution=704p")
         assert config.pipeline.name == f"fun_{name}".removesuffix("_a14b")
         assert config.model.architecture.transformer.in_channels == channels
-        assert (config.steps, config.guidance_scale, config.guidance_scale_2) == (50, 6.0, None)
+        steps = 40 if name == "control_5b" else 50  # as in the examples
+        assert (config.steps, config.guidance_scale, config.guidance_scale_2) == (steps, 6.0, None)
         assert config.resolution.flow_shift == 5
