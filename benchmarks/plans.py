@@ -5,7 +5,8 @@
     python benchmarks/plans.py --smoke  # the same for one preset, without writing
 
 With --compiler, a Python that has JAX and libtpu, each preset, optionally followed by overrides, is compiled, which
-takes minutes. The compiler's report is stored in benchmarks/results/plans.json with task=plan's estimate from it.
+takes minutes. The compiler's report is stored in benchmarks/results/plans.json with task=plan's estimate from it. Of a
+live video, the programs between two chunks are compiled too, for its frames a second.
 """
 import argparse
 import json
@@ -42,23 +43,31 @@ def resolve(name: str, compiler: str):
     return plan.describe(config).segments()[0]
 
 
-def compiled(resolved) -> dict:
-    """libtpu's report on a step."""
-    name = main_stage(resolved.graph)
+def compiled(resolved) -> dict[str, dict]:
+    """libtpu's reports: on a step, and on what a live video's chips do between its chunks."""
+    main, helpers = main_stage(resolved.graph), plan.working_helpers(resolved)
+    programs = {main: None} | ({"decode": None} if main == "live" else {}) | dict.fromkeys(helpers, "first")
     with jax.sharding.use_abstract_mesh(resolved.mesh):
-        stage = Session().build(resolved, [name])[name]
-    return plan.compile_stage(resolved, stage)
+        stages = Session().build(resolved, list(programs))
+    told = {name: plan.compile_stage(resolved, stages[name], program) for name, program in programs.items()}
+    step = told.pop(main)
+    return {"compiled": step} | ({"between": told} if told else {})
 
 
-def estimated(resolved, step: dict) -> dict:
-    """task=plan's estimate from libtpu's report on a step."""
+def estimated(resolved, step: dict, between: dict[str, dict]) -> dict:
+    """task=plan's estimate from libtpu's reports."""
     main = main_stage(resolved.graph)
+    flops = {name: resolved.videos * count for name, count in find(main).flops(resolved).items()}
     report = {
-        "compiler": {main: step}, "flops_per_step": find(main).flops(resolved),
-        "chips": device_count(resolved.config.mesh), "axes": resolved.placement["axes"],
+        "compiler": {main: step, **between}, "flops_per_step": flops,
+        "chips": device_count(resolved.config.mesh), "axes": resolved.placement["axes"], "components": {},
     }
     made = plan.estimate(resolved, report)
-    return {"floor_seconds_per_step": find(main).floor_seconds(resolved)} | made
+    if between:
+        report["denoising"] = plan.denoising(resolved, report | {"estimate": made})
+        report["video"] = plan.video(resolved, report)
+        made["frames_per_second"] = plan.frames_per_second(resolved, report)
+    return {"floor_seconds_per_step": resolved.videos * find(main).floor_seconds(resolved)} | made
 
 
 def main() -> None:
@@ -74,9 +83,9 @@ def main() -> None:
             versions = plan.ask_compiler(resolved.config, ["-c", plan.VERSIONS]).split()
             kept[name] = {
                 "command": f'python benchmarks/plans.py --compiler <a Python with libtpu> "{name}"',
-                "versions": dict(zip(("libtpu", "jax", "jaxlib"), versions)), "compiled": compiled(resolved),
+                "versions": dict(zip(("libtpu", "jax", "jaxlib"), versions)), **compiled(resolved),
             }
-        kept[name]["estimate"] = estimated(resolved, kept[name]["compiled"])
+        kept[name]["estimate"] = estimated(resolved, kept[name]["compiled"], kept[name].get("between", {}))
         print(json.dumps({"preset": name} | kept[name]["estimate"]["seconds_per_step"]), flush=True)
         if not options.smoke:
             text = json.dumps(ABOUT | {"presets": kept}, separators=(",", ":"))

@@ -51,7 +51,7 @@ class Kept(NamedTuple):
     `Attend.chunk`. Of each layer the first `Attend.fillings[filling]` tokens are valid."""
 
     key: jax.Array  # (layers, batch, tokens, heads * head_dim): after RoPE, or before it if `rotary` is given
-    value: jax.Array
+    value: jax.Array  # likewise, or with tokens last: kernels.settings.Kernel.turns_values
     layer: jax.Array  # whose attention it is
     start: jax.Array  # the first token of the chunk's slot
     filling: jax.Array
@@ -110,19 +110,22 @@ class Attend:
     def to_kept(self, query, key, value, kept: Kept):
         """(out, rescued, kept) on one device. Each number of valid tokens has its own branch: kernels take a fixed one,
         and nothing is computed for slots that are still empty."""
-        place = kept.layer, 0, kept.start, 0
-        stacks = [
-            lax.dynamic_update_slice(stack, array[None, :, : self.keys].astype(stack.dtype), place)
-            for stack, array in ((kept.key, key), (kept.value, value))
-        ]
-        kept = kept._replace(key=stacks[0], value=stacks[1])
+        key, value = (array[None, :, : self.keys].astype(kept.key.dtype) for array in (key, value))
+        upright, lying = (kept.layer, 0, kept.start, 0), (kept.layer, 0, 0, kept.start)
+        value, place = (value.swapaxes(2, 3), lying) if self.kernel.turns_values else (value, upright)
+        kept = kept._replace(
+            key=lax.dynamic_update_slice(kept.key, key, upright),
+            value=lax.dynamic_update_slice(kept.value, value, place),
+        )
         choices = [partial(self.to_valid, count) for count in self.fillings]
         return *lax.switch(kept.filling, choices, query, kept), kept
 
     def to_valid(self, count, query, kept: Kept):
         """(out, rescued) of attention to the first `count` kept tokens of a layer."""
-        stacks = kept.key, kept.value
-        key, value = (lax.dynamic_index_in_dim(stack, kept.layer, keepdims=False)[:, :count] for stack in stacks)
+        key, value = (
+            lax.dynamic_index_in_dim(stack, kept.layer, keepdims=False) for stack in (kept.key, kept.value)
+        )
+        key, value = key[:, :count], value[..., :count].swapaxes(1, 2) if self.kernel.turns_values else value[:, :count]
         if kept.rotary:
             key = self.rotated(key, [table[:count] for table in kept.rotary], 1, None)[0]
         out, _, rescued = self.local(query, key, value, count)

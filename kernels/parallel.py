@@ -82,7 +82,7 @@ def spread_chunk(attend, tokens, rotary, norms, kept):
     shards = prod(mesh.shape[axis] for axis in token_axes)
     queries, everywhere = tokens[0].shape[1], PartitionSpec()
     tokens_spread = PartitionSpec(parallel.batch, token_axes or None, parallel.heads)
-    stacks_spread = kept_spec(parallel)
+    stacks_spread = kept_spec(parallel), kept_spec(parallel, turned=attend.kernel.turns_values)
 
     def on_device(tokens, rotary, norms, kept):
         query, key, value = tokens
@@ -93,11 +93,11 @@ def spread_chunk(attend, tokens, rotary, norms, kept):
         out, rescued, kept = attend.to_kept(*tokens_for_heads(attend, query, key, value), kept)
         return heads_for_tokens(attend, out), rescued[None], (kept.key, kept.value)
 
-    kept_specs = type(kept)(stacks_spread, stacks_spread, *[everywhere] * 4)
+    kept_specs = type(kept)(*stacks_spread, *[everywhere] * 4)
     sharded = jax.shard_map(
         on_device, mesh=mesh, in_specs=(tokens_spread, [PartitionSpec(token_axes or None)] * len(rotary), everywhere,
                                         kept_specs),
-        out_specs=(tokens_spread, PartitionSpec(mesh.axis_names), (stacks_spread, stacks_spread)),
+        out_specs=(tokens_spread, PartitionSpec(mesh.axis_names), stacks_spread),
         check_vma=False,  # Pallas kernels carry no varying-axes types
     )
     padded = tuple(pad_tokens(array, shards) for array in tokens)
@@ -106,12 +106,13 @@ def spread_chunk(attend, tokens, rotary, norms, kept):
     return out[:, :queries], rescued, kept._replace(key=key, value=value)
 
 
-def kept_spec(parallel, whole_batch: bool = False) -> PartitionSpec:
-    """How (layers, batch, tokens, heads * head_dim) is kept: Ulysses cuts the heads of each device further. With
-    `whole_batch`, what all of a batch attend to."""
+def kept_spec(parallel, whole_batch: bool = False, turned: bool = False) -> PartitionSpec:
+    """How (layers, batch, tokens, heads * head_dim) is kept, or with tokens last (`turned`): Ulysses cuts the heads of
+    each device further. With `whole_batch`, what all of a batch attend to."""
     ulysses = parallel.ulysses if isinstance(parallel.ulysses, tuple) else (parallel.ulysses,)
     heads = tuple(axis for axis in (parallel.heads, *ulysses) if axis)
-    return PartitionSpec(None, None if whole_batch else parallel.batch, None, heads or None)
+    batch, heads = None if whole_batch else parallel.batch, heads or None
+    return PartitionSpec(None, batch, heads, None) if turned else PartitionSpec(None, batch, None, heads)
 
 
 def pad_tokens(array, shards):

@@ -71,6 +71,12 @@ class Kernel:
         """From a config's values."""
         return cls(**{**values, "sparse": Sparse(**values.get("sparse", {}))})
 
+    @property
+    def turns_values(self) -> bool:
+        """Whether values are kept with tokens last, as the kernel takes them: XLA would turn those of all layers in
+        every pass."""
+        return self.kernel == "splash"
+
 
 def vmem_bytes(tokens: int, block_q: int, head_dim: int, kernel: Kernel, buffers: int) -> int:
     """VMEM of the splash kernel over lists: all keys and values of a head in so many buffers, queries and outputs in

@@ -141,7 +141,8 @@ def test_chunks_see_what_is_kept_whatever_the_kernel(kernel, scheme):
     chunks = [[jnp.asarray(generator.normal(0, 1, (1, 40, 8 * 64)), dtype) for _ in range(3)] for _ in range(4)]
     empty = jnp.zeros((2, 1, 120, 8 * 64), dtype)
     run = jax.jit(lambda tokens, kept: attend.chunk(*tokens, (), (), kept), compiler_options=QUICK)
-    kept = Kept(empty, empty, jnp.int32(1), jnp.int32(0), jnp.int32(0))
+    turned = jnp.zeros((2, 1, 8 * 64, 128), dtype) if kernel.turns_values else empty
+    kept = Kept(empty, turned, jnp.int32(1), jnp.int32(0), jnp.int32(0))
     for number, seen in enumerate(([0], [0, 1], [0, 1, 2], [0, 3, 2])):
         place = kept._replace(start=jnp.int32(40 * [0, 1, 2, 1][number]), filling=jnp.int32(min(number, 2)))
         out, _, kept = run(chunks[number], place)

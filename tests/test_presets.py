@@ -53,7 +53,7 @@ def test_a_published_preset_does_not_change(name):
 
 @pytest.mark.parametrize("name", options("preset"))
 def test_a_preset_is_named_and_headed_as_the_others(name):
-    named = r"(t2v|i2v|flf2v|ti2v|vace|animate2?|fun_control|fun_camera|s2v|t2i)_[a-z0-9_]+_v\d+"
+    named = r"(t2v|i2v|flf2v|ti2v|vace|animate2?|fun_control|fun_camera|s2v|t2i|live)_[a-z0-9_]+_v\d+"
     assert re.fullmatch(named, name), "<task>_<size>_<resolution>_<chips>_v<N>"
     text = (CONF / "preset" / f"{name}.yaml").read_text()
     assert text.startswith("# @package _global_\n# ")

@@ -12,6 +12,7 @@ from wan_torchax.config.attention import parallel_of
 from wan_torchax.config.live import Layout, Window, chunk_seconds, prompt_chunks
 from wan_torchax.devices.sharding import replicated, struct
 from wan_torchax.events import Advanced, Asked, Part, Queued, Reencoded, Stepped
+from wan_torchax.kernels.lanes import LANES
 from wan_torchax.kernels.parallel import kept_spec
 from wan_torchax.models.family import Chunk, Forward
 from wan_torchax.records.files import Spool
@@ -34,7 +35,7 @@ class Live(Denoise):
     latents is a step whose coefficients are those of the identity. Arguments:
 
         slots       the latents (slot 0) and the scheduler's history, (slots, 1, channels, frames of a chunk, …)
-        kept        keys and values, (layers, 1, tokens of the window, width)
+        kept        keys and values, (layers, 1, tokens of the window, width): kernels.attention.Kept
         schedule    timestep and coefficients of a step; seed and numbers of chunk and step, for the noise; and where
                     the chunk stands (models.family.Chunk)
     """
@@ -144,11 +145,16 @@ class Live(Denoise):
         schedule |= {"seed": array(dtype="uint32"), "positions": array(layout.size(number), dtype="int32")}
         if derived["relative"]:
             schedule["kept_positions"] = array(layout.window, dtype="int32")
-        sharding = jax.sharding.NamedSharding(self.mesh, kept_spec(self.parallel(1)))
-        kept = jax.ShapeDtypeStruct(derived["kept_shape"], dtype, sharding=sharding)
+        kept = {}
+        for name, turned in (("key", False), ("value", self.forward(1).self_attention.turns_values)):
+            *outer, tokens, width = derived["kept_shape"]
+            # In whole tiles: TPUs lay out arguments with as little padding as they can, and would not have tokens last.
+            shape = (*outer, width, tokens + -tokens % LANES) if turned else (*outer, tokens, width)
+            sharding = jax.sharding.NamedSharding(self.mesh, kept_spec(self.parallel(1), turned=turned))
+            kept[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
         slots = array(derived["slots"], batch, channels, layout.size(number), *sides)
         conditions = {name: array(1, *shape, dtype=dtype) for name, shape in derived["conditions"].items()}
-        return [slots, {"key": kept, "value": kept}, schedule, conditions]
+        return [slots, kept, schedule, conditions]
 
     @property
     def terms(self) -> int:

@@ -295,8 +295,9 @@ def read(text: str, axes: dict[str, int]) -> dict:
 # ---------------------------------------------------------------- compiling
 
 
-def compile_for(path: str, topology_name: str, axes: dict[str, int]) -> tuple[dict, str]:
-    """The report on an exported program compiled for a topology, and the compiled HLO's text."""
+def compile_for(path: str, topology_name: str, axes: dict[str, int], donated: list[int]) -> tuple[dict, str]:
+    """The report on an exported program compiled for a topology, and the compiled HLO's text. An export does not say
+    which arguments are donated."""
     os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-8")
@@ -322,7 +323,7 @@ def compile_for(path: str, topology_name: str, axes: dict[str, int]) -> tuple[di
     arguments, keywords = jax.tree.unflatten(exported.in_tree, structs)
     began, worked = time.time(), time.process_time()
     with jax.set_mesh(mesh):
-        compiled = jax.jit(exported.call).lower(*arguments, **keywords).compile()
+        compiled = jax.jit(exported.call, donate_argnums=donated).lower(*arguments, **keywords).compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()
     return {
         "device": topology.devices[0].device_kind,
@@ -340,13 +341,15 @@ def main() -> None:
     parser.add_argument("artifact", help="the output of jax.export(...).serialize()")
     parser.add_argument("--topology", required=True, help="libtpu's name: v6e:2x4, v5e:2x4, v5p:2x2x1, tpu7x:2x2x1")
     parser.add_argument("--mesh", required=True, help="axis=size,… in order")
+    parser.add_argument("--donated", default="", help="positions of donated arguments, with commas")
     parser.add_argument("--json", required=True, help="where the report goes")
     parser.add_argument("--hlo", help="where the compiled program's text goes")
     parser.add_argument("--libtpu-args", default="", help="flags for libtpu, e.g. to write its schedules somewhere")
     options = parser.parse_args()
     os.environ["LIBTPU_INIT_ARGS"] = options.libtpu_args
     axes = {axis: int(size) for axis, size in (item.split("=") for item in options.mesh.split(","))}
-    report, text = compile_for(options.artifact, options.topology, axes)
+    donated = [int(place) for place in options.donated.split(",") if place]
+    report, text = compile_for(options.artifact, options.topology, axes, donated)
     with open(options.json, "w") as file:
         json.dump(report, file)
     if options.hlo:

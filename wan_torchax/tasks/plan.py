@@ -206,15 +206,16 @@ def compile_stage(resolved: Resolved, stage: Stage, program: str | None = None) 
         jitted, structs = stage.programs.jitted(program, lowered)
         artifact = Path(scratch) / "program.bin"
         artifact.write_bytes(jax.export.export(jitted, platforms=["tpu"])(*structs).serialize())
-        report = call_compiler(resolved.config, artifact)
+        report = call_compiler(resolved.config, artifact, stage.programs.entries[program].donated)
         report["cycles_by_group"] = by_group(report.pop("ops"), resolved.family.groups)
         return report
 
 
-def call_compiler(config, artifact: Path) -> dict:
+def call_compiler(config, artifact: Path, donated: tuple[int, ...] = ()) -> dict:
     """libtpu's report on a program. Compiling takes minutes, so the report is cached in the store."""
     axes = ",".join(f"{axis}={size}" for axis, size in config.mesh.axes.items())
     place = ["--topology", config.mesh.chip.topology, "--mesh", axes]
+    place += ["--donated", ",".join(map(str, donated))] if donated else []
     flags = [f"--libtpu-args={' '.join(config.compile.libtpu_flags)}"] if config.compile.libtpu_flags else []
     versions = ask_compiler(config, ["-c", VERSIONS]).split()
     store, made_from = Store.of(config), {"place": place + flags, "versions": versions}
