@@ -297,6 +297,9 @@ def plan_claims():
     exact = "t2v_14b_720p_v6e8_v3"
     text = "estimated at {} s ({} to {}) with factors of rank 64 and {} s ({} to {}) without"
     yield "docs/adapters.md", text, [*spread(steps[f"{exact} adapter.mode=beside"]), *spread(steps[exact])]
+    for name in ("t2v_turbo_14b_720p_v6e8_v2", "t2v_turbo_14b_720p_v7x8_v2"):
+        text = f"(`preset={name}`) a step takes {{}} s by estimate ({{}} to {{}}), so four take {{}} s"
+        yield "docs/sparse.md", text, [*spread(steps[name]), f"{4 * steps[name]['likely']:.1f}"]
     text = "{} s ({} to {}) at 720p where bfloat16 takes {} ({} to {})"
     both = steps["t2v_14b_720p_int8_v6e8_v3"], steps["t2v_14b_720p_v6e8_v4"]
     yield "docs/precision.md", text, [figure for each in both for figure in spread(each)]
