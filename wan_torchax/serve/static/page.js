@@ -404,7 +404,7 @@ async function watch(video, item) {
 // Of a video that plays while it is made: when its first frames came, and how many a second since then. What was made
 // before the page was opened comes all at once, and tells nothing.
 function showPace(item, there, fps) {
-  if (item.began === undefined) return;
+  if (item.began === undefined || !fps) return;  // a request of an earlier version says no rate
   const now = performance.now(), first = item.first ??= { now, there }, place = find(".pace", item);
   const pace = there > first.there ? `, ${(1000 * fps * (there - first.there) / (now - first.now)).toFixed(1)} frames a second` : "";
   place.textContent = `first frames after ${seconds((first.now - item.began) / 1000)}${pace}; it plays at ${fps}`;
