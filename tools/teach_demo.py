@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import demo_world as world
@@ -179,16 +180,15 @@ def stored_transformer(cfg: DictConfig, transformer: WanTransformer3DModel, fold
 # ---------------------------------------------------------------- learning
 
 
-def train(cfg: DictConfig, settings: DictConfig, network: WanTransformer3DModel, loss_of: Callable[[], torch.Tensor],
+def train(cfg: DictConfig, settings: DictConfig, network: torch.nn.Module, losses: Callable | list[Callable],
           save: Callable[[Weights], None], refresh: Callable[[], None] = lambda: None) -> dict:
-    """Lower a loss until the time is up; the network ends as the average of its weights. Returns the clock's state. A
-    loss that is not the same computation each time cannot be recorded: settings.recorded=false."""
-    clock, due, progress_due = Clock(settings.minutes, settings.steps), Every(cfg.checkpoint_minutes), Every(0.1)
+    """Lower a loss, or several in turn, until the time is up; each must be the same computation whenever it is called.
+    The network ends as the average of its weights. Returns the clock's state."""
     learned = {name: value for name, value in network.named_parameters() if value.requires_grad}
     average = {name: value.detach().clone() for name, value in learned.items()}
     optimizers = build_optimizers(torch.nn.ModuleDict({"transformer": network}), cfg.weight_decay, settings.muon)
 
-    def step() -> torch.Tensor:
+    def step(loss_of: Callable) -> torch.Tensor:
         loss = loss_of()
         loss.backward()
         apply_gradients(optimizers)
@@ -196,12 +196,16 @@ def train(cfg: DictConfig, settings: DictConfig, network: WanTransformer3DModel,
             torch._foreach_lerp_(list(average.values()), list(learned.values()), 1 - settings.ema)
         return loss.detach()
 
-    quick_step = Recorded(step, network.device) if settings.get("recorded", True) else step
+    device = next(network.parameters()).device
+    pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+    losses = losses if isinstance(losses, list) else [losses]
+    steps = itertools.cycle([Recorded(partial(step, loss), device, pool=pool) for loss in losses])
+    clock, due, progress_due = Clock(settings.minutes, settings.steps), Every(cfg.checkpoint_minutes), Every(0.1)
     while clock.progress < 1:
         if clock.step % cfg.refresh_every == 0:
             refresh()
         set_rate(optimizers, learning_rate(settings.learning_rate, clock, cfg.warmup_steps))
-        loss = quick_step()
+        loss = next(steps)()
         clock.step += 1
         if clock.step == 1 or progress_due():
             say(stage=cfg.what, **clock.state(), loss=loss.item())

@@ -31,6 +31,7 @@ from __future__ import annotations
 import itertools
 import json
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -340,18 +341,16 @@ def teach(cfg: DictConfig, networks: dict, folder: Path, device: torch.device) -
     student = make_causal(deepcopy(networks["transformer"])).requires_grad_(True)
     teach_demo.compiled(cfg, student)
 
-    def stage(name: str, loss, *given) -> dict:
-        settings, plans = cfg[name], itertools.cycle(enumerate(cfg.plans))
+    def stage(name: str, loss_of, *given) -> dict:
+        settings = cfg[name]
 
-        def loss_of() -> torch.Tensor:
-            number, plan = next(plans)
+        def loss(number: int, plan: list[int]) -> torch.Tensor:
             with autocast(device):
-                return loss(cfg, student, plan, *given, *bank.draw(number, settings.batch))
+                return loss_of(cfg, student, plan, *given, *bank.draw(number, settings.batch))
 
-        loss_of().backward()  # compiled before the clock starts
-        student.zero_grad()
-        timed = OmegaConf.create({**settings, "minutes": cfg.minutes * settings.share, "recorded": False})
-        return teach_demo.train(OmegaConf.create({**cfg, "what": name}), timed, student, loss_of, save, bank.add)
+        losses = [partial(loss, number, plan) for number, plan in enumerate(cfg.plans)]
+        timed = OmegaConf.create({**settings, "minutes": cfg.minutes * settings.share})
+        return teach_demo.train(OmegaConf.create({**cfg, "what": name}), timed, student, losses, save, bank.add)
 
     def save(weights: Weights) -> None:
         teach_demo.save_transformer(student, weights, folder / WEIGHTS)

@@ -1,6 +1,6 @@
 """Teach a tiny decoder to imitate the demo's own: vae=tiny, TAEHV's structure, a fraction of the time.
 
-    python tools/teach_tiny_vae.py                  # four minutes on one H200
+    python tools/teach_tiny_vae.py                  # three minutes on one H200
     python tools/teach_tiny_vae.py minutes=1        # any key of tools/conf/teach_tiny_vae.yaml
     python tools/teach_tiny_vae.py --smoke          # a few steps on the CPU
     python tools/teach_tiny_vae.py --judge outputs/demo_tiny_vae        # stored weights, measured once more
@@ -27,19 +27,8 @@ import torch
 import train_demo
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
-from training import (
-    Clock,
-    Every,
-    Recorded,
-    apply_gradients,
-    autocast,
-    build_optimizers,
-    learning_rate,
-    say,
-    set_rate,
-    teach_and_judge,
-    teaching,
-)
+from teach_demo import Shelf, Weights
+from training import autocast, teach_and_judge, teaching
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -92,35 +81,22 @@ def load(cfg: DictConfig, device: torch.device) -> diffusers.AutoencoderKLWan:
 
 def teach(cfg: DictConfig, vae, folder: Path, device: torch.device) -> dict:
     """Lower the error until the time is up. Returns the clock's state."""
-    tiny = TinyVAE(**architecture()).to(device)
-    optimizers = build_optimizers(tiny, 0.0, 0.0)
-    batches = train_demo.stream(cfg, cfg.batch, cfg.seed)
+    tiny, shelf = TinyVAE(**architecture()).to(device), Shelf(cfg.bank, device)
+    batches = train_demo.stream(cfg, cfg.refresh, cfg.seed)
+    refresh = teach_demo.shelve(cfg, shelf, batches, lambda *batch: examples(cfg, vae, batch))
 
-    def step(latents: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
+    def loss() -> torch.Tensor:
+        latents, frames = shelf.draw(cfg.batch)
         with autocast(device):
             difference = decode(tiny, latents).float() - frames
-        error = difference.square().mean()
-        (error + 0.05 * difference.abs().mean()).backward()
-        apply_gradients(optimizers)
-        return error.detach()
+        return difference.square().mean() + 0.05 * difference.abs().mean()
 
-    recorded = Recorded(step, device, *examples(cfg, vae, next(batches)))
-    clock, due, progress_due = Clock(cfg.minutes, cfg.steps), Every(cfg.checkpoint_minutes), Every(0.1)
-    while clock.progress < 1:
-        set_rate(optimizers, learning_rate(cfg.learning_rate, clock, cfg.warmup_steps))
-        error = recorded(*examples(cfg, vae, next(batches)))
-        clock.step += 1
-        if clock.step == 1 or progress_due():
-            say(stage="tiny_vae", **clock.state(), psnr=10 * math.log10(4 / error.item()))
-        if due():
-            save(tiny, folder)
-    save(tiny, folder)
-    return {"tiny_vae": clock.state()}
+    return {"tiny_vae": teach_demo.train(cfg, cfg, tiny, loss, lambda weights: save(weights, folder), refresh)}
 
 
-def save(tiny: TinyVAE, folder: Path) -> None:
+def save(weights: Weights, folder: Path) -> None:
     """As vae=tiny reads it, in float16."""
-    teach_demo.store({name: value.half() for name, value in tiny.state_dict().items()}, folder / WEIGHTS)
+    teach_demo.store({name: value.half() for name, value in weights.items()}, folder / WEIGHTS)
     (folder / "tiny_vae/config.json").write_text(json.dumps(architecture(), indent=2) + "\n")
 
 

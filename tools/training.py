@@ -212,7 +212,8 @@ class Recorded:
     `step` takes tensors that always have the examples' shapes, and returns tensors; without a GPU it is simply called.
     """
 
-    def __init__(self, step, device: torch.device, *examples: torch.Tensor):
+    def __init__(self, step, device: torch.device, *examples: torch.Tensor, pool=None):
+        """Graphs with one pool of memory must be replayed in the order in which they are made."""
         self.step, self.inputs, self.graph = step, [example.clone() for example in examples], None
         if device.type != "cuda":
             return
@@ -223,7 +224,7 @@ class Recorded:
                 step(*self.inputs)
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, pool=pool):
             self.output = step(*self.inputs)
 
     def __call__(self, *values: torch.Tensor):
