@@ -137,7 +137,7 @@ def test_what_is_taught_is_what_a_live_video_is_made_with(tmp_path):
     made, config = results(run_into(tmp_path / "run", *arguments))["latents"], make_config(*arguments)
     cfg = teach_live.with_live(settings("teach_live"))
     table = scheduler_table(config)
-    assert np.allclose(table.timesteps, [1000 * level for level in teach_live.levels_of(cfg)[:-1]])
+    assert np.allclose(table.timesteps, [1000 * level for level in teach_live.levels_of(cfg, cfg.sigmas)[:-1]])
     networks = teach_demo.load(cfg, torch.device("cpu"))
     transformer = teach_live.stored(networks, tmp_path)
     drawn = [noise({"seed": jnp.uint32(config.seed), "chunk": chunk}, 0, (1, 16, 2, 8, 8)) for chunk in range(5)]

@@ -2,6 +2,7 @@
 
     python tools/teach_live.py                      # five minutes on one H200, and two around them
     python tools/teach_live.py minutes=2            # any key of tools/conf/teach_live.yaml
+    python tools/teach_live.py start_from=outputs/demo_live output=outputs/more     # the last stage once more
     python tools/teach_live.py --smoke              # a few steps on the CPU
     python tools/teach_live.py --judge outputs/demo_live        # stored weights, on the held-out prompts once more
 
@@ -30,6 +31,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -232,15 +234,15 @@ class Video:
         return [torch.cat([empty, *(chunk[number][which] for chunk in self.kept)], 1) for which in (0, 1)]
 
 
-def levels_of(cfg: DictConfig) -> list[float]:
-    """Noise levels of the few steps, and 0."""
-    return [*(cfg.shift * sigma / (1 + (cfg.shift - 1) * sigma) for sigma in cfg.sigmas), 0.0]
+def levels_of(cfg: DictConfig, sigmas: Iterable[float]) -> list[float]:
+    """Noise levels of steps, and 0."""
+    return [*(cfg.shift * sigma / (1 + (cfg.shift - 1) * sigma) for sigma in sigmas), 0.0]
 
 
-def denoised(video: Video, noise: torch.Tensor, levels: list[float]) -> torch.Tensor:
-    """A chunk by Euler's steps from noise."""
+def denoised(cfg: DictConfig, video: Video, noise: torch.Tensor) -> torch.Tensor:
+    """A chunk by the few steps of Euler's from noise."""
     latents = noise
-    for high, low in itertools.pairwise(levels):
+    for high, low in itertools.pairwise(levels_of(cfg, cfg.sigmas)):
         level = torch.full((len(noise),), high, device=noise.device)
         latents = latents - (high - low) * video.velocity(latents, level)
     return latents
@@ -255,7 +257,7 @@ def generate(cfg: DictConfig, transformer: WanTransformer3DModel, texts: torch.T
     for number, part in enumerate(noise.split(cfg.live.chunk, 2)):
         if number in plan:
             video.change(texts[:, plan.index(number) + 1])
-        chunks.append(denoised(video, part, levels_of(cfg)))
+        chunks.append(denoised(cfg, video, part))
         video.add(chunks[-1])
     return torch.cat(chunks, 2)
 
@@ -284,23 +286,25 @@ def flow_loss(cfg: DictConfig, transformer: WanTransformer3DModel, plan: list[in
 
 
 def roughened(cfg: DictConfig, latents: torch.Tensor) -> torch.Tensor:
-    """True latents with a little noise, more in some videos than in others."""
-    deviation = cfg.read_noise * torch.rand(len(latents), 1, 1, 1, 1, device=latents.device)
-    return latents + deviation * torch.randn_like(latents)
+    """Latents with a little noise and in another shade here and there, more in some videos than in others: such errors
+    are not to grow from chunk to chunk."""
+    noise, shade = torch.rand(2, len(latents), 1, 1, 1, 1, device=latents.device)
+    areas = torch.randn(*latents.shape[:2], 1, 2, 2, device=latents.device)
+    areas = functional.interpolate(areas, (1, *latents.shape[3:]), mode="trilinear")
+    return latents + cfg.read_noise * noise * torch.randn_like(latents) + cfg.read_shade * shade * areas
 
 
 @torch.no_grad()
-def first_chunks(cfg: DictConfig, teacher: WanTransformer3DModel, bank: Bank, empty: torch.Tensor):
-    """Pairs of noise and what `flow` makes of it, with their texts, on a Shelf; and the clock's state."""
+def first_chunks(cfg: DictConfig, bank: Bank, make: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]):
+    """Pairs of noise and what is made of it, with their texts, on a Shelf; and the clock's state."""
     settings, device = cfg.first, bank.device
     shelf = Shelf(settings.batches * settings.batch, device)
     clock = Clock(cfg.minutes * settings.share, settings.batches)
-    levels = [cfg.shift * sigma / (1 + (cfg.shift - 1) * sigma) for sigma in np.linspace(1, 0, settings.steps + 1)]
     for number in itertools.cycle(range(len(cfg.plans))):
         latents, texts = bank.draw(number, settings.batch)
         text, noise = texts[:, 0], torch.randn_like(latents[:, :, : cfg.live.chunk])
         with autocast(device):
-            shelf.add(noise, guided(cfg, teacher, noise, [text, empty.expand(text.shape)], levels), text)
+            shelf.add(noise, make(noise, text), text)
         clock.step += 1
         if clock.progress >= 1:
             break
@@ -308,11 +312,11 @@ def first_chunks(cfg: DictConfig, teacher: WanTransformer3DModel, bank: Bank, em
     return shelf, clock.state()
 
 
-def guided(cfg: DictConfig, teacher: WanTransformer3DModel, noise: torch.Tensor, texts: list[torch.Tensor],
-           levels: list[float]) -> torch.Tensor:
-    """A first chunk by Euler's steps, with guidance from the second texts to the first."""
-    latents, video = noise, Video(teacher, cfg.live, torch.cat(texts))
-    for high, low in itertools.pairwise(levels):
+def guided(cfg: DictConfig, teacher: WanTransformer3DModel, empty: torch.Tensor, noise: torch.Tensor,
+           text: torch.Tensor) -> torch.Tensor:
+    """A first chunk by many of Euler's steps, with guidance from the empty caption."""
+    latents, video = noise, Video(teacher, cfg.live, torch.cat((text, empty.expand(text.shape))))
+    for high, low in itertools.pairwise(levels_of(cfg, np.linspace(1, 0, cfg.first.steps, endpoint=False))):
         level = torch.full((2 * len(noise),), high, device=noise.device)
         told, untold = video.velocity(torch.cat((latents, latents)), level).chunk(2)
         latents = latents - (high - low) * (untold + cfg.first.guidance * (told - untold))
@@ -323,22 +327,23 @@ def rollout_loss(cfg: DictConfig, transformer: WanTransformer3DModel, plan: list
                  latents: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
     """Mean squared error of chunks in few steps: of a first one, and of those that follow a true one and each other."""
     noise, wanted, text = pairs.draw(len(latents))
-    losses = [functional.mse_loss(denoised(Video(transformer, cfg.live, text), noise, levels_of(cfg)), wanted)]
+    losses = [functional.mse_loss(denoised(cfg, Video(transformer, cfg.live, text), noise), wanted)]
     chunks, video = latents.split(cfg.live.chunk, 2), Video(transformer, cfg.live, texts[:, 0])
     video.add(roughened(cfg, chunks[0]))
     for number, chunk in enumerate(chunks[1:], 1):
         if number in plan:
             video.change(texts[:, plan.index(number) + 1])
-        made = denoised(video, torch.randn_like(chunk), levels_of(cfg))
+        made = denoised(cfg, video, torch.randn_like(chunk))
         losses.append(functional.mse_loss(made, chunk))
-        video.add(made.detach())
+        video.add(roughened(cfg, made.detach()))
     return torch.stack(losses).mean()
 
 
 def teach(cfg: DictConfig, networks: dict, folder: Path, device: torch.device) -> dict:
     """All stages; the transformer ends as the average of its weights, in the folder. Returns the clocks' states."""
     bank, empty = Bank(cfg, networks, device), teach_demo.empty_text(networks)
-    student = make_causal(deepcopy(networks["transformer"])).requires_grad_(True)
+    begun = stored(networks, Path(cfg.start_from)) if cfg.start_from else make_causal(networks["transformer"])
+    student = deepcopy(begun).requires_grad_(True)
     teach_demo.compiled(cfg, student)
 
     def stage(name: str, loss_of, *given) -> dict:
@@ -355,8 +360,12 @@ def teach(cfg: DictConfig, networks: dict, folder: Path, device: torch.device) -
     def save(weights: Weights) -> None:
         teach_demo.save_transformer(student, weights, folder / WEIGHTS)
 
-    clocks = {"flow": stage("flow", flow_loss, empty)}
-    pairs, clocks["first"] = first_chunks(cfg, deepcopy(student), bank, empty)
+    if not cfg.start_from:
+        clocks = {"flow": stage("flow", flow_loss, empty)}
+        make = partial(guided, cfg, deepcopy(student), empty)
+    else:
+        clocks, make = {}, lambda noise, text: denoised(cfg, Video(begun, cfg.live, text), noise)
+    pairs, clocks["first"] = first_chunks(cfg, bank, make)
     return clocks | {"rollout": stage("rollout", rollout_loss, pairs)}
 
 
