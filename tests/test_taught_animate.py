@@ -114,6 +114,27 @@ def test_it_begins_as_the_model_for_pictures():
         assert relative_error(changed.numpy(), drawn.numpy()) > 1e-4, name
 
 
+def test_stored_weights_follow_what_drives_them():
+    folder = ROOT / "models/demo_animate"
+    metrics = json.loads((folder / "metrics.json").read_text())
+    rates = metrics["held_out"]
+    assert metrics["command"] and metrics["commit"] and metrics["versions"] and metrics["held_out_videos"] >= 40
+    assert sum((folder / file).stat().st_size for file in teach_animate.STORED.values()) < 18_000_000
+    assert min(rates["colour"], rates["background"]) == 1 and min(rates["shape"], rates["followed"]) >= 0.9
+    assert rates["distance_px"] < 1
+
+
+@pytest.mark.system
+def test_the_stored_model_moves_a_shape(tmp_path):
+    animation = driving.held_out()[5]
+    driving.write(tmp_path, animation[1:], 17)
+    driven = [f"{name}={tmp_path / name}.mkv" for name in ("pose", "face")]
+    run_into(tmp_path / "run", "model=demo_animate", f"image={tmp_path / 'picture.png'}", *driven, "steps=8")
+    files = tmp_path / "run/video.mp4", tmp_path / "truth.mkv"
+    found = judge_demo.followed(*(np.stack(list(read_frames(file, 99, driving.FPS))) for file in files))
+    assert found["distance_px"] < 3 and found["overlap"] > 0.75
+
+
 @pytest.mark.system
 def test_teaching_runs_through(tmp_path):
     teach_animate.run(settings(f"output={tmp_path}"), None)

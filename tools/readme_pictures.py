@@ -92,6 +92,15 @@ def i2v(folder: Path) -> None:
     strip("i2v", [picture, *some(made)[1:]])
 
 
+def animate(folder: Path) -> None:
+    """A picture and a pose; below them the video."""
+    subprocess.run([sys.executable, "tools/driving.py", folder], cwd=ROOT, check=True)
+    driving = (f"{name}={folder / name}.mkv" for name in ("pose", "face"))
+    made = run(folder / "made", "model=demo_animate", f"image={folder / 'picture.png'}", *driving)
+    picture = imageio.imread(folder / "picture.png")
+    strip("animate", [picture, *some(imageio.imread(folder / "pose.mkv"))], [np.full_like(picture, 255), *some(made)])
+
+
 def four_steps(folder: Path) -> None:
     strip("four_steps", some(run(folder / "twenty")), some(run(folder / "four", "adapter=demo_4step")))
 
@@ -171,7 +180,7 @@ def wait_for(condition) -> None:
         time.sleep(0.1)
 
 
-PICTURES = {make.__name__: make for make in (demo, v2v, i2v, four_steps, outline, guiders, serve)}
+PICTURES = {make.__name__: make for make in (demo, v2v, i2v, animate, four_steps, outline, guiders, serve)}
 
 
 def main() -> None:

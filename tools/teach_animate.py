@@ -279,7 +279,7 @@ defaults:
   - _self_
 
 path: {path}
-paths: {{text_encoder: models/demo, vae: models/demo}}
+paths: {{text_encoder: models/demo, vae: models/demo, tiny_vae: models/demo}}
 text_tokens: 512                # diffusers' attention takes all tokens before the last 512 for a picture's
 dtype: {{image_encoder: float32}}
 guidance_scale: 1.0             # above 1, the negative prompt goes with a black face

@@ -73,8 +73,10 @@ def decoder_problems(config: DictConfig) -> Iterator[str]:
         yield from missing_decoder(config, f"vae={config.vae.name}", name)
     elif config.preview.component == name and config.preview_every:
         yield from missing_decoder(config, f"preview={config.preview.name}", name)
-    if name in config.model.paths and name not in (config.vae.component, config.preview.component):
-        yield f"model.{name}={config.model.paths[name]}: nothing decodes with it; set vae=tiny or preview=tiny"
+    given = config.model.paths.get(name)
+    beside = given == config.model.paths.get("vae")  # both decoders in a folder: a model's own, of which one is chosen
+    if given and not beside and name not in (config.vae.component, config.preview.component):
+        yield f"model.{name}={given}: nothing decodes with it; set vae=tiny or preview=tiny"
 
 
 def missing_decoder(config: DictConfig, chosen: str, component: str) -> Iterator[str]:
