@@ -15,6 +15,7 @@ from hydra import compose, initialize_config_dir
 
 from tests.conftest import ROOT, make_config, results, run_into
 from tests.reference import relative_error
+from wan_torchax.config.clips import read_frames
 from wan_torchax.config.validation import validate
 from wan_torchax.models.taehv import TinyVAE
 from wan_torchax.models.tiny_vae import decode_chunk
@@ -170,6 +171,30 @@ def test_teaching_runs_through(tmp_path):
     assert "colour" in (tmp_path / "README.md").read_text()
     made = results(run_into(tmp_path / "run", *RUN, *SIZE, f"model.transformer={tmp_path}", "stages=[text,live]"))
     assert made["latents"].shape == (1, 16, 10, 8, 8)
+
+
+def test_stored_weights_follow_their_prompts():
+    """After ten seconds, and after a change of the prompt."""
+    folder = ROOT / "models/demo_live"
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["command"] and metrics["commit"] and metrics["versions"] and metrics["held_out_prompts"] == 73
+    assert (folder / teach_live.WEIGHTS).stat().st_size < 15_000_000
+    for part in ("held_out", "after_change"):
+        assert min(metrics[part][aspect] for aspect in ("colour", "shape", "motion")) >= 0.95, part
+
+
+@pytest.mark.system
+def test_the_stored_model_follows_what_it_is_told(tmp_path):
+    """Four seconds of one thing, then four of another, in both of which everything is right."""
+    scenes = one("red", "circle", "right", background="blue"), one("yellow", "star", "spinning", background="purple")
+    told = ["prompt=a red circle moving right on a blue background",
+            "live.prompts=['4: a yellow star spinning on a purple background']"]
+    run_into(tmp_path, "model=demo_live", "resolution.frames=69", *told)
+    frames = np.stack(list(read_frames(tmp_path / "video.mp4", 99, 8)))
+    assert len(frames) == 69
+    for part, scene in zip((frames[:37], frames[45:]), scenes):
+        right = judge_demo.judge_live(part, scene)
+        assert all(right[aspect] for aspect in ("colour", "shape", "motion", "background")), right
 
 
 def test_losses_are_of_every_chunk():

@@ -101,6 +101,13 @@ def animate(folder: Path) -> None:
     strip("animate", [picture, *some(imageio.imread(folder / "pose.mkv"))], [np.full_like(picture, 255), *some(made)])
 
 
+def live(folder: Path) -> None:
+    """Ten seconds, of which the last five follow another prompt."""
+    later = 'live.prompts=["5: a yellow star spinning on a purple background"]'
+    made = run(folder, "model=demo_live", "prompt=a red ball moving right on a blue background", later)
+    strip("live", some(made[4:], 9))
+
+
 def four_steps(folder: Path) -> None:
     strip("four_steps", some(run(folder / "twenty")), some(run(folder / "four", "adapter=demo_4step")))
 
@@ -180,7 +187,7 @@ def wait_for(condition) -> None:
         time.sleep(0.1)
 
 
-PICTURES = {make.__name__: make for make in (demo, v2v, i2v, animate, four_steps, outline, guiders, serve)}
+PICTURES = {make.__name__: make for make in (demo, v2v, i2v, animate, live, four_steps, outline, guiders, serve)}
 
 
 def main() -> None:

@@ -9,9 +9,9 @@
 transformer/, metrics.json and README.md go into `output`. The weights are written every minute, at the end of each
 stage, and before they are judged; what is judged is what was written. They run with
 
-    python run.py pipeline=live live=demo model.transformer=outputs/demo_live scheduler=euler \\
-        'scheduler.sigmas=[1,0.75,0.5,0.25]' guidance_scale=1 model.max_frames=4089 resolution.frames=157 \\
-        prompt="a red ball bouncing on a black background" 'live.prompts=["10: a blue star spinning"]'
+    python run.py model=demo_live model.transformer=outputs/demo_live \\
+        prompt="a red ball bouncing on a black background" \\
+        'live.prompts=["5: a blue star spinning on a black background"]'
 
 What is asked of it is well-posed. Speeds and sizes are the world's usual ones, and what a prompt does not say goes on
 (demo_world.follow_on): so every chunk follows from its prompt and the chunks before it, except the first, of which a
@@ -40,6 +40,7 @@ from random import Random
 import demo_world as world
 import numpy as np
 import teach_demo
+import teach_tiny_vae
 import torch
 import train_demo
 from diffusers import WanTransformer3DModel
@@ -374,11 +375,12 @@ def teach(cfg: DictConfig, networks: dict, folder: Path, device: torch.device) -
 
 @torch.no_grad()
 def show(cfg: DictConfig, networks: dict, transformer: WanTransformer3DModel, listed: list[list[str]]):
-    """Videos as frames of uint8: the prompts of row k, each for `judge.chunks`, with the configured seed + k."""
+    """Videos as frames of uint8, by the tiny decoder: the prompts of row k, each for `judge.chunks`, with the configured
+    seed + k."""
     import judge_demo
 
     settings, device, videos = cfg.judge, transformer.device, []
-    mean, deviation = train_demo.latent_statistics(networks["vae"], device)
+    tiny = teach_tiny_vae.stored(Path(cfg.model), device)
     count, side = len(listed[0]), cfg.clip_size // 8
     plan = [settings.chunks * place for place in range(1, count)]
     shape = 16, settings.chunks * count * cfg.live.chunk, side, side
@@ -387,9 +389,8 @@ def show(cfg: DictConfig, networks: dict, transformer: WanTransformer3DModel, li
         texts = teach_demo.spoken(networks, [prompt for row in rows for prompt in row]).unflatten(0, (len(rows), count))
         seeds = (torch.Generator().manual_seed(settings.seed + start + place) for place in range(len(rows)))
         noise = torch.stack([torch.randn(shape, generator=seed) for seed in seeds]).to(device)
-        latents = generate(cfg, transformer, texts, plan, noise) * deviation + mean
-        for part in latents.split(settings.decoded):
-            videos += [judge_demo.to_frames(video) for video in train_demo.decode_whole(networks["vae"], part)]
+        for part in generate(cfg, transformer, texts, plan, noise).split(settings.decoded):
+            videos += [judge_demo.to_frames(video) for video in teach_tiny_vae.decode(tiny, part)]
         say(stage="judge", videos=len(videos))
     return videos
 
@@ -417,12 +418,14 @@ pipeline_tag: text-to-video
 # The demo model, live
 
 The [demo model's](../demo/README.md) transformer, 14 MB, made causal: a video without an end, chunk by chunk, that
-follows prompts which change. Text encoder, tokenizer and VAE are the demo's.
+follows prompts which change. Text encoder, tokenizer and decoder are the demo's.
 
 - **What it does**: chunks of {chunk} latent frames in {steps} steps without guidance, each after the {earlier} chunks
-  before it (`live=demo`). Things that leave at one side come in at the other, and what has grown begins anew. What a
-  new prompt does not say goes on: where a thing is, and how it moves if that stays the same.
-- **What it does not**: anything that the demo does not draw. Speeds and sizes are always the usual ones.
+  before it (`live=demo`), decoded by the demo's tiny decoder. Things that leave at one side come in at the other, and
+  what has grown begins anew. What a new prompt does not say goes on: where a thing is, and how it moves if that stays
+  the same.
+- **What it does not**: anything that the demo does not draw. Prompts that follow must name the background too. Speeds
+  and sizes are always the usual ones.
 - **Training**: `tools/teach_live.py`, {minutes:g} minutes on {hardware}, from the demo's transformer; videos drawn by
   `tools/demo_world.py`. `metrics.json` has the command, commit, settings, versions, seconds and results.
 - **How good**: {count} videos of two prompts, each for {seconds:.0f} seconds, whose combinations of colour, shape and

@@ -100,11 +100,17 @@ def save(weights: Weights, folder: Path) -> None:
     (folder / "tiny_vae/config.json").write_text(json.dumps(architecture(), indent=2) + "\n")
 
 
+def stored(folder: Path, device: torch.device) -> TinyVAE:
+    """A folder's decoder."""
+    tiny = TinyVAE(**architecture()).to(device)
+    tiny.load_state_dict({name: value.float() for name, value in load_file(folder / WEIGHTS).items()})
+    return tiny
+
+
 @torch.no_grad()
 def measure(cfg: DictConfig, vae, folder: Path) -> dict:
     """Decibels of stored weights against the exact decoder's frames, over videos that were not seen."""
-    tiny = TinyVAE(**architecture()).to(vae.device)
-    tiny.load_state_dict({name: value.float() for name, value in load_file(folder / WEIGHTS).items()})
+    tiny = stored(folder, vae.device)
     ratios, batches = [], train_demo.stream(cfg, 2, cfg.seed + 99)
     while len(ratios) < cfg.measured:
         latents, frames = examples(cfg, vae, next(batches))
