@@ -375,8 +375,8 @@ def teach(cfg: DictConfig, networks: dict, folder: Path, device: torch.device) -
 
 @torch.no_grad()
 def show(cfg: DictConfig, networks: dict, transformer: WanTransformer3DModel, listed: list[list[str]]):
-    """Videos as frames of uint8, by the tiny decoder: the prompts of row k, each for `judge.chunks`, with the configured
-    seed + k."""
+    """Videos as frames of uint8, by the tiny decoder: the prompts of row k, each for `judge.chunks`, with the
+    configured seed + k."""
     import judge_demo
 
     settings, device, videos = cfg.judge, transformer.device, []
