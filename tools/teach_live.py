@@ -426,7 +426,7 @@ follows prompts which change. Text encoder, tokenizer and decoder are the demo's
   the same.
 - **What it does not**: anything that the demo does not draw. Prompts that follow must name the background too. Speeds
   and sizes are always the usual ones.
-- **Training**: `tools/teach_live.py`, {minutes:g} minutes on {hardware}, from the demo's transformer; videos drawn by
+- **Training**: `tools/teach_live.py`, {minutes:g} minutes on {hardware}, from {begun}; videos drawn by
   `tools/demo_world.py`. `metrics.json` has the command, commit, settings, versions, seconds and results.
 - **How good**: {count} videos of two prompts, each for {seconds:.0f} seconds, whose combinations of colour, shape and
   motion were kept from training. `tools/judge_demo.py` finds right: with the first prompt {held_out}; after the change
@@ -439,7 +439,9 @@ def card(cfg: DictConfig, metrics: dict) -> str:
     def told(name: str) -> str:
         return ", ".join(f"{aspect} {100 * metrics[name][aspect]:.1f} %" for aspect in ("colour", "shape", "motion"))
 
+    begun = "weights of an earlier run" if metrics["settings"]["start_from"] else "the demo's transformer"
     return CARD.format(
+        begun=begun,
         chunk=cfg.live.chunk, steps=len(cfg.sigmas), earlier=cfg.live.window // cfg.live.chunk - 1,
         minutes=metrics["settings"]["minutes"], hardware=metrics["hardware"], count=metrics["held_out_prompts"],
         seconds=cfg.judge.chunks * cfg.live.chunk * SCALE / FPS, held_out=told("held_out"),
