@@ -1,6 +1,8 @@
 """Starting at once: what a run leaves for the next, when that is taken, and when it is not."""
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -343,6 +345,34 @@ def test_what_is_kept_runs_also_if_jaxs_own_cache_had_it(configure, tmp_path):
     again, heard = run(configure(*small, f"compile.store={tmp_path / 'moved'}"), ["text"])
     assert made(heard) == {"text.text_encoder": True}
     assert numpy.array_equal(expected["embeddings"], again["embeddings"])
+
+
+FACTORS = """
+import json, pathlib, sys, jax, numpy
+from wan_torchax.records.store import Store
+from wan_torchax.runtime import build_cache
+
+cache = build_cache.BuildCache(Store(pathlib.Path(sys.argv[1]), 2**30), {})
+mesh = jax.make_mesh((1,), ("tp",), devices=jax.devices()[:1])
+struct = jax.ShapeDtypeStruct((4, 3), "float32", sharding=build_cache.sharded(mesh, ()))
+if sys.argv[2:]:
+    made, _ = build_cache.load_program(cache, json.loads(sys.argv[2]), {}, mesh)
+    print(numpy.asarray(made({}, jax.device_put(numpy.eye(4, 3, dtype="float32"), struct.sharding))).tolist())
+else:
+    lowered = jax.jit(lambda arrays, matrix: jax.numpy.linalg.qr(matrix)[0]).lower({}, struct)
+    about = build_cache.describe_program(lowered, "component", [struct])
+    build_cache.compile_and_cache(cache, about, lowered)
+    print(json.dumps(about))
+"""
+
+
+def test_a_program_that_calls_lapack_runs_where_it_was_not_traced(tmp_path):
+    command, about = [sys.executable, "-c", FACTORS, tmp_path / "store"], []
+    for _ in range(2):
+        ended = subprocess.run([*command, *about], cwd=ROOT, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+        about = [ended.stdout]
+    assert numpy.abs(json.loads(ended.stdout)).tolist() == numpy.eye(4, 3).tolist()
 
 
 def test_jaxs_own_cache_serves_where_nothing_is_kept(configure, tmp_path):

@@ -93,12 +93,13 @@ def i2v(folder: Path) -> None:
 
 
 def animate(folder: Path) -> None:
-    """A picture and a pose; below them the video."""
+    """A picture and most of a round of its pose; below them the video."""
     subprocess.run([sys.executable, "tools/driving.py", folder], cwd=ROOT, check=True)
     driving = (f"{name}={folder / name}.mkv" for name in ("pose", "face"))
     made = run(folder / "made", "model=demo_animate", f"image={folder / 'picture.png'}", *driving)
     picture = imageio.imread(folder / "picture.png")
-    strip("animate", [picture, *some(imageio.imread(folder / "pose.mkv"))], [np.full_like(picture, 255), *some(made)])
+    pose = imageio.imread(folder / "pose.mkv")
+    strip("animate", [picture, *some(pose[:14])], [np.full_like(picture, 255), *some(made[:14])])
 
 
 def live(folder: Path) -> None:

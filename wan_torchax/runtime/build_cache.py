@@ -159,6 +159,7 @@ def describe_program(lowered: jax.stages.Lowered, component: str, arguments) -> 
         "outputs": pack_tree(jax.tree.map(lambda _: OUTPUT, lowered.out_info)),
         "executable": hashlib.sha256(text.encode()).hexdigest()[:24],
         "mosaic_gpu": "mosaic_gpu" in text,
+        "lapack": "@lapack_" in text,
     }
 
 
@@ -169,6 +170,8 @@ def load_program(
     entry = cache.read_executable(about["executable"])
     if about["mosaic_gpu"]:  # importing Mosaic GPU registers the custom calls that the executable needs
         from wan_torchax.kernels import hopper  # noqa: F401
+    if about["lapack"]:  # lowering any of LAPACK's functions loads it: without, the executable would call nothing
+        jax.jit(jax.numpy.linalg.qr).lower(jax.ShapeDtypeStruct((1, 1), "float32"))
     taken = (dict.fromkeys(arrays, 0), *unpack_tree(about["arguments"], lambda leaf: 0))
     takes, gives = jax.tree.structure((taken, {})), jax.tree.structure(unpack_tree(about["outputs"], lambda leaf: 0))
     devices = list(mesh.devices.flat)
