@@ -76,7 +76,8 @@ def decoder_problems(config: DictConfig) -> Iterator[str]:
     given = config.model.paths.get(name)
     beside = given == config.model.paths.get("vae")  # both decoders in a folder: a model's own, of which one is chosen
     if given and not beside and name not in (config.vae.component, config.preview.component):
-        yield f"model.{name}={given}: nothing decodes with it; set vae=tiny or preview=tiny"
+        remedy = f"set vae=tiny or preview=tiny, or leave it out: ~model.paths.{name}"
+        yield f"model.{name}={given}: nothing decodes with it; {remedy}"
 
 
 def missing_decoder(config: DictConfig, chosen: str, component: str) -> Iterator[str]:
