@@ -14,6 +14,7 @@ from typing import Any, Optional, Union
 
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
+from wan_torchax import private
 from wan_torchax.kernels.settings import Kernel, Products
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -68,6 +69,7 @@ def shift_by_steps(height: int, width: int, token: int, steps: int, lines: list,
     return math.exp(low + share * (high - low))
 
 
+private.remember_interpolations()
 OmegaConf.register_new_resolver("shift_by_steps", shift_by_steps, replace=True)
 OmegaConf.register_new_resolver("shift_by_size", shift_by_size, replace=True)
 OmegaConf.register_new_resolver("longer_side", longer_side, replace=True)
