@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -594,3 +595,8 @@ def root() -> DictConfig:
         OmegaConf.set_readonly(node, False)
     OmegaConf.set_struct(config.adapter, False)  # adapter.style={…} adds a row
     return config
+
+
+def copied(config: DictConfig) -> DictConfig:
+    """A copy of a whole config. OmegaConf's own goes node by node, which takes more than twice as long."""
+    return pickle.loads(pickle.dumps(config, pickle.HIGHEST_PROTOCOL))
