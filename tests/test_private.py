@@ -421,6 +421,21 @@ def test_quick_hydra_nodes():
         twin.pipeline.name = "other"
 
 
+def test_quick_hydra_looks_for_a_sweep_where_one_is_asked_for():
+    """No file of conf/ asks for one, so that without quick_hydra the answer is the same."""
+    from hydra._internal.hydra import Hydra
+    from omegaconf import OmegaConf
+
+    composed = SimpleNamespace(hydra=SimpleNamespace(mode="MULTIRUN"))
+    composes = SimpleNamespace(compose_config=lambda **named: composed)
+    assert Hydra.get_mode(composes, "config", []) == "MULTIRUN"
+    with private.quick_hydra():
+        assert Hydra.get_mode(composes, "config", ["hydra.mode=MULTIRUN"]) == "MULTIRUN"
+        assert Hydra.get_mode(composes, "config", ["seed=1"]) is None
+    for path in (ROOT / "conf").rglob("*.yaml"):
+        assert OmegaConf.select(OmegaConf.load(path), "hydra.mode") is None, path
+
+
 def test_remember_interpolations():
     """A text is parsed once, and read as what it refers to is then; a wrong one is an error each time."""
     from omegaconf import OmegaConf, base

@@ -5,6 +5,7 @@ heavy loads. validation.py checks what types cannot express.
 """
 from __future__ import annotations
 
+import functools
 import math
 import os
 import pickle
@@ -587,7 +588,13 @@ class Config:
 
 
 def root() -> DictConfig:
-    """The schema as a config. Frozen classes become read-only nodes, which Hydra must still be able to fill."""
+    """The schema as a config."""
+    return copied(made_root())
+
+
+@functools.cache
+def made_root() -> DictConfig:
+    """Frozen classes become read-only nodes, which Hydra must still be able to fill."""
     config = OmegaConf.structured(Config)
     attention = config.attention
     kernels = attention.self, attention.cross
