@@ -28,6 +28,7 @@ from wan_torchax.config.graph import Graph, helpers_of
 from wan_torchax.config.long import seen_at_once
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ConfigError, copied
+from wan_torchax.config.wording import nested
 
 if TYPE_CHECKING:
     from wan_torchax.models.family import Family
@@ -73,9 +74,7 @@ class Recipe:
     @functools.cached_property
     def config(self) -> DictConfig:
         """A read-only config with only these settings; reading another key raises."""
-        config = OmegaConf.create({})
-        for key, value in self.settings.items():
-            OmegaConf.update(config, key, value, force_add=True)
+        config = OmegaConf.create(nested(self.settings))
         OmegaConf.set_struct(config, True)
         OmegaConf.set_readonly(config, True)
         return config
