@@ -116,7 +116,7 @@ def adapter_names() -> list[str]:
 
 def adapter_option(name) -> tuple[dict, list[str]]:
     """The rows of a file of conf/adapter, and the recipe that some include, as overrides."""
-    said = OmegaConf.to_container(OmegaConf.load(commandline.CONF / "adapter" / f"{name}.yaml"))
+    said = OmegaConf.to_container(commandline.read_option("adapter", name))
     if "adapter" not in said:
         return said, []
     rows, chosen = said.pop("adapter"), [pair for entry in said.pop("defaults") for pair in entry.items()]
@@ -207,8 +207,7 @@ def checked(config) -> Chosen:
 
 def model_paths() -> dict[str, str]:
     """Models' names -> their paths in conf/model, those with a transformer from elsewhere last."""
-    folder = commandline.CONF / "model"
-    files = {name: OmegaConf.load(folder / f"{name}.yaml") for name in commandline.options("model")}
+    files = {name: commandline.read_option("model", name) for name in commandline.options("model")}
     return {name: files[name].path for name in sorted(files, key=lambda name: "paths" in files[name])}
 
 

@@ -105,7 +105,7 @@ def test_a_config_that_grows_is_refused_at_once(tmp_path, text):
 
 
 # Of the command line and of conf/.
-OWNERS = "validation.py", "caches.py", "caching.py", "page.py", "choices.py", "recognition.py"
+OWNERS = "validation.py", "caches.py", "caching.py", "page.py", "choices.py"
 
 
 def test_yaml_is_read_in_one_place():

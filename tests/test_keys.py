@@ -15,7 +15,7 @@ from tests import given, tiny
 from tests.conftest import make_config
 from wan_torchax.config import inputs
 from wan_torchax.config.resolve import Job, resolve
-from wan_torchax.config.schema import ConfigError, Rule
+from wan_torchax.config.schema import ConfigError, Rule, copied
 from wan_torchax.config.wording import flatten
 from wan_torchax.devices.mesh import Here
 from wan_torchax.records.outputs import config_hash, settle
@@ -77,7 +77,7 @@ def changed(config, key):
     """The config with one leaf changed, to the first other value that its type takes."""
     named = [other for pattern, other in OTHERS.items() if re.fullmatch(pattern, key)]
     for other in named or others(OmegaConf.select(config, key)):
-        changed = config.copy()
+        changed = copied(config)
         with contextlib.suppress(OmegaConfBaseException):
             OmegaConf.update(changed, key, other, merge=False, force_add=True)
             return changed

@@ -1,6 +1,7 @@
 """What the project uses of others without their promise: a canary for each entry of private.py, and none elsewhere."""
 import ast
 import asyncio
+import copy
 import subprocess
 import sys
 import threading
@@ -379,7 +380,76 @@ def test_quick_hydra(tmp_path):
         }
         with pytest.raises(yaml.YAMLError, match="duplicate key a"):
             yaml.load("a: 1\na: 2", Loader=_utils.get_yaml_loader())
+        (tmp_path / "size" / "big.yaml").write_text("pixels: [3]\n")
+        assert composed()["size"] == {"pixels": [3]}, "what a file says now"
+        (tmp_path / "size" / "big.yaml").write_text("pixels: [\n")
+        with pytest.raises(yaml.YAMLError, match="big.yaml"):
+            composed()
+        assert type(OmegaConf.load(tmp_path / "config.yaml").other) is float, "from a path too"
     assert _utils.get_yaml_loader is get_loader
+
+
+def test_quick_hydra_nodes():
+    """Copies and merges of configs inside the block: their own, with flags and types, each node with its parent."""
+    from omegaconf import DictConfig, OmegaConf, ReadonlyConfigError
+
+    from wan_torchax.config import schema
+
+    def copied():
+        config = schema.root()
+        OmegaConf.set_readonly(config.pipeline, True)
+        config.merge_with({"seed": 3, "resolution": {"height": 64}, "ops": {"one": {"op": ["aten.add"]}}})
+        return config, config.copy(), copy.deepcopy(config.ops)
+
+    def nodes(node):
+        inside = vars(node).get("_content")
+        inside = inside.values() if isinstance(inside, dict) else inside if isinstance(inside, list) else ()
+        assert all(child._get_parent() is node for child in inside)
+        types = type(node), node._metadata.object_type, node._metadata.ref_type, dict(node._metadata.flags or {})
+        return [*types, vars(node).get("_val"), *(nodes(child) for child in inside)]
+
+    plain = copied()
+    with private.quick_hydra():
+        assert DictConfig.__deepcopy__ is private.pickled
+        quick = copied()
+    assert [nodes(config) for config in quick] == [nodes(config) for config in plain]
+    config, twin, part = quick
+    assert part._get_parent() is config and part is not config.ops
+    twin.seed = 4
+    assert config.seed == 3
+    with pytest.raises(ReadonlyConfigError):
+        twin.pipeline.name = "other"
+
+
+def test_quick_hydra_looks_for_a_sweep_where_one_is_asked_for():
+    """No file of conf/ asks for one, so that without quick_hydra the answer is the same."""
+    from hydra._internal.hydra import Hydra
+    from omegaconf import OmegaConf
+
+    composed = SimpleNamespace(hydra=SimpleNamespace(mode="MULTIRUN"))
+    composes = SimpleNamespace(compose_config=lambda **named: composed)
+    assert Hydra.get_mode(composes, "config", []) == "MULTIRUN"
+    with private.quick_hydra():
+        assert Hydra.get_mode(composes, "config", ["hydra.mode=MULTIRUN"]) == "MULTIRUN"
+        assert Hydra.get_mode(composes, "config", ["seed=1"]) is None
+    for path in (ROOT / "conf").rglob("*.yaml"):
+        assert OmegaConf.select(OmegaConf.load(path), "hydra.mode") is None, path
+
+
+def test_remember_interpolations():
+    """A text is parsed once, and read as what it refers to is then; a wrong one is an error each time."""
+    from omegaconf import OmegaConf, base
+    from omegaconf.errors import GrammarParseError
+
+    private.remember_interpolations()
+    config = OmegaConf.create({"size": 2, "twice": "${size} and ${size} of this test"})
+    assert config.twice == "2 and 2 of this test"
+    parsed = base.parse.cache_info().misses
+    config.size = 3
+    assert config.twice == "3 and 3 of this test" and base.parse.cache_info().misses == parsed
+    for _ in range(2):
+        with pytest.raises(GrammarParseError):
+            config.size = "${of this test"
 
 
 def test_parse_override():

@@ -1,4 +1,5 @@
 """validate(): every problem at once, each with its key, its value and the nearest valid choice."""
+import json
 import math
 
 import pytest
@@ -7,7 +8,7 @@ from omegaconf import OmegaConf
 from tests.conftest import make_config
 from wan_torchax.config.schema import ConfigError, PipelineStage
 from wan_torchax.config.validation import spec_axes, validate
-from wan_torchax.config.wording import nearest_multiple
+from wan_torchax.config.wording import nearest_multiple, nested
 
 # overrides -> what the message must say
 BAD = {
@@ -114,3 +115,13 @@ def test_nearest_multiples_surround_the_value():
 
 def test_spec_axes_reads_nested_lists():
     assert spec_axes(["dp", None, ["sp", "tp"]]) == ["dp", "sp", "tp"]
+
+
+def test_settings_are_nested_and_left_as_they_are():
+    """Where one lies in another too, in either order: a recipe's key is of the settings."""
+    settings = {"a.b": 1, "a": {"b": 1, "c": None}, "a.c.d": 2, "e.f": [{"g": 3}]}
+    before = json.dumps(settings)
+    made = nested(settings)
+    assert made == {"a": {"b": 1, "c": {"d": 2}}, "e": {"f": [{"g": 3}]}}
+    made["e"]["f"][0]["g"] = 4
+    assert json.dumps(settings) == before

@@ -114,7 +114,7 @@ def make_checkpoint(folder: Path, experts: int = 1, vae: dict = VAE, **transform
     from tests import fun, s2v
 
     demo = ROOT / "models" / "demo"
-    shutil.copytree(demo, folder, ignore=shutil.ignore_patterns("*.safetensors", "metrics.json"))
+    shutil.copytree(demo, folder, ignore=shutil.ignore_patterns("*.safetensors", "metrics.json", "tiny_vae"))
     wan = diffusers.WanVACETransformer3DModel if "vace_layers" in transformer else diffusers.WanTransformer3DModel
     wan = diffusers.WanAnimateTransformer3DModel if "motion_dim" in transformer else wan
     wan = fun.transformer if fun.FIELDS & transformer.keys() else wan

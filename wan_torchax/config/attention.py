@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 from omegaconf import OmegaConf
 
-from wan_torchax import ROOT
+from wan_torchax.config.commandline import read_option
 from wan_torchax.config.schema import Attention, ConfigError
 from wan_torchax.config.wording import nearest_multiple, one_of
 from wan_torchax.kernels.settings import UNTRAINED, Kernel, Parallel, Question, vmem_bytes
@@ -64,7 +64,7 @@ def serving_kernel(file: str, name: str, part: Kernel, dtype: str, question: Que
 
 def read_kernel(file: str, name: str, part: Kernel) -> Kernel:
     """The values of a file in conf/attention, overridden by those that the config sets beside `kernel: auto`."""
-    values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "attention" / f"{file}.yaml"))[name]
+    values = OmegaConf.to_container(read_option("attention", file))[name]
     return Kernel.of(values | {key: value for key, value in set_beside(part).items() if key in BESIDE_AUTO})
 
 

@@ -128,6 +128,12 @@ def options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
+def read_option(group: str, name: str) -> DictConfig:
+    """What a group's file says by itself."""
+    path = CONF / group / f"{name}.yaml"
+    return pickle.loads(private.loaded(path.read_text(encoding="utf-8"), str(path)))
+
+
 # ---------------------------------------------------------------- before Hydra
 
 

@@ -27,7 +27,8 @@ from wan_torchax.config.geometry import Geometry, is_segmented, segment_count
 from wan_torchax.config.graph import Graph, helpers_of
 from wan_torchax.config.long import seen_at_once
 from wan_torchax.config.registry import family_of
-from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.schema import ConfigError, copied
+from wan_torchax.config.wording import nested
 
 if TYPE_CHECKING:
     from wan_torchax.models.family import Family
@@ -73,9 +74,7 @@ class Recipe:
     @functools.cached_property
     def config(self) -> DictConfig:
         """A read-only config with only these settings; reading another key raises."""
-        config = OmegaConf.create({})
-        for key, value in self.settings.items():
-            OmegaConf.update(config, key, value, force_add=True)
+        config = OmegaConf.create(nested(self.settings))
         OmegaConf.set_struct(config, True)
         OmegaConf.set_readonly(config, True)
         return config
@@ -99,7 +98,7 @@ class Job:
     def of(
         cls, config: DictConfig, checkpoints: Mapping[str, Checkpoint], contents: Mapping[str, str] | None = None
     ) -> Job:
-        family, complete = family_of(config), config.copy()
+        family, complete = family_of(config), copied(config)
         OmegaConf.set_readonly(complete, False)  # a job's own config is read-only
         for component, checkpoint in checkpoints.items():
             name = family.described_by(component)
@@ -145,7 +144,7 @@ class Job:
         """The segments of a video, each a job like this with a segment's frames; for most videos only this job."""
         if not self.is_segmented:
             return [self]
-        config = self.config.copy()
+        config = copied(self.config)
         OmegaConf.set_readonly(config, False)
         config.resolution.frames = config.pipeline.segments.frames
         OmegaConf.set_readonly(config, True)
@@ -155,7 +154,7 @@ class Job:
         """The same job at half height and width, every step computed in full: as coarse stages see it."""
         if self.is_halved:
             return self
-        config = self.config.copy()
+        config = copied(self.config)
         OmegaConf.set_readonly(config, False)
         config.resolution.height //= 2
         config.resolution.width //= 2
@@ -241,7 +240,7 @@ def literals(value) -> Any:
 
 def resolve(job: Job, devices: Devices) -> Resolved:
     """Decide axis sizes and kernels, and validate once more."""
-    complete = job.config.copy()
+    complete = copied(job.config)
     OmegaConf.set_readonly(complete, False)
     complete.mesh.axes = size_axes(complete.mesh, devices)
     questions, dtype = job.family.questions(complete), complete.model.dtype.transformer

@@ -141,13 +141,11 @@ def unknown_problems(config: DictConfig) -> Iterator[str]:
     def walk(node, prefix):
         kind = OmegaConf.get_type(node)
         names = kind.__dataclass_fields__ if dataclasses.is_dataclass(kind) else node
-        for name in node:
+        for name, child in node.items_ex(resolve=False):  # most are values: to resolve them takes most of the time
             if name not in names:
                 yield f"{prefix}{name}: no such key; {nearest(name, names)}"
-            elif OmegaConf.is_missing(node, name) or OmegaConf.is_interpolation(node, name):
-                continue
-            elif OmegaConf.is_dict(node[name]):
-                yield from walk(node[name], f"{prefix}{name}.")
+            elif OmegaConf.is_dict(child) and child:  # null, missing and interpolated ones are empty
+                yield from walk(child, f"{prefix}{name}.")
 
     yield from walk(config, "")
 

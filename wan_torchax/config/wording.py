@@ -1,6 +1,8 @@
 """Phrases that error messages share."""
+import copy
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 CHOICES_SHOWN = 12
 
@@ -44,3 +46,17 @@ def flatten(node: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a.b": 1} -> {"a": {"b": 1}}. A later key's value replaces what an earlier one has there."""
+    made: dict[str, Any] = {}
+    for key, value in values.items():
+        *parents, last = key.split(".")
+        node = made
+        for name in parents:
+            if not isinstance(node.get(name), dict):
+                node[name] = {}
+            node = node[name]
+        node[last] = copy.deepcopy(value)  # further keys may go into it
+    return made

@@ -93,7 +93,9 @@ def carried(settled: dict, overrides: list[str]) -> dict:
     safe = []
     for text in overrides:
         with contextlib.suppress(schema.ConfigError):
-            safe += [] if is_under(key_of(text), CALL) else trust.repeated(text)
+            key = key_of(text)
+            offered = key in trust.groups() or trust.is_offered(key)  # else there is no need to say why it is refused
+            safe += trust.repeated(text) if offered and not is_under(key, CALL) else []
     return {"overrides": safe, "config": config}
 
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
+from omegaconf import OmegaConf
 
 from wan_torchax import own_path
-from wan_torchax.config.commandline import CONF, key_of, options, quote
+from wan_torchax.config.commandline import key_of, options, quote, read_option
 from wan_torchax.config.registry import FAMILIES, load
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.models.family import ComponentSpec
@@ -69,7 +69,7 @@ def fits(stored: Stored | None, shape: tuple | None) -> bool:
 @functools.cache
 def described(name: str) -> dict[str, Any]:
     """A model's file in conf/, with those that it extends. Hydra would take seconds to compose all of them."""
-    own = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text(encoding="utf-8"))
+    own: Any = OmegaConf.to_container(read_option("model", name))
     described_by: dict[str, Any] = {}
     for entry in own.pop("defaults"):
         if isinstance(entry, str) and entry != "_self_":

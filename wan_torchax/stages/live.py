@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from wan_torchax.config.attention import parallel_of
 from wan_torchax.config.live import Layout, Window, chunk_seconds, prompt_chunks
+from wan_torchax.config.schema import copied
 from wan_torchax.devices.sharding import replicated, struct
 from wan_torchax.events import Advanced, Asked, Part, Queued, Reencoded, Stepped
 from wan_torchax.kernels.lanes import LANES
@@ -338,7 +339,7 @@ class Making:
 
 def one_chunk(job):
     """A job of a chunk's latent frames."""
-    config = job.config.copy()
+    config = copied(job.config)
     OmegaConf.set_readonly(config, False)
     config.resolution.frames = (config.live.chunk - 1) * job.geometry.frame_scale + 1
     OmegaConf.set_readonly(config, True)

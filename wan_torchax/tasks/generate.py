@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from wan_torchax.config import inputs, live, trust
 from wan_torchax.config.commandline import key_of, literal
 from wan_torchax.config.resolve import Job, Resolved
-from wan_torchax.config.schema import ConfigError
+from wan_torchax.config.schema import ConfigError, copied
 from wan_torchax.devices import distributed
 from wan_torchax.devices.mesh import describe
 from wan_torchax.events import Asked, Decoded, Event, Finished, Listener, Part, Previewed, silence, to_all
@@ -166,7 +166,7 @@ def save_result(folder: Path, resolved: Resolved, event: Finished) -> None:
 
 def with_prompts(resolved: Resolved, rows: list[str]) -> Resolved:
     """A live video's job with other prompts behind the first."""
-    config = resolved.config.copy()
+    config = copied(resolved.config)
     OmegaConf.set_readonly(config, False)
     config.live.prompts = [literal(row) for row in rows]
     OmegaConf.set_readonly(config, True)
