@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from wan_torchax.config import camera, clips, live, sounds
-from wan_torchax.config.commandline import literal
+from wan_torchax.config.commandline import copied, literal
 from wan_torchax.config.frames import open_picture, read_frames
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.wording import one_of
@@ -30,7 +30,7 @@ SHAPES = (16 / 9, 9 / 16, 1)  # of videos
 
 def with_texts(config: DictConfig) -> DictConfig:
     """The config with its prompt files read, as if their texts had been typed."""
-    texts, prompt = config.copy(), config.prompt
+    texts, prompt = copied(config), config.prompt
     for key, file in (("text", prompt.file), ("negative", prompt.negative_file)):
         text = prompt[key] if file is None else Path(file).read_text(encoding="utf-8")
         texts.prompt[key] = literal((text or "").strip())

@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import math
+import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from omegaconf import DictConfig, OmegaConf
 
 from wan_torchax.config import attention, validation
-from wan_torchax.config.commandline import literal
+from wan_torchax.config.commandline import copied, literal
 from wan_torchax.config.geometry import Geometry, is_segmented, segment_count
 from wan_torchax.config.graph import Graph, helpers_of
 from wan_torchax.config.long import seen_at_once
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from wan_torchax.models.family import Family
 
 log = logging.getLogger("wan")
+MOST_KINDS, MOST_CONFIGS = 16, 64  # that are kept: of kinds the last job
 
 
 class Devices(Protocol):
@@ -73,9 +75,9 @@ class Recipe:
     @functools.cached_property
     def config(self) -> DictConfig:
         """A read-only config with only these settings; reading another key raises."""
-        config = OmegaConf.create({})
-        for key, value in self.settings.items():
-            OmegaConf.update(config, key, value, force_add=True)
+        config = with_settings({key: value for key, value in self.settings.items() if not is_own(key)})
+        for key in filter(is_own, self.settings):
+            OmegaConf.update(config, key, self.settings[key], force_add=True)
         OmegaConf.set_struct(config, True)
         OmegaConf.set_readonly(config, True)
         return config
@@ -99,7 +101,7 @@ class Job:
     def of(
         cls, config: DictConfig, checkpoints: Mapping[str, Checkpoint], contents: Mapping[str, str] | None = None
     ) -> Job:
-        family, complete = family_of(config), config.copy()
+        family, complete = family_of(config), copied(config)
         OmegaConf.set_readonly(complete, False)  # a job's own config is read-only
         for component, checkpoint in checkpoints.items():
             name = family.described_by(component)
@@ -183,6 +185,20 @@ class Job:
         return {}
 
     @functools.cached_property
+    def recipes(self) -> dict[str, Recipe]:
+        """Those of stages' programs, by the stage's name."""
+        return {}
+
+    @functools.cached_property
+    def kind(self) -> str:
+        """A key of everything but what it says of its own."""
+        settings = OmegaConf.to_container(self.config, resolve=False)
+        for key in validation.OWN:
+            *outer, name = key.split(".")
+            functools.reduce(dict.__getitem__, outer, settings)[name] = None
+        return key_of([settings, self.checkpoints, self.contents])
+
+    @functools.cached_property
     def views(self) -> dict[str, View]:
         """What stages see of this job, by name, once they have asked."""
         return {}
@@ -220,6 +236,31 @@ class View:
         return self.geometry.latent_shape(self.config.resolution)
 
 
+configs: dict[str, bytes] = {}  # by their settings
+
+
+def with_settings(settings: Mapping[str, Any]) -> DictConfig:
+    """A config with these settings. The last ones are kept, pickled: each stage of each request asks for one."""
+    key = key_of(settings)
+    if key not in configs:
+        configs[key] = pickle.dumps(OmegaConf.create(nested(settings)), pickle.HIGHEST_PROTOCOL)
+        while len(configs) > MOST_CONFIGS:
+            configs.pop(next(iter(configs)))
+    return pickle.loads(configs[key])
+
+
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"a.b": 1}` -> `{"a": {"b": 1}}`."""
+    tree: dict[str, Any] = {}
+    for key in sorted(settings, key=lambda key: key.count(".")):  # `a` before `a.b`, which is a part of it
+        *outer, name = key.split(".")
+        node = tree
+        for part in outer:
+            node[part] = node = dict(node.get(part, {}))
+        node[name] = settings[key]
+    return tree
+
+
 def key_of(parts) -> str:
     """A hash of the parts, as short text."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
@@ -240,19 +281,39 @@ def literals(value) -> Any:
 
 
 def resolve(job: Job, devices: Devices) -> Resolved:
-    """Decide axis sizes and kernels, and validate once more."""
-    complete = job.config.copy()
+    """Decide axis sizes and kernels, and validate once more; for the first job of a kind."""
+    key = key_of([job.kind, devices.kind, devices.platform, devices.count, devices.hosts])
+    complete, before = copied(job.config), resolved_last.pop(key, None)
     OmegaConf.set_readonly(complete, False)
-    complete.mesh.axes = size_axes(complete.mesh, devices)
-    questions, dtype = job.family.questions(complete), complete.model.dtype.transformer
-    chosen = attention.choose(OmegaConf.to_object(complete.attention), devices, dtype, questions)
-    OmegaConf.update(complete, "attention", asdict(chosen))
-    validation.validate_resolved(complete, devices)
+    if before is None:
+        complete.mesh.axes = size_axes(complete.mesh, devices)
+        questions, dtype = job.family.questions(complete), complete.model.dtype.transformer
+        chosen = attention.choose(OmegaConf.to_object(complete.attention), devices, dtype, questions)
+        OmegaConf.update(complete, "attention", asdict(chosen))
+        validation.validate_resolved(complete, devices)
+    else:
+        complete.mesh.axes, complete.attention = before.config.mesh.axes, before.config.attention
     OmegaConf.set_readonly(complete, True)
     axes = dict(complete.mesh.axes)
     placement = {"axes": axes, "kind": devices.kind, "platform": devices.platform, "hosts": devices.hosts}
     known = {name: getattr(job, name) for name in Job.__dataclass_fields__} | {"config": complete}
-    return Resolved(**known, mesh=devices.arrange(axes), placement=placement)
+    resolved = Resolved(**known, mesh=devices.arrange(axes), placement=placement)
+    if before is not None and before.mesh == resolved.mesh:
+        resolved.known.update({key: value for key, value in before.known.items() if not is_own(key)})
+        common = {name: one for name, one in before.recipes.items() if not any(map(is_own, one.settings))}
+        resolved.recipes.update(common)
+    resolved_last[key] = resolved
+    while len(resolved_last) > MOST_KINDS:
+        resolved_last.pop(next(iter(resolved_last)))
+    return resolved
+
+
+resolved_last: dict[str, Resolved] = {}  # of each kind, for this process's devices
+
+
+def is_own(key: str) -> bool:
+    """Whether a key's value has something that a request says of its own."""
+    return any(own == key or own.startswith(f"{key}.") for own in validation.OWN)
 
 
 def size_axes(mesh, devices: Devices) -> dict[str, int]:

@@ -9,6 +9,7 @@ import numpy
 from omegaconf import OmegaConf
 
 from wan_torchax.config.attention import parallel_of
+from wan_torchax.config.commandline import copied
 from wan_torchax.config.live import Layout, Window, chunk_seconds, prompt_chunks
 from wan_torchax.devices.sharding import replicated, struct
 from wan_torchax.events import Advanced, Asked, Part, Queued, Reencoded, Stepped
@@ -178,6 +179,8 @@ class Live(Denoise):
             made = making.keep(number, numpy.array(slots)[0])
             latents.append(made.swapaxes(0, 2))
             emit(Part(self.name, number, {"latents": made}))  # the devices decode it before they go on
+            if number == 0:
+                emit(Queued(self.name))  # on a CPU, what is queued now would hold up the first frames
             if number + 1 < chunks and not view.config.live.rebuild:
                 making.read(number, slots)
         log_rescued(rescued)
@@ -338,7 +341,7 @@ class Making:
 
 def one_chunk(job):
     """A job of a chunk's latent frames."""
-    config = job.config.copy()
+    config = copied(job.config)
     OmegaConf.set_readonly(config, False)
     config.resolution.frames = (config.live.chunk - 1) * job.geometry.frame_scale + 1
     OmegaConf.set_readonly(config, True)
