@@ -375,6 +375,10 @@ async function changePrompt(id, item) {
 // H.264 in fragments, as the server appends them; players go by the profile, not by the level.
 const FRAGMENTS = 'video/mp4; codecs="avc1.640028"';
 
+const AGAIN = 1000;  // milliseconds until a stream that ended too early is asked for again
+
+// Plays a video while it is made. Where the connection is lost, or a worker begins the file anew, all of it is read
+// again: what the player has already is replaced by the same.
 async function watch(video, item) {
   if (!window.MediaSource?.isTypeSupported(FRAGMENTS)) return;
   item.dataset.watched = "true";
@@ -384,14 +388,12 @@ async function watch(video, item) {
   player.setAttribute("aria-label", `${video.prompt}, while it is made`);
   try {
     await next(source, "sourceopen");
-    const buffer = source.addSourceBuffer(FRAGMENTS), reader = (await fetch(video.stream)).body.getReader();
-    for (let part = await reader.read(); !part.done; part = await reader.read()) {
-      const added = next(buffer, "updateend");
-      buffer.appendBuffer(part.value);
-      await added;
-      showPace(item, buffer.buffered.end(0), video.fps);
-      player.hidden = false;
-      player.play().catch(() => {});
+    const buffer = source.addSourceBuffer(FRAGMENTS);
+    for (;;) {
+      await read(buffer).catch((error) => { if (!(error instanceof TypeError)) throw error; });  // the connection's
+      if (source.readyState !== "open" || !item.isConnected || !(await isMade(video))) break;
+      buffer.abort();  // what is left of a fragment
+      await new Promise((resolve) => setTimeout(resolve, AGAIN));
     }
     if (source.readyState === "open") source.endOfStream();
   } catch (error) {
@@ -399,6 +401,28 @@ async function watch(video, item) {
   } finally {
     URL.revokeObjectURL(player.src);
   }
+
+  async function read(buffer) {
+    const answer = await fetch(video.stream);
+    if (!answer.ok) return;
+    const reader = answer.body.getReader();
+    for (let part = await reader.read(); !part.done; part = await reader.read()) {
+      const added = next(buffer, "updateend");
+      buffer.appendBuffer(part.value);
+      await added;
+      const { buffered } = buffer;
+      if (!buffered.length) continue;
+      showPace(item, buffered.end(buffered.length - 1), video.fps);
+      player.hidden = false;
+      player.play().catch(() => {});
+    }
+  }
+}
+
+// Whether a video is still to be finished; as far as is known, without a connection.
+async function isMade(video) {
+  const answer = await fetch(`/v1/videos/${video.id}`).catch(() => null);
+  return answer?.ok ? Boolean((await answer.json()).stream) : answer === null || answer.status >= 500;
 }
 
 // Of a video that plays while it is made: when its first frames came, and how many a second since then. What was made
