@@ -30,13 +30,27 @@ def open_picture(source: "str | Path | numpy.ndarray") -> "Image.Image":
 def decode_picture(path: Path, *changed: int) -> "Image.Image":
     from PIL import Image, ImageOps
 
-    with Image.open(path) as file:
+    with path.open("rb") as content, Image.open(Timed(content, path)) as file:
         picture = in_eight_bits(ImageOps.exif_transpose(file))
         if "A" in picture.getbands() or "transparency" in picture.info:
             log.info("%s: transparency becomes white", path)
             picture = picture.convert("RGBA")
             picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
         return picture.convert("RGB")
+
+
+class Timed:
+    """A picture's file, which Pillow reads in small pieces, each in the time that is left for it."""
+
+    def __init__(self, file, path: Path):
+        self.file, self.path = file, path
+
+    def read(self, *size: int) -> bytes:
+        clips.seconds_left(self.path)
+        return self.file.read(*size)
+
+    def __getattr__(self, name: str):
+        return getattr(self.file, name)
 
 
 def in_eight_bits(picture: "Image.Image") -> "Image.Image":

@@ -77,8 +77,8 @@ KERNEL_SHARES = {
 NO_FLOAT8 = r"TPU v|V100|T4|A100|A10\b|A10G|A16|A2\b|A30|A40|RTX A\d|RTX [23]0|GTX|Quadro|TITAN"
 VERIFY_CHECKS = ("kernels", "machine", "step", "weights")  # tasks/verify has a module for each
 SERVE_LEAST = {
-    "queue_limit": 1, "batch": 1, "preview_every": 0, "upload_mb": 0.01, "upload_seconds": 1, "connections": 10,
-    "drain_seconds": 0, "attempts": 1,
+    "queue_limit": 1, "batch": 1, "preview_every": 0, "upload_mb": 0.01, "upload_seconds": 1, "decode_seconds": 1,
+    "connections": 10, "drain_seconds": 0, "attempts": 1,
 }
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from wan_torchax.config import inputs, live, trust
+from wan_torchax.config import clips, inputs, live, trust
 from wan_torchax.config.commandline import changed, compose, key_of, quote
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ConfigError
@@ -215,13 +215,19 @@ def make(base: Base, fields: dict, folder: Path) -> tuple[dict, DictConfig]:
     values, seconds = read(base, fields)
     files = files_in(folder)
     try:
-        if seconds is not None:
-            values["resolution.frames"] = frames_for(seconds, compose(base.overrides_for(values, files)))
-        config = configure(base.overrides_for(values, files), None if not files else "headers")
+        with decoding(base):
+            if seconds is not None:
+                values["resolution.frames"] = frames_for(seconds, compose(base.overrides_for(values, files)))
+            config = configure(base.overrides_for(values, files), None if not files else "headers")
     except ConfigError as error:
         message = str(error).replace(f"{folder}/inputs/", "")
         raise ConfigError(without_places(message, folder)) from error
     return values, config
+
+
+def decoding(base: Base):
+    """A context that limits how long files of requests are decoded."""
+    return clips.within(base.config.serve.decode_seconds, "serve.decode_seconds")
 
 
 def configure(overrides: list[str], files: str | None) -> DictConfig:

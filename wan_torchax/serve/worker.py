@@ -140,7 +140,8 @@ def configure(job: Job, base: Base):
         values = values | {"live.prompts": sorted(rows, key=lambda row: live.later_prompts([row])[0][0])}
     files = files_in(job.folder)
     overrides = base.overrides_for(values, files)
-    config = requests.configure(overrides, "whole" if files else None)
+    with requests.decoding(base):
+        config = requests.configure(overrides, "whole" if files else None)
     if stage_results(job.folder):
         config.resume = str(job.folder)
     return config, overrides
