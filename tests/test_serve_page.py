@@ -462,6 +462,26 @@ def test_a_driving_video_is_filmed_and_described(at, browser, tmp_path):
     assert clip.has_sound and clip.width > clip.height
 
 
+def test_a_recording_ends_where_a_request_is_full(at, browser, tmp_path):
+    server = at("driven", *SMALL, "pipeline=animate2", "resolution.fps=8", "serve.upload_mb=1")
+    assert text_of(browser, "#room") == "up to 1 MB in all", "said before anything is recorded"
+    (tmp_path / "large.png").write_bytes(b"a" * 1_000_000)
+    find(browser, "#file-image").send_keys(str(tmp_path / "large.png"))
+    wait_for(lambda: text_of(browser, "#room") == "up to 1 MB in all: large.png would be too much, and was left out")
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "red.png")
+    find(browser, "#file-image").send_keys(str(tmp_path / "red.png"))
+    find(browser, "[data-key=video] .record").click()
+    wait_for(lambda: re.fullmatch(r"up to 1 MB in all: 0\.\d MB recorded", text_of(browser, "#room")))
+    wait_for(lambda: text_of(browser, "#room") == "up to 1 MB in all: the recording ended there")
+    assert "recording.webm" in text_of(browser, "[data-key=video] .names")
+    write(browser, "[name=driving_prompt]", "a clock ticks")
+    run(browser, "a red thing ticks", 1)
+    (job,) = wait_for(server.queue.jobs)
+    assert 100_000 < (job.folder / "inputs/video.webm").stat().st_size < 1_000_000
+    find(browser, "[data-key=video] .remove").click()
+    wait_for(lambda: text_of(browser, "#room") == "up to 1 MB in all")
+
+
 def test_a_camera_that_is_refused_is_told(at, browser):
     at("driven", *SMALL, "pipeline=animate2")
     refused = "navigator.mediaDevices.getUserMedia = async () => { throw new Error('Permission denied'); }"

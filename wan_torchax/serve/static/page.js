@@ -236,11 +236,28 @@ find("#copy").addEventListener("click", async () => {
 
 // ---------------------------------------------------------------- files
 
+const MOST_BYTES = 0.97e6 * form.dataset.uploadMb;  // of files; the rest of a request is for texts
+
+// How many bytes a field's files may have, beside those of the others.
+function room(key) {
+  const others = Object.entries(files).filter(([name]) => name !== key).flatMap(([, list]) => list);
+  return others.reduce((left, file) => left - file.size, MOST_BYTES);
+}
+
+function showRoom(said) {
+  const used = ((MOST_BYTES - room()) / 1e6).toFixed(1), most = `up to ${Number(form.dataset.uploadMb)} MB in all`;
+  find("#room").textContent = said ? `${most}: ${said}` : used > 0 ? `${most}, ${used} so far` : most;
+}
+
 for (const drop of all(".drop")) {
   const input = find("input", drop), image = find("img", drop), words = find(".words", drop), remove = find(".remove", drop);
   const names = find(".names", drop), key = drop.dataset.key, clip = find(".clip", drop);
   const put = take[key] = (list) => {
     const chosen = [...list].slice(0, input.multiple ? 16 : 1), picture = chosen.find((file) => file.type.startsWith("image/"));
+    input.value = "";
+    if (chosen.reduce((size, file) => size + file.size, 0) > room(key)) {
+      return showRoom(`${chosen.map((file) => file.name).join(", ")} would be too much, and was left out`);
+    }
     if (image.src) URL.revokeObjectURL(image.src);
     if (chosen.length) files[key] = chosen; else delete files[key];
     image.hidden = !picture;
@@ -250,7 +267,7 @@ for (const drop of all(".drop")) {
     names.textContent = chosen.map((file) => file.name).join(", ");
     names.hidden = !chosen.length;
     words.hidden = chosen.length > 0;
-    input.value = "";
+    showRoom();
     remember();
   };
   input.addEventListener("change", () => { if (input.files.length) put(input.files); });
@@ -293,10 +310,17 @@ for (const button of navigator.mediaDevices && window.MediaRecorder ? all(".reco
   });
 
   function record(stream) {
-    const made = new MediaRecorder(stream), parts = [];
+    const made = new MediaRecorder(stream), parts = [], most = room(key);
+    let size = 0, full = false;
     if (device === "camera") showClip(find(".clip", drop), stream);
     made.addEventListener("start", () => { button.textContent = "Stop"; button.classList.add("on"); showError(); });
-    made.addEventListener("dataavailable", (event) => { button.textContent = `Stop, ${parts.push(event.data)} s`; });
+    made.addEventListener("dataavailable", ({ data }) => {
+      button.textContent = `Stop, ${parts.push(data)} s`;
+      size += data.size;
+      showRoom(`${(size / 1e6).toFixed(1)} MB recorded`);
+      full ||= size + 2 * data.size > most;  // no room for another second
+      if (full && made.state === "recording") made.stop();
+    });
     made.addEventListener("stop", () => {
       for (const track of stream.getTracks()) track.stop();
       recorder = null;
@@ -304,6 +328,7 @@ for (const button of navigator.mediaDevices && window.MediaRecorder ? all(".reco
       button.classList.remove("on");
       const [type] = made.mimeType.split(";"), suffix = type.endsWith("mp4") ? "mp4" : type.endsWith("ogg") ? "ogg" : "webm";
       take[key]([new File(parts, `recording.${suffix}`, { type })]);
+      if (full && files[key]) showRoom("the recording ended there");
     });
     made.start(1000);
     return made;
