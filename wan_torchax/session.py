@@ -19,6 +19,7 @@ from typing import Any
 import numpy
 from omegaconf import DictConfig, OmegaConf
 
+from wan_torchax.config.frames import close_onward
 from wan_torchax.config.resolve import Job, Resolved, key_of, plain, resolve
 from wan_torchax.config.validation import raise_problems
 from wan_torchax.devices.start import is_running, start, warm_up
@@ -142,6 +143,7 @@ class Session:
                 if cache:
                     cache.store.write("start", start_of(resolved.config, names), {}, {})
             finally:
+                close_onward()
                 if not is_resident(resolved.config):
                     self.free()
 

@@ -123,7 +123,7 @@ def probe(path: Path) -> Clip:
     return Clip(width, height, meta["fps"] or RECORDED_FPS, "audio_codec" in meta)
 
 
-def read_frames(path: Path, count: int, fps: float) -> "Iterator[numpy.ndarray]":
+def read_frames(path: Path, count: int, fps: float) -> "Generator[numpy.ndarray]":
     """Up to `count` uint8 frames (height, width, 3), resampled to `fps`: each is the one nearest in time."""
     import numpy
 
