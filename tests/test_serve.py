@@ -58,7 +58,7 @@ def test_openais_client_makes_lists_downloads_and_deletes(server, generate, two_
     first = client.videos.create_and_poll(prompt="a red circle", extra_body={"seed": 7})
     assert (first.status, first.progress, first.size, first.prompt) == ("completed", 100, "64x64", "a red circle")
     others = [client.videos.create(prompt="a blue square", seconds="0.6", extra_body={"steps": 1}) for _ in range(2)]
-    assert others[0].seconds == "0.6" and others[0].status == "queued"
+    assert others[0].seconds == "0.6" and others[1].status == "queued"
     listed = [video.id for video in client.videos.list(limit=1)]
     assert listed == [others[1].id, others[0].id, first.id], "page after page, the newest first"
     assert next(iter(client.videos.list(limit=2, order="asc"))).id == first.id

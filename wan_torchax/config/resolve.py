@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import pickle
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from wan_torchax.models.family import Family
 
 log = logging.getLogger("wan")
-MOST_KINDS, MOST_CONFIGS = 16, 64  # that are kept: of kinds the last job
 
 
 class Devices(Protocol):
@@ -236,17 +236,13 @@ class View:
         return self.geometry.latent_shape(self.config.resolution)
 
 
-configs: dict[str, bytes] = {}  # by their settings
-
-
 def with_settings(settings: Mapping[str, Any]) -> DictConfig:
     """A config with these settings. The last ones are kept, pickled: each stage of each request asks for one."""
     key = key_of(settings)
-    if key not in configs:
-        configs[key] = pickle.dumps(OmegaConf.create(nested(settings)), pickle.HIGHEST_PROTOCOL)
-        while len(configs) > MOST_CONFIGS:
-            configs.pop(next(iter(configs)))
-    return pickle.loads(configs[key])
+    if (known := configs.get(key)) is None:
+        known = pickle.dumps(OmegaConf.create(nested(settings)), pickle.HIGHEST_PROTOCOL)
+        configs.keep(key, known)
+    return pickle.loads(known)
 
 
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -283,7 +279,7 @@ def literals(value) -> Any:
 def resolve(job: Job, devices: Devices) -> Resolved:
     """Decide axis sizes and kernels, and validate once more; for the first job of a kind."""
     key = key_of([job.kind, devices.kind, devices.platform, devices.count, devices.hosts])
-    complete, before = copied(job.config), resolved_last.pop(key, None)
+    complete, before = copied(job.config), resolved_last.get(key)
     OmegaConf.set_readonly(complete, False)
     if before is None:
         complete.mesh.axes = size_axes(complete.mesh, devices)
@@ -302,13 +298,26 @@ def resolve(job: Job, devices: Devices) -> Resolved:
         resolved.known.update({key: value for key, value in before.known.items() if not is_own(key)})
         common = {name: one for name, one in before.recipes.items() if not any(map(is_own, one.settings))}
         resolved.recipes.update(common)
-    resolved_last[key] = resolved
-    while len(resolved_last) > MOST_KINDS:
-        resolved_last.pop(next(iter(resolved_last)))
+    resolved_last.keep(key, resolved)
     return resolved
 
 
-resolved_last: dict[str, Resolved] = {}  # of each kind, for this process's devices
+class Kept(dict):
+    """The values that were kept last, at most so many. Threads share it."""
+
+    def __init__(self, most: int):
+        self.most, self.lock = most, threading.Lock()
+
+    def keep(self, key: Any, value: Any) -> None:
+        with self.lock:
+            self.pop(key, None)
+            self[key] = value
+            while len(self) > self.most:
+                del self[next(iter(self))]
+
+
+resolved_last = Kept(16)  # by kind and devices
+configs = Kept(64)  # by their settings, pickled
 
 
 def is_own(key: str) -> bool:

@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from wan_torchax.config import clips, inputs, live, trust
 from wan_torchax.config.commandline import changed, compose, key_of, quote
 from wan_torchax.config.registry import family_of
+from wan_torchax.config.resolve import Kept
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import OWN as ASKED
 from wan_torchax.config.validation import text_problems, validate, validate_own
@@ -57,7 +58,6 @@ ADAPTER = "adapter."  # with the name of one in the owner's folder: its strength
 NESTED = ("extra_body", "extra_params", "extra_json")  # objects, or their JSON, with further fields of the request
 WITHOUT_EFFECT = ("user", "generator_device")  # accepted and ignored
 OWN = ("task", "serve", "prompt.text", "hydra")  # for the server itself, not for its videos
-MOST_VALID = 64  # kinds of valid configurations that are kept
 LETTERS = 32_000  # limit of a prompt, the same as OpenAI's
 FORMATS = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp"}
 VIDEOS = {b"ftyp": ".mp4", b"\x1aE\xdf\xa3": ".webm"}  # magic numbers, at offset 0 or 4
@@ -243,13 +243,11 @@ def configure(overrides: list[str], files: str | None) -> DictConfig:
     config = compose(overrides)
     validate(config, files or "whole")
     if files is None:
-        valid[kind] = pickle.dumps(config, pickle.HIGHEST_PROTOCOL)
-        while len(valid) > MOST_VALID:
-            valid.pop(next(iter(valid)))
+        valid.keep(kind, pickle.dumps(config, pickle.HIGHEST_PROTOCOL))
     return config
 
 
-valid: dict[tuple, bytes] = {}  # configurations, pickled
+valid = Kept(64)  # configurations, pickled
 
 
 def frames_for(seconds: float, config: DictConfig) -> int:
