@@ -1,5 +1,6 @@
 """Wan Animate as diffusers' WanAnimatePipeline makes it from the same weights and seed: segments that go on from each
 other, a character that moves and one that is put into a video."""
+import contextlib
 import re
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ from tests import given, reference, tiny
 from tests.conftest import SMALL, generate_into, make_config, run_into
 from tests.reference import NEGATIVE, PROMPT, TEXTS, psnr, relative_error
 from tests.test_family import on
-from wan_torchax.config import clips, inputs
+from wan_torchax.config import clips, frames, inputs
 from wan_torchax.config.clips import ffmpeg, read_frames
 from wan_torchax.events import Began
 from wan_torchax.models.family import Rows
@@ -255,6 +256,37 @@ def test_a_frame_that_is_shown_for_hours_is_not_repeated_all_that_time(tmp_path)
     path, shown = tmp_path / "slides.mp4", "testsrc=size=64x48:rate=1:duration=3,setpts=if(eq(N\\,2)\\,9999/TB\\,PTS)"
     subprocess.run([ffmpeg(), "-v", "error", "-f", "lavfi", "-i", shown, "-fps_mode", "passthrough", path], check=True)
     assert clips.count_frames(path)[0] < 10
+
+
+@pytest.mark.parametrize("fps", [16, 24, 5])
+def test_segments_read_a_driving_video_once(monkeypatch, fps):
+    """Each goes on where the one before ended, and keeps no more than a segment."""
+    path, decoder, decoded = given.clip("pose", 60), clips.decoder, []
+
+    def counted(*about, **options):
+        with contextlib.closing(decoder(*about, **options)) as frames:
+            for frame in frames:
+                decoded.append(frame)
+                yield frame
+
+    total = clips.frame_count(path, fps)
+    size = SimpleNamespace(frames=total, fps=fps, height=32, width=48)
+    whole = frames.read_frames(path, size, "cover")
+    monkeypatch.setattr(clips, "decoder", counted)
+    size.frames = 7
+    segments = range(0, total - 1, 5)
+    for first in segments:
+        part = frames.read_frames(path, size, "cover", first)
+        assert numpy.array_equal(part, whole[first : first + 7])
+        assert all(len(one.kept) <= 7 for one in frames.onward.values())
+    assert len(decoded) < 60 + 7 * 16 / fps + 10, "the first segment twice"
+    mirrored = read_mirrored(path, size, "cover", segments[-1] + 1)
+    count = total - segments[-1] - 1
+    assert numpy.array_equal(mirrored[:count], whole[-count:]) and numpy.array_equal(mirrored[count], whole[-2])
+    assert numpy.array_equal(frames.read_frames(path, size, "cover", 2), whole[2:9]), "it goes back too"
+    (opened,) = frames.onward.values()
+    frames.close_onward()
+    assert not frames.onward and opened.frames.gi_frame is None, "ffmpeg has ended"
 
 
 def test_what_lies_past_the_end_is_mirrored():

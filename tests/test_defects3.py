@@ -47,7 +47,6 @@ def job(tmp_path, monkeypatch):
     (tmp_path / "text.safetensors").write_bytes(b"x")
     config = SimpleNamespace(resume=str(tmp_path))
     monkeypatch.setattr(worker, "configure", lambda job, base: (config, []))
-    monkeypatch.setattr(worker, "validate", lambda config: None)
     return SimpleNamespace(id="video_1", folder=tmp_path)
 
 

@@ -3,6 +3,7 @@ import json
 import re
 import signal
 import subprocess
+import threading
 from concurrent.futures import wait
 from functools import partial
 
@@ -16,7 +17,7 @@ from tests import causal, given, tiny
 from tests.conftest import generate_into, make_config, resolve_there, results, run_into
 from tests.fork import warm
 from tests.reference import TEXTS, relative_error
-from tests.serving import Server
+from tests.serving import DEADLINE, Server, wait_for
 from wan_torchax.config import trust
 from wan_torchax.config.clips import ffmpeg, read_frames
 from wan_torchax.config.commandline import rewrite
@@ -32,7 +33,8 @@ from wan_torchax.records.media import Encoding, read_metadata
 from wan_torchax.records.results import save
 from wan_torchax.records.stored import take_over
 from wan_torchax.runtime.jobs import find_job
-from wan_torchax.serve.queue import Prompts
+from wan_torchax.serve import api, worker
+from wan_torchax.serve.queue import Prompts, append
 from wan_torchax.serve.worker import configure
 from wan_torchax.session import session
 from wan_torchax.stages.sampling import scheduler_table
@@ -315,15 +317,18 @@ def test_chunks_are_decoded_and_shown_while_later_ones_are_made(tmp_path):
         if isinstance(event, Part):
             there.append(sorted(path.name for path in tmp_path.glob("live.*.safetensors")))
 
-    arguments = [*tiny.model("text"), *LIVE, "resolution.frames=13"]
+    arguments = [*tiny.model("text"), *LIVE, "resolution.frames=21"]
     generate_into(make_config(*arguments), tmp_path, arguments, listener=listener)
-    first, second = (place for place, kind in enumerate(heard) if kind is Part)
+    first, second, third = (place for place, kind in enumerate(heard) if kind is Part)
+    steps, names = [Stepped] * 4, [f"live.{number}.safetensors" for number in range(3)]
     between = [kind for kind in heard[first + 1 : second] if kind is not Advanced]
-    assert between == [Asked, Queued, Decoded, Decoded, *[Stepped] * 4], "a chunk is queued before one is fetched"
-    assert there == [["live.0.safetensors"], ["live.0.safetensors", "live.1.safetensors"]]
+    assert between == [Queued, Decoded, Decoded, Asked, Queued, *steps], "nothing holds up the first frames"
+    between = [kind for kind in heard[second + 1 : third] if kind is not Advanced]
+    assert between == [Asked, Queued, Decoded, Decoded, *steps], "a chunk is queued before one is fetched"
+    assert there == [names[:1], names[:2], names]
     values, seconds = results(tmp_path), json.loads((tmp_path / "metrics.json").read_text())["seconds"]
     assert 0 < seconds["decode"] < seconds["total"]
-    assert values["frames"].shape == (13, 64, 64, 3) and not list(tmp_path.glob("live.*.safetensors"))[1:]
+    assert values["frames"].shape == (21, 64, 64, 3) and not list(tmp_path.glob("live.*.safetensors"))[1:]
     again = run_into(tmp_path / "again", *AGAIN, f"resume={tmp_path}", "stages=[decode]")
     assert (results(again)["frames"] == values["frames"]).all(), "decoded in one go"
 
@@ -448,6 +453,31 @@ def test_a_server_sends_a_video_as_it_grows(server):
     (folder / "video.mp4").write_bytes(b"whole")
     assert server.get(video["stream"]).content == b"whole"
     assert server.get(f"/v1/videos/{video['id']}").json()["stream"] is None
+
+
+def test_the_first_frames_are_not_waited_for(server, monkeypatch):
+    """While a video is made, its stream looks for them often; a worker takes a job when it comes."""
+    monkeypatch.setattr(api, "TAIL_SECONDS", DEADLINE)
+    video = server.post(prompt="a red circle", frames=33)
+    folder = server.queue.folder / video["id"]
+    append(folder, {"event": "loading"})
+    with server.client.stream("GET", video["stream"]) as answer:
+        (folder / "live.mp4").write_bytes(b"first")
+        assert next(answer.iter_raw()) == b"first"
+        server.front.stopping = True
+
+
+def test_a_worker_takes_a_job_when_it_comes(server, monkeypatch):
+    taken = []
+    monkeypatch.setattr(worker, "IDLE_SECONDS", DEADLINE)
+    monkeypatch.setattr(worker, "take", lambda jobs, *_: taken.extend(jobs) or False)
+    works = threading.Thread(target=worker.work, args=[server.queue, server.base, bool, lambda: bool(taken)])
+    works.start()
+    server.post(prompt="a red circle", frames=33)
+    wait_for(lambda: taken, DEADLINE / 2)
+    server.post(prompt="another", frames=33)  # it looks whether to stop
+    works.join(DEADLINE / 2)
+    assert not works.is_alive()
 
 
 def test_a_file_that_is_begun_anew_ends_the_stream(server):

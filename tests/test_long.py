@@ -32,6 +32,7 @@ from wan_torchax.records.media import MOST_QUEUED, Encoder, Encoding
 from wan_torchax.records.results import read, save
 from wan_torchax.runtime.jobs import find_job
 from wan_torchax.session import Session
+from wan_torchax.stages.decode import Decoding
 from wan_torchax.tasks.generate import read_results
 
 SIZE = ["resolution.height=64", "resolution.width=80", "steps=2"]
@@ -314,6 +315,32 @@ def test_a_video_in_parts_takes_the_memory_of_a_few(tmp_path, monkeypatch, kind)
     at_hand = read_results(find_job(make_config(*asked, f"resume={tmp_path / 'run'}")))
     assert len([*at_hand.segments, *at_hand.finished.get("live", ())]) >= 9 and bytes_of_arrays()[0] < 6 * part
     tracemalloc.stop()
+
+
+@pytest.mark.system
+def test_the_process_does_not_grow_over_a_long_live_video(tmp_path, monkeypatch):
+    """All that it holds, not arrays alone, has not grown by half of the chunks that went by. The embedded model
+    makes small frames, which are enlarged: a chunk that is kept is then more than what else comes and goes."""
+    chunks, scale, decode, held = 32, 8, Decoding.decode, []
+
+    def enlarged(decoding, latent):
+        frames, finite = decode(decoding, latent)
+        return numpy.asarray(frames).repeat(scale, 1).repeat(scale, 2), finite
+
+    def listener(event):
+        if isinstance(event, events.Part) and event.stage == "live":
+            gc.collect()
+            held.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+
+    monkeypatch.setattr(Decoding, "decode", enlarged)
+    monkeypatch.setattr("wan_torchax.records.files.IN_MEMORY", 0)  # more than that is in files
+    monkeypatch.setattr("wan_torchax.records.growing.MOST_QUEUED", 1)  # for the encoder
+    live = ["pipeline=live", "live=demo", "vae=tiny", "scheduler=renoise_linear", "scheduler.sigmas=[1]"]
+    sizes = [f"resolution.{side}=64" for side in ("height", "width")]
+    overrides = [*live, *sizes, f"resolution.frames={8 * chunks - 3}", "guidance_scale=1", "mesh.axes={dp:1,sp:1,tp:1}"]
+    generate_into(make_config(*overrides), tmp_path, overrides, listener=listener)
+    part = 8 * (scale * 64) ** 2 * 3
+    assert len(held) == chunks and max(held[-4:]) - max(held[8:12]) < 8 * part, [size // 10**6 for size in held]
 
 
 def test_frames_in_a_file_are_saved_without_a_copy(tmp_path):

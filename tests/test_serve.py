@@ -11,11 +11,14 @@ import time
 import numpy
 import openai
 import pytest
+from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.numpy import load_file
 
 from tests.conftest import ROOT, SMALL, make_config
 from tests.serving import Server, wait_for
+from wan_torchax.config import validation
+from wan_torchax.config.commandline import compose
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
 from wan_torchax.events import Stepped
@@ -55,7 +58,7 @@ def test_openais_client_makes_lists_downloads_and_deletes(server, generate, two_
     first = client.videos.create_and_poll(prompt="a red circle", extra_body={"seed": 7})
     assert (first.status, first.progress, first.size, first.prompt) == ("completed", 100, "64x64", "a red circle")
     others = [client.videos.create(prompt="a blue square", seconds="0.6", extra_body={"steps": 1}) for _ in range(2)]
-    assert others[0].seconds == "0.6" and others[0].status == "queued"
+    assert others[0].seconds == "0.6" and others[1].status == "queued"
     listed = [video.id for video in client.videos.list(limit=1)]
     assert listed == [others[1].id, others[0].id, first.id], "page after page, the newest first"
     assert next(iter(client.videos.list(limit=2, order="asc"))).id == first.id
@@ -223,6 +226,34 @@ def test_a_text_is_a_text(idle):
     assert video["prompt"] == config.prompt.text == text and config.prompt.negative == "${x}"
 
 
+def test_what_requests_have_in_common_is_composed_and_checked_once(idle, monkeypatch):
+    """Their texts and seeds are each one's own: another's are neither used nor taken for checked."""
+    first = {"prompt": "a", "seed": 1, "steps": 7}
+    idle.post(**first)
+    monkeypatch.setattr(requests, "compose", None)
+    monkeypatch.setattr(requests, "validate", None)
+    jobs = [idle.queue.get(idle.post(**first | more)["id"]) for more in ({}, {"prompt": "${x}", "seed": 2})]
+    configs = [worker.configure(job, idle.base)[0] for job in jobs]
+    monkeypatch.undo()
+    for job, config in zip(jobs, configs):
+        fresh = compose(idle.base.overrides_for(job.request["values"], {}))
+        assert config == fresh and OmegaConf.to_yaml(config) == OmegaConf.to_yaml(fresh)
+    assert [config.prompt.text for config in configs] == ["a", "${x}"]
+    assert "seed=-1" in idle.post(400, **first | {"seed": -1})["error"]["message"]
+    own = worker.configure(idle.queue.get(idle.post(**first | {"negative_prompt": "b"})["id"]), idle.base)[0]
+    assert (own.prompt.negative, configs[0].prompt.negative) == ("b", idle.base.config.prompt.negative)
+
+
+def test_only_their_own_checks_look_at_what_requests_say():
+    config = make_config()
+    for key in validation.OWN:
+        OmegaConf.update(config, key, -1 if key == "seed" else "a\0b")
+    for check in {*validation.CHECKS, *validation.LATER_CHECKS} - {*validation.OWN_CHECKS}:
+        assert not list(check(config)), check
+    with pytest.raises(ConfigError, match="5 problems"):  # with a driving prompt where there is no driving video
+        validation.validate_own(config)
+
+
 def test_the_owner_offers_choices_and_a_request_takes_one(tmp_path):
     choices = {"scheduler": "unipc,euler", "preset": "t2v_demo_128_cpu_v2", "cache": "none,easycache",
                "adapter": "none,lightx2v_t2v_21"}
@@ -262,9 +293,8 @@ def test_a_picture_comes_as_its_bytes_and_keeps_no_name(tmp_path):
             cut = {"input_reference": ("a.png", picture(tmp_path)[:length])}
             broken = server.client.post("/v1/videos", data={"prompt": "a"}, files=cut)
             assert broken.status_code == status and str(tmp_path) not in broken.text
-        config, _ = worker.configure(server.queue.get(broken.json()["id"]), server.base)
         with pytest.raises(ConfigError, match="not a picture that Pillow reads"):
-            validate(config)
+            worker.configure(server.queue.get(broken.json()["id"]), server.base)
     finally:
         server.close()
 

@@ -2,6 +2,7 @@
 
 PICTURES=<folder> keeps screenshots, at several widths, light and dark.
 """
+import contextlib
 import json
 import os
 import re
@@ -18,9 +19,10 @@ from tests import flux, hunyuan15, tiny
 from tests.conftest import ROOT, SMALL
 from tests.serving import Server, wait_for
 from wan_torchax.config import camera, clips, sounds
+from wan_torchax.records.files import write_text
 from wan_torchax.records.growing import Growing
 from wan_torchax.records.media import Encoding
-from wan_torchax.serve import worker
+from wan_torchax.serve import api, worker
 from wan_torchax.serve.queue import Prompts, append
 from wan_torchax.session import session
 
@@ -460,6 +462,26 @@ def test_a_driving_video_is_filmed_and_described(at, browser, tmp_path):
     assert clip.has_sound and clip.width > clip.height
 
 
+def test_a_recording_ends_where_a_request_is_full(at, browser, tmp_path):
+    server = at("driven", *SMALL, "pipeline=animate2", "resolution.fps=8", "serve.upload_mb=1")
+    assert text_of(browser, "#room") == "up to 1 MB in all", "said before anything is recorded"
+    (tmp_path / "large.png").write_bytes(b"a" * 1_000_000)
+    find(browser, "#file-image").send_keys(str(tmp_path / "large.png"))
+    wait_for(lambda: text_of(browser, "#room") == "up to 1 MB in all: large.png would be too much, and was left out")
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "red.png")
+    find(browser, "#file-image").send_keys(str(tmp_path / "red.png"))
+    find(browser, "[data-key=video] .record").click()
+    wait_for(lambda: re.fullmatch(r"up to 1 MB in all: 0\.\d MB recorded", text_of(browser, "#room")))
+    wait_for(lambda: text_of(browser, "#room") == "up to 1 MB in all: the recording ended there")
+    assert "recording.webm" in text_of(browser, "[data-key=video] .names")
+    write(browser, "[name=driving_prompt]", "a clock ticks")
+    run(browser, "a red thing ticks", 1)
+    (job,) = wait_for(server.queue.jobs)
+    assert 100_000 < (job.folder / "inputs/video.webm").stat().st_size < 1_000_000
+    find(browser, "[data-key=video] .remove").click()
+    wait_for(lambda: text_of(browser, "#room") == "up to 1 MB in all")
+
+
 def test_a_camera_that_is_refused_is_told(at, browser):
     at("driven", *SMALL, "pipeline=animate2")
     refused = "navigator.mediaDevices.getUserMedia = async () => { throw new Error('Permission denied'); }"
@@ -514,6 +536,50 @@ def test_a_live_video_plays_while_it_is_made_and_takes_another_prompt(tmp_path, 
         assert text_of(browser, ".job .pace") == "", "what comes at once has no pace"
         assert json.loads(Prompts(folder).given.read_text()) == {"prompt": "a blue star"}
         growing.close()
+    finally:
+        browser.get("about:blank")
+        made.close()
+
+
+def test_a_live_video_plays_on_after_what_cut_it_off(tmp_path, browser, monkeypatch):
+    """A connection that is lost within a fragment, and a worker that begins the file anew."""
+    live = ["pipeline=live", "live=self_forcing", "scheduler=renoise_linear", "steps=4", "guidance_scale=1"]
+    made, watched = Server(tmp_path / "queue", *live), []
+    frames = numpy.random.default_rng(0).integers(0, 255, (57, 64, 64, 3), dtype=numpy.uint8)
+    growing_bytes = api.growing
+
+    async def cut(*asked):
+        watched.append(asked)
+        async for content in growing_bytes(*asked):
+            yield content[: len(content) // 2] if len(watched) == 1 else content
+            if len(watched) == 1:
+                raise ConnectionResetError
+
+    def player(key):
+        return browser.execute_script(f"return document.querySelector('.job video')?.{key}")
+
+    def there(count):
+        wait_for(lambda: player("buffered.length") and player("buffered.end(0)") >= count / 8 - 0.01)
+
+    monkeypatch.setattr(api, "growing", cut)
+    try:
+        video = made.post(prompt="a red circle", frames=57)
+        folder = made.queue.folder / video["id"]
+        browser.get(made.url)
+        append(folder, {"event": "step", "progress": 5, "step": 5, "steps": 20})
+        with contextlib.closing(Growing(folder / "video.mp4", Encoding(8, 18), (9, 12))) as growing:
+            growing.add(frames[:33])
+            there(33)
+            wait_for(lambda: player("currentTime") > 0.5)
+        with contextlib.closing(Growing(folder / "video.mp4", Encoding(8, 18), (9, 12))) as growing:
+            growing.add(frames[:9])
+            wait_for(lambda: len(watched) == 3)
+            growing.add(frames[9:])
+            there(57)
+            wait_for(lambda: player("currentTime") > 33 / 8)
+        write_text(folder / "metrics.json", '{"step_seconds": [0.1]}')
+        wait_for(lambda: not find_all(browser, ".job"))
+        assert len(watched) == 3, "a finished one is not asked for again"
     finally:
         browser.get("about:blank")
         made.close()

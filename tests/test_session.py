@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from tests import tiny
 from tests.conftest import make_config
 from wan_torchax import events
-from wan_torchax.config import registry
+from wan_torchax.config import registry, resolve
 from wan_torchax.config.inputs import with_texts
 from wan_torchax.config.resolve import Job
 from wan_torchax.config.schema import ConfigError, PipelineStage
@@ -21,7 +21,7 @@ from wan_torchax.runtime.checkpoint import find_all
 from wan_torchax.runtime.programs import Program
 from wan_torchax.session import Session
 from wan_torchax.stages.denoise import Denoise
-from wan_torchax.stages.stage import Stage
+from wan_torchax.stages.stage import Stage, find
 
 SIZE = ["resolution.height=64", "resolution.width=64", "resolution.frames=5", "steps=3"]
 STAGES = ["text", "denoise", "decode"]
@@ -47,6 +47,25 @@ def twins(configure, tmp_path):
 def run(session, config, names=STAGES, emit=events.silence, **values):
     resolved = session.resolve(config, names, emit)
     return session.run(resolved, names, resolved.inputs() | values, emit)
+
+
+def test_jobs_that_differ_in_prompt_and_seed_are_decided_once(configure, monkeypatch):
+    def decided(*overrides):
+        resolved = Session().resolve(configure(*overrides), STAGES)
+        stages = {name: find(name).recipe_for(name, resolved).key for name in STAGES}
+        return resolved, stages, {name: find(name).view_of(name, resolved).config for name in STAGES}
+
+    resolve.resolved_last.clear()
+    alone = decided("seed=2", "prompt=b")
+    resolve.resolved_last.clear()
+    decided("seed=1", "prompt=a")
+    monkeypatch.setattr(resolve.attention, "choose", None)
+    after, recipes, views = decided("seed=2", "prompt=b")
+    assert (after.config, recipes, views) == (alone[0].config, *alone[1:])
+    assert (after.seeds, after.inputs()["prompt"], views["denoise"].seed) == ((2,), "b", 2)
+    assert views["denoise"].get("scheduler") is not None and OmegaConf.is_readonly(views["denoise"])
+    with pytest.raises(TypeError):  # another number of steps is not of their kind
+        decided("steps=2")
 
 
 # ---------------------------------------------------------------- one at a time

@@ -1,4 +1,5 @@
 """What a stranger made can only choose among what the project offers: videos, folders, lists, checkpoints."""
+import contextlib
 import fnmatch
 import functools
 import itertools
@@ -21,9 +22,10 @@ import yaml
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
-from tests import lycoris
-from tests.conftest import ROOT, make_config
-from wan_torchax.config import jobs, trust
+from tests import given, lycoris, tiny
+from tests.conftest import ROOT, SMALL, make_config
+from tests.serving import Server
+from wan_torchax.config import clips, frames, inputs, jobs, sounds, trust
 from wan_torchax.config.commandline import compose, literal, plain_text, rewrite
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import ConfigError
@@ -36,6 +38,7 @@ from wan_torchax.runtime import adapters
 from wan_torchax.runtime.checkpoint import find_all, index
 from wan_torchax.runtime.formats import STORED_DTYPES, bytes_of
 from wan_torchax.runtime.merging import merged
+from wan_torchax.serve import worker
 
 # What somebody would write into a file that you are going to open.
 FORGED = {
@@ -428,3 +431,45 @@ def test_random_artefacts_import_run_and_read_nothing(tmp_path):
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr[-2000:]
     assert json.loads(answer.stdout.splitlines()[-1]) == []
+
+
+# ---------------------------------------------------------------- files that take for ever to decode
+
+
+@pytest.mark.parametrize("read", [
+    lambda: frames.open_picture(given.picture("first")), lambda: list(clips.read_frames(given.clip("video"), 9, 16)),
+    lambda: clips.frame_count(given.clip("video"), 16), lambda: len(sounds.read(given.sound())),
+    lambda: inputs.aspect(given.picture("first")), lambda: inputs.length_of(16, 5, given.clip("video")),
+])
+def test_what_is_not_decoded_in_time_is_refused(read):
+    for remembered in (frames.decode_picture, clips.count_frames, sounds.decode, inputs.read_aspect):
+        remembered.cache_clear()
+    words = r"takes longer to decode than 1e-09 s \(a.key\); give a shorter"
+    with pytest.raises(ConfigError, match=words), clips.within(1e-9, "a.key"), contextlib.suppress(Exception):
+        read()
+    with clips.within(60, "a.key"):
+        assert read() not in ((0, 0), 5), "what was too slow is not remembered"
+
+
+def test_a_file_does_not_hold_the_server(tmp_path, monkeypatch):
+    """What the front decodes is refused by it; what only the worker does fails there, with the same words."""
+    stuck = tmp_path / "ffmpeg"
+    stuck.write_text("#!/bin/sh\nexec sleep 100\n")
+    stuck.chmod(0o755)
+    server = Server(tmp_path / "queue", *tiny.model("spoken"), "pipeline=s2v", *SMALL, "serve.decode_seconds=1")
+    try:
+        sounds.decode.cache_clear()
+        files = {"image": ("a", given.picture("first").read_bytes()), "audio": ("b", given.sound().read_bytes())}
+        with monkeypatch.context() as slow:
+            slow.setattr(clips, "ffmpeg", lambda: str(stuck))
+            answer = server.client.post("/v1/videos", data={"prompt": "a"}, files=files)
+        message = "audio.wav: takes longer to decode than 1 s (serve.decode_seconds); give a shorter or a smaller one"
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
+        answer = server.client.post("/v1/videos", data={"prompt": "a"}, files=files)
+        job = server.queue.get(answer.json()["id"])
+        monkeypatch.setattr(clips.time, "monotonic", itertools.count().__next__)
+        with pytest.raises(ConfigError, match=r"image.png: takes longer to decode than 1 s"):
+            worker.configure(job, server.base)
+        monkeypatch.undo()
+    finally:
+        server.close()

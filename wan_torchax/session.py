@@ -19,9 +19,10 @@ from typing import Any
 import numpy
 from omegaconf import DictConfig, OmegaConf
 
+from wan_torchax.config.frames import close_onward
 from wan_torchax.config.resolve import Job, Resolved, key_of, plain, resolve
 from wan_torchax.config.validation import raise_problems
-from wan_torchax.devices.start import start, warm_up
+from wan_torchax.devices.start import is_running, start, warm_up
 from wan_torchax.events import Background, Listener, Took, silence
 from wan_torchax.models.family import Family, import_module
 from wan_torchax.records.provenance import sources, versions
@@ -51,7 +52,8 @@ class Session:
         """Download missing checkpoints of the named stages, start the devices, and resolve all settings."""
         job, names = find_job(job) if OmegaConf.is_config(job) else job, list(names)
         check_stages(job, names)
-        job, store = with_weights(job, job.graph.components([*names, *job.graph.helpers])), Store.of(job.config)
+        job = with_weights(job, job.graph.components([*names, *job.graph.helpers]))
+        store = None if is_running() else Store.of(job.config)
         return self.place(job, emit, warm=store is not None and store.has("start", start_of(job.config, names)))
 
     def place(self, job: Job, emit: Listener = silence, warm: bool = False) -> Resolved:
@@ -141,6 +143,7 @@ class Session:
                 if cache:
                     cache.store.write("start", start_of(resolved.config, names), {}, {})
             finally:
+                close_onward()
                 if not is_resident(resolved.config):
                     self.free()
 

@@ -1,9 +1,13 @@
 """Input videos, decoded by ffmpeg. No JAX, no torch."""
 import collections
 import contextlib
+import contextvars
 import functools
 import itertools
+import math
+import os
 import subprocess
+import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +24,58 @@ MOST_FRAMES = 4_000_000  # that are counted
 RECORDED_FPS = 30  # of a video that says no rate of its own: a browser's recording, whose frames have times instead
 REMEDY = "pip install --force-reinstall imageio-ffmpeg, or name one with the variable IMAGEIO_FFMPEG_EXE"
 SAFE = ["-protocol_whitelist", "file", "-format_whitelist", FORMATS]
+
+
+class TooSlow(Exception):
+    """A file takes longer to decode than `within` allows."""
+
+
+class Limit:
+    """Until when files may be decoded, and the one for which that was not enough."""
+
+    def __init__(self, seconds: float):
+        self.deadline = time.monotonic() + seconds
+        self.slow: Path | None = None
+
+    def left(self, path: Path) -> float:
+        """Seconds that are left for a file."""
+        if (seconds := self.deadline - time.monotonic()) <= 0:
+            self.slow = self.slow or path
+            raise TooSlow(path)
+        return seconds
+
+
+limit: contextvars.ContextVar[Limit | None] = contextvars.ContextVar("limit", default=None)
+
+
+@contextlib.contextmanager
+def within(seconds: float, key: str) -> Iterator[None]:
+    """Raise ConfigError if decoding input files in this block takes longer than a key allows, whatever the block makes
+    of it. Small files can take for ever: strangers may send only what is decoded in time."""
+    own = Limit(seconds)
+    token = limit.set(own)
+    try:
+        yield
+    finally:
+        limit.reset(token)
+        if own.slow is not None:
+            problem = f"{own.slow.name}: takes longer to decode than {seconds:g} s ({key})"
+            raise ConfigError(f"{problem}; give a shorter or a smaller one") from None
+
+
+def seconds_left(path: Path) -> float | None:
+    """Seconds that are left to decode a file; None if it may take any."""
+    own = limit.get()
+    return None if own is None else own.left(path)
+
+
+def decode(path: Path, *options: str) -> subprocess.CompletedProcess:
+    """Run ffmpeg on a file, in the time that is left for it."""
+    try:
+        return run_ffmpeg(*options, timeout=seconds_left(path))
+    except subprocess.TimeoutExpired:
+        seconds_left(path)
+        raise
 
 
 def ffmpeg() -> str:
@@ -67,7 +123,7 @@ def probe(path: Path) -> Clip:
     return Clip(width, height, meta["fps"] or RECORDED_FPS, "audio_codec" in meta)
 
 
-def read_frames(path: Path, count: int, fps: float) -> "Iterator[numpy.ndarray]":
+def read_frames(path: Path, count: int, fps: float) -> "Generator[numpy.ndarray]":
     """Up to `count` uint8 frames (height, width, 3), resampled to `fps`: each is the one nearest in time."""
     import numpy
 
@@ -76,6 +132,7 @@ def read_frames(path: Path, count: int, fps: float) -> "Iterator[numpy.ndarray]"
         sources = (int(index * rate + 0.5) for index in range(count))
         source = next(sources, None)
         for index, frame in enumerate(frames):
+            seconds_left(path)
             while index == source:  # repeated if the video has fewer frames per second
                 yield numpy.frombuffer(frame, numpy.uint8).reshape(clip.height, clip.width, 3)
                 source = next(sources, None)
@@ -107,7 +164,7 @@ def count_frames(path: Path, *changed: int) -> tuple[int, float]:
     """A video's frames, each decoded to be counted, but not more than MOST_FRAMES, and their rate."""
     rate = probe(path).fps
     given = [*SAFE, "-i", f"file:{path}", "-r", str(rate), "-frames:v", str(MOST_FRAMES)]
-    return len(run_ffmpeg(*given, "-vf", "scale=2:2", "-pix_fmt", "gray", "-f", "rawvideo", "-").stdout) // 4, rate
+    return len(decode(path, *given, "-vf", "scale=2:2", "-pix_fmt", "gray", "-f", "rawvideo", "-").stdout) // 4, rate
 
 
 @contextlib.contextmanager
@@ -124,5 +181,8 @@ def decoder(path: Path, *options: str, before: Sequence[str] = ()) -> Generator:
     """imageio-ffmpeg's generator: the header, then frames as bytes. Options `before` are about reading."""
     import imageio_ffmpeg
 
-    given = {"input_params": [*SAFE, *before], "output_params": list(options)}
+    seconds = seconds_left(path)
+    # Of all cores: for a frame that never comes.
+    most = [] if seconds is None else ["-timelimit", str(math.ceil(seconds * (os.cpu_count() or 1)))]
+    given = {"input_params": [*SAFE, *most, *before], "output_params": list(options)}
     return imageio_ffmpeg.read_frames(f"file:{path}", pix_fmt="rgb24", **given)

@@ -88,10 +88,18 @@ def compose(overrides: Iterable[str]) -> DictConfig:
     options = tuple(text for text in overrides if is_option(text))
     try:
         config = pickle.loads(compose_options(options))
-        private.apply_overrides(config, [text for text in overrides if text not in options])
-        return config
     except USER_ERRORS as error:
         raise schema.ConfigError(explain(error)) from error
+    return changed(config, [text for text in overrides if text not in options])
+
+
+def changed(config: DictConfig, overrides: list[str]) -> DictConfig:
+    """The composed config with overrides of values applied to it."""
+    try:
+        private.apply_overrides(config, overrides)
+    except USER_ERRORS as error:
+        raise schema.ConfigError(explain(error)) from error
+    return config
 
 
 @functools.lru_cache(maxsize=256)

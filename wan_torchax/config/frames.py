@@ -1,6 +1,9 @@
 """Input pictures and videos, decoded once per run: validation and stages share the result. No JAX."""
+import collections
+import contextlib
 import functools
 import logging
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,13 +33,27 @@ def open_picture(source: "str | Path | numpy.ndarray") -> "Image.Image":
 def decode_picture(path: Path, *changed: int) -> "Image.Image":
     from PIL import Image, ImageOps
 
-    with Image.open(path) as file:
+    with path.open("rb") as content, Image.open(Timed(content, path)) as file:
         picture = in_eight_bits(ImageOps.exif_transpose(file))
         if "A" in picture.getbands() or "transparency" in picture.info:
             log.info("%s: transparency becomes white", path)
             picture = picture.convert("RGBA")
             picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
         return picture.convert("RGB")
+
+
+class Timed:
+    """A picture's file, which Pillow reads in small pieces, each in the time that is left for it."""
+
+    def __init__(self, file, path: Path):
+        self.file, self.path = file, path
+
+    def read(self, *size: int) -> bytes:
+        clips.seconds_left(self.path)
+        return self.file.read(*size)
+
+    def __getattr__(self, name: str):
+        return getattr(self.file, name)
 
 
 def in_eight_bits(picture: "Image.Image") -> "Image.Image":
@@ -80,18 +97,62 @@ def read_frames(path: Path, size, fit: str, first: int = 0) -> "numpy.ndarray":
     """uint8 (frames, height, width, 3) from frame `first` on, with the resolution's size, rate and number of frames;
     fewer if the video ends."""
     status = path.stat()
-    settings = (size.frames, size.fps, (size.width, size.height), fit, first)
-    return decode_frames(path, settings, status.st_mtime_ns, status.st_size)
+    settings = (size.frames, size.fps, (size.width, size.height), fit)
+    return decode_frames(path, settings, first, status.st_mtime_ns, status.st_size)
 
 
 @functools.lru_cache(maxsize=2)
-def decode_frames(path: Path, settings: tuple, *changed: int) -> "numpy.ndarray":
-    import numpy
-    from PIL import Image
+def decode_frames(path: Path, settings: tuple, first: int, *changed: int) -> "numpy.ndarray":
+    if first == 0:  # of most videos there is no more to read
+        with contextlib.closing(Onward(path, settings)) as frames:
+            return frames.read(0)
+    key = path, settings, changed
+    if key not in onward or onward[key].begin > first:
+        close_onward(key)
+        onward[key] = Onward(path, settings)
+    return onward[key].read(first)
 
-    count, fps, size, fit, first = settings
-    frames = [
-        numpy.asarray(fitted(Image.fromarray(frame), size, fit))
-        for number, frame in enumerate(clips.read_frames(path, first + count, fps)) if number >= first
-    ]
-    return numpy.stack(frames) if frames else numpy.empty((0, *size[::-1], 3), numpy.uint8)
+
+class Onward:
+    """A video that is read segment by segment. Each goes on where the one before ended, with the frames that it
+    overlaps or mirrors: as many as a segment has are kept."""
+
+    def __init__(self, path: Path, settings: tuple):
+        self.count, fps, self.size, self.fit = settings
+        self.frames, self.next = clips.read_frames(path, sys.maxsize, fps), 0  # the number of the next
+        self.kept: collections.deque[numpy.ndarray] = collections.deque(maxlen=self.count)
+
+    @property
+    def begin(self) -> int:
+        """The number of the first frame that can be read: it does not go back further."""
+        return self.next - len(self.kept)
+
+    def read(self, first: int) -> "numpy.ndarray":
+        """The frames of a segment; fewer if the video ends."""
+        import numpy
+        from PIL import Image
+
+        last = first + self.count
+        for frame in self.frames if self.next < last else ():
+            if self.next >= first - self.count:
+                self.kept.append(numpy.asarray(fitted(Image.fromarray(frame), self.size, self.fit)))
+            else:
+                self.kept.clear()
+            self.next += 1
+            if self.next == last:
+                break
+        frames = [frame for number, frame in enumerate(self.kept, self.begin) if first <= number < last]
+        return numpy.stack(frames) if frames else numpy.empty((0, *self.size[::-1], 3), numpy.uint8)
+
+    def close(self) -> None:
+        self.frames.close()
+
+
+onward: dict[tuple, Onward] = {}  # videos that a run reads segment by segment
+
+
+def close_onward(*keys: tuple) -> None:
+    """Close videos that were not read to their ends; without keys, all."""
+    for key in keys or list(onward):
+        if key in onward:
+            onward.pop(key).close()

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from wan_torchax.config import camera, clips, live, sounds
 from wan_torchax.config.commandline import literal
-from wan_torchax.config.frames import open_picture, read_frames
+from wan_torchax.config.frames import Timed, open_picture, read_frames
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import copied
 from wan_torchax.config.wording import one_of
@@ -267,7 +267,7 @@ def nearest_bucket(ratio: float, area: int, multiple: int) -> tuple[int, int]:
 
 def aspect(path: Path) -> tuple[int, int]:
     """Width and height of a picture or video, after EXIF rotation; zeros if it cannot be read."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(Exception):  # input_problems reports errors
         status = path.stat()
         return read_aspect(path, status.st_mtime_ns, status.st_size)
     return 0, 0
@@ -277,13 +277,11 @@ def aspect(path: Path) -> tuple[int, int]:
 def read_aspect(path: Path, *changed: int) -> tuple[int, int]:
     from PIL import Image, ImageOps
 
-    with contextlib.suppress(Exception):  # input_problems reports errors
-        if is_picture(path):
-            with Image.open(path) as picture:
-                return ImageOps.exif_transpose(picture).size
-        clip = clips.probe(path)
-        return clip.width, clip.height
-    return 0, 0
+    if is_picture(path):
+        with path.open("rb") as content, Image.open(Timed(content, path)) as picture:
+            return ImageOps.exif_transpose(picture).size
+    clip = clips.probe(path)
+    return clip.width, clip.height
 
 
 OmegaConf.register_new_resolver("side", side, replace=True)

@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import math
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -182,6 +183,20 @@ class Job:
         return {}
 
     @functools.cached_property
+    def recipes(self) -> dict[str, Recipe]:
+        """Those of stages' programs, by the stage's name."""
+        return {}
+
+    @functools.cached_property
+    def kind(self) -> str:
+        """A key of everything but what it says of its own."""
+        settings = OmegaConf.to_container(self.config, resolve=False)
+        for key in validation.OWN:
+            *outer, name = key.split(".")
+            functools.reduce(dict.__getitem__, outer, settings)[name] = None
+        return key_of([settings, self.checkpoints, self.contents])
+
+    @functools.cached_property
     def views(self) -> dict[str, View]:
         """What stages see of this job, by name, once they have asked."""
         return {}
@@ -239,19 +254,51 @@ def literals(value) -> Any:
 
 
 def resolve(job: Job, devices: Devices) -> Resolved:
-    """Decide axis sizes and kernels, and validate once more."""
-    complete = copied(job.config)
+    """Decide axis sizes and kernels, and validate once more; for the first job of a kind."""
+    key = key_of([job.kind, devices.kind, devices.platform, devices.count, devices.hosts])
+    complete, before = copied(job.config), resolved_last.get(key)
     OmegaConf.set_readonly(complete, False)
-    complete.mesh.axes = size_axes(complete.mesh, devices)
-    questions, dtype = job.family.questions(complete), complete.model.dtype.transformer
-    chosen = attention.choose(OmegaConf.to_object(complete.attention), devices, dtype, questions)
-    OmegaConf.update(complete, "attention", asdict(chosen))
-    validation.validate_resolved(complete, devices)
+    if before is None:
+        complete.mesh.axes = size_axes(complete.mesh, devices)
+        questions, dtype = job.family.questions(complete), complete.model.dtype.transformer
+        chosen = attention.choose(OmegaConf.to_object(complete.attention), devices, dtype, questions)
+        OmegaConf.update(complete, "attention", asdict(chosen))
+        validation.validate_resolved(complete, devices)
+    else:
+        complete.mesh.axes, complete.attention = before.config.mesh.axes, before.config.attention
     OmegaConf.set_readonly(complete, True)
     axes = dict(complete.mesh.axes)
     placement = {"axes": axes, "kind": devices.kind, "platform": devices.platform, "hosts": devices.hosts}
     known = {name: getattr(job, name) for name in Job.__dataclass_fields__} | {"config": complete}
-    return Resolved(**known, mesh=devices.arrange(axes), placement=placement)
+    resolved = Resolved(**known, mesh=devices.arrange(axes), placement=placement)
+    if before is not None and before.mesh == resolved.mesh:
+        resolved.known.update({key: value for key, value in before.known.items() if not is_own(key)})
+        common = {name: one for name, one in before.recipes.items() if not any(map(is_own, one.settings))}
+        resolved.recipes.update(common)
+    resolved_last.keep(key, resolved)
+    return resolved
+
+
+class Kept(dict):
+    """The values that were kept last, at most so many. Threads share it."""
+
+    def __init__(self, most: int):
+        self.most, self.lock = most, threading.Lock()
+
+    def keep(self, key: Any, value: Any) -> None:
+        with self.lock:
+            self.pop(key, None)
+            self[key] = value
+            while len(self) > self.most:
+                del self[next(iter(self))]
+
+
+resolved_last = Kept(16)  # by kind and devices
+
+
+def is_own(key: str) -> bool:
+    """Whether a key's value has something that a request says of its own."""
+    return any(own == key or own.startswith(f"{key}.") for own in validation.OWN)
 
 
 def size_axes(mesh, devices: Devices) -> dict[str, int]:

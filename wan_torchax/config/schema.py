@@ -489,6 +489,7 @@ class Serve:
     preview_every: int = MISSING
     upload_mb: float = MISSING
     upload_seconds: float = MISSING
+    decode_seconds: float = MISSING
     connections: int = MISSING
     drain_seconds: float = MISSING
     attempts: int = MISSING

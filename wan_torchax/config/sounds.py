@@ -27,7 +27,7 @@ def decode(path: Path, *changed: int) -> "numpy.ndarray":
 
     source = [*SAFE, "-t", str(MOST_SECONDS), "-i", f"file:{path}", "-map", "0:a:0"]
     mean = ["-ac", "1", "-rematrix_maxval", "1"]  # of samples in floating point ffmpeg would take more
-    ran = clips.run_ffmpeg(*source, *mean, "-ar", str(RATE), "-f", "f32le", "-")
+    ran = clips.decode(path, *source, *mean, "-ar", str(RATE), "-f", "f32le", "-")
     said = ran.stderr.decode(errors="replace").strip().splitlines()
     if any("matches no streams" in line for line in said):
         raise OSError("it has no sound")

@@ -64,6 +64,8 @@ SCHEDULERS = (  # diffusers' linear ones: stages/sampling.py expresses them as a
 )
 SIGMAS_TAKEN = SCHEDULERS[:3]  # these accept sigmas, and shift them like their own
 PROBLEMS_SHOWN = 30
+# What a request says of its own: OWN_CHECKS alone look at it. Configs that differ in nothing else are of one kind.
+OWN = ("prompt.text", "prompt.negative", "driving_prompt", "seed")
 # Shares of the bf16 peak, and the most that a kernel can reach.
 KERNEL_SHARES = {
     "self_attention_share": 1, "cross_attention_share": 1, "listed_attention_share": 1,
@@ -75,8 +77,8 @@ KERNEL_SHARES = {
 NO_FLOAT8 = r"TPU v|V100|T4|A100|A10\b|A10G|A16|A2\b|A30|A40|RTX A\d|RTX [23]0|GTX|Quadro|TITAN"
 VERIFY_CHECKS = ("kernels", "machine", "step", "weights")  # tasks/verify has a module for each
 SERVE_LEAST = {
-    "queue_limit": 1, "batch": 1, "preview_every": 0, "upload_mb": 0.01, "upload_seconds": 1, "connections": 10,
-    "drain_seconds": 0, "attempts": 1,
+    "queue_limit": 1, "batch": 1, "preview_every": 0, "upload_mb": 0.01, "upload_seconds": 1, "decode_seconds": 1,
+    "connections": 10, "drain_seconds": 0, "attempts": 1,
 }
 
 
@@ -91,6 +93,11 @@ def validate(config: DictConfig, files: str = "whole") -> None:
     if not problems:  # these need valid axes, heads and stages
         problems = [problem for check in LATER_CHECKS for problem in check(config)]
     raise_problems(problems)
+
+
+def validate_own(config: DictConfig) -> None:
+    """The same for a config that differs from a valid one only in OWN."""
+    raise_problems([problem for check in OWN_CHECKS for problem in check(config)])
 
 
 def raise_problems(problems: list[str]) -> None:
@@ -540,6 +547,7 @@ CHECKS = (
     sampling_problems, prompt_problems, mesh_problems, host_problems, table_problems, op_problems, tune_problems,
     plan_problems, adapter_problems, serve_problems, verify_problems, camera_problems,
 )
+OWN_CHECKS = (sampling_problems, prompt_problems)
 LATER_CHECKS = (
     cache_problems, coarse_problems, live_problems, long_problems,
     missing_problems, family_problems, kernel_problems, product_problems, precision_problems, vmem_problems,

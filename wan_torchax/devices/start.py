@@ -1,5 +1,6 @@
 """Starts JAX: sets what must be set before it initializes, once per process, and what may change between jobs."""
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -32,8 +33,9 @@ def start(config, meanwhile: Callable[[], None] = lambda: None):
     return mesh.find(config.mesh)
 
 
+@functools.cache
 def warm_up(mesh) -> None:
-    """Run a first program, which takes seconds on a GPU."""
+    """Run a first program, which takes seconds on a GPU; once on each mesh."""
     import jax
 
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

@@ -80,7 +80,7 @@ def write_config(folder: Path, settled: dict, overrides: list[str]) -> None:
     write_text(folder / "command.json", json.dumps(command, indent=2) + "\n")
 
 
-class PlainDumper(yaml.SafeDumper):
+class PlainDumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # in C where PyYAML was built with it
     """Writes repeated values in full instead of as aliases."""
 
     def ignore_aliases(self, data) -> bool:

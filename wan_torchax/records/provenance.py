@@ -36,6 +36,7 @@ def version(package: str) -> str | None:
     return None
 
 
+@functools.cache  # of the sources that this process began with
 def git_revision() -> str | None:
     """The current commit, with "+" if files are modified; None outside a git checkout."""
     with contextlib.suppress(OSError, subprocess.CalledProcessError):

@@ -39,6 +39,7 @@ IMAGE_FIELDS = {
     "background": ("auto", "opaque"), "style": ("natural", "vivid"),
 }
 TAIL_SECONDS = 0.1  # polling interval for new events and chunks
+FIRST_SECONDS = 0.02  # for the first chunk of a video that is being made
 READ_BYTES = 2**18
 SIGN_SECONDS = 15  # heartbeat interval of a stream without events
 
@@ -325,14 +326,16 @@ async def growing(front, job: Job):
     try:
         while not front.stopping:
             # Checked before reading: nothing follows once it is true.
-            over = front.queue.get(job.id) is None or front.queue.state(job).is_over
+            state = front.queue.state(job)
+            over = state.is_over or front.queue.get(job.id) is None
             if file is None and (path := own_file(job.folder, GROWING)):
                 file = path.open("rb")
             while file is not None and (content := file.read(READ_BYTES)):
                 yield content
             if over or (file is not None and os.fstat(file.fileno()).st_size < file.tell()):
                 return
-            await asyncio.sleep(TAIL_SECONDS)
+            soon = file is None and state.status == "in_progress"
+            await asyncio.sleep(FIRST_SECONDS if soon else TAIL_SECONDS)
     finally:
         if file is not None:
             file.close()

@@ -185,6 +185,7 @@ async def show(request: Request) -> Response:
         driving_prompt="driving_prompt" in config.pipeline.inputs.values(),
         letters=requests.LETTERS, negative=config.prompt.negative or "", examples=examples(config),
         adapters=front.base.adapters, with_key=bool(front.keys),
+        upload_mb=front.serve.upload_mb,
     )
     return HTMLResponse(text, headers={"Cache-Control": "no-store"})
 

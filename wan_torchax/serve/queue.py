@@ -39,6 +39,7 @@ REQUEST = {
 }
 NUMBERS = ("progress", "step", "steps", "preview")  # of an event
 MOST_PROMPT_BYTES = 2**20  # of all prompts that are given to a video while it is made
+CHANGE_SECONDS = 0.005  # polling interval for a change of the folder
 STALE_SECONDS = 3600  # age at which an incomplete folder is assumed abandoned
 
 
@@ -191,6 +192,17 @@ class Queue:
     def waiting(self) -> list[Job]:
         """Unfinished jobs, oldest first."""
         return [job for job in self.jobs() if not self.state(job).is_over]
+
+    def changed(self) -> int:
+        """When a job last came or went."""
+        return self.folder.stat().st_mtime_ns
+
+    def wait_for_change(self, known: int, seconds: float) -> None:
+        """Wait until jobs have come or gone since `known`, at most so long: clocks of files are coarse, and those of
+        other machines late."""
+        deadline = time.monotonic() + seconds
+        while self.changed() == known and time.monotonic() < deadline:
+            time.sleep(CHANGE_SECONDS)
 
     def state(self, job: Job) -> State:
         state = self.over.get(job.id) or read_state(job.folder)

@@ -9,17 +9,20 @@ import functools
 import io
 import json
 import math
+import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from wan_torchax.config import inputs, live, trust
-from wan_torchax.config.commandline import compose, key_of, quote
+from wan_torchax.config import clips, inputs, live, trust
+from wan_torchax.config.commandline import changed, compose, key_of, quote
 from wan_torchax.config.registry import family_of
+from wan_torchax.config.resolve import Kept
 from wan_torchax.config.schema import ConfigError
-from wan_torchax.config.validation import text_problems, validate
+from wan_torchax.config.validation import OWN as ASKED
+from wan_torchax.config.validation import text_problems, validate, validate_own
 from wan_torchax.config.wording import nearest
 from wan_torchax.records.outputs import is_under
 from wan_torchax.records.report import without_places
@@ -210,16 +213,41 @@ def make(base: Base, fields: dict, folder: Path) -> tuple[dict, DictConfig]:
     `folder` has the request's files.
     """
     values, seconds = read(base, fields)
+    files = files_in(folder)
     try:
-        config = compose(base.overrides_for(values, files_in(folder)))
-        if seconds is not None:
-            values["resolution.frames"] = frames_for(seconds, config)
-            OmegaConf.update(config, "resolution.frames", values["resolution.frames"])
-        validate(config, files="headers")
+        with decoding(base):
+            if seconds is not None:
+                values["resolution.frames"] = frames_for(seconds, compose(base.overrides_for(values, files)))
+            config = configure(base.overrides_for(values, files), None if not files else "headers")
     except ConfigError as error:
         message = str(error).replace(f"{folder}/inputs/", "")
         raise ConfigError(without_places(message, folder)) from error
     return values, config
+
+
+def decoding(base: Base):
+    """A context that limits how long files of requests are decoded."""
+    return clips.within(base.config.serve.decode_seconds, "serve.decode_seconds")
+
+
+def configure(overrides: list[str], files: str | None) -> DictConfig:
+    """The valid configuration of a video, whose `files` are checked as `validate` does. Of those without files (None),
+    which differ in little but their prompts, what they have in common is composed and checked once."""
+    own = [text for text in overrides if key_of(text) in ASKED]
+    common = [text for text in overrides if text not in own]
+    kind = tuple(common), tuple(text.partition("=")[0] for text in own)
+    if files is None and (known := valid.get(kind)):
+        config = changed(pickle.loads(known), own)
+        validate_own(config)
+        return config
+    config = compose(overrides)
+    validate(config, files or "whole")
+    if files is None:
+        valid.keep(kind, pickle.dumps(config, pickle.HIGHEST_PROTOCOL))
+    return config
+
+
+valid = Kept(64)  # configurations, pickled
 
 
 def frames_for(seconds: float, config: DictConfig) -> int:

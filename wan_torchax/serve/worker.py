@@ -19,12 +19,12 @@ from wan_torchax.config import inputs, live
 from wan_torchax.config.commandline import compose
 from wan_torchax.config.registry import STAGES
 from wan_torchax.config.schema import ConfigError, FolderError
-from wan_torchax.config.validation import validate
 from wan_torchax.events import Advanced, Asked, Began, Event, Listener, Previewed, Stepped
 from wan_torchax.records import results
 from wan_torchax.records.clock import Clock
 from wan_torchax.records.files import claimed, sync
 from wan_torchax.run import generate
+from wan_torchax.serve import requests
 from wan_torchax.serve.queue import Job, Prompts, Queue, append, events_from, last_event
 from wan_torchax.serve.requests import Base, files_in
 from wan_torchax.session import session
@@ -33,7 +33,7 @@ from wan_torchax.tasks.attempt import explain
 from wan_torchax.tasks.together import Video, denoise_together, several_of, takes_several
 
 log = logging.getLogger("wan")
-IDLE_SECONDS = 0.1  # polling interval of an empty queue
+IDLE_SECONDS = 0.1  # polling interval of an empty queue whose folder does not change
 LOOK_SECONDS = 0.05  # polling interval for the cancel file while weights load
 RESERVED_BYTES = 4096  # preallocated for the error message, in case the disk fills up
 # Session phases that are not stages -> their label for clients.
@@ -122,7 +122,6 @@ def bounds_of(stages: Iterable[str]) -> dict[str, tuple[float, float]]:
 def make(job: Job, base: Base, reporter: Reporter) -> None:
     """Make a video, or resume one that an earlier worker left unfinished."""
     config, overrides = configure(job, base)
-    validate(config)
     try:
         generate(config, job.folder, overrides, reporter, reporter.clock)
     except results.Misfit as error:
@@ -139,8 +138,10 @@ def configure(job: Job, base: Base):
     if applied:  # before a crash
         rows = [*values.get("live.prompts", ()), *applied]
         values = values | {"live.prompts": sorted(rows, key=lambda row: live.later_prompts([row])[0][0])}
-    overrides = base.overrides_for(values, files_in(job.folder))
-    config = compose(overrides)
+    files = files_in(job.folder)
+    overrides = base.overrides_for(values, files)
+    with requests.decoding(base):
+        config = requests.configure(overrides, "whole" if files else None)
     if stage_results(job.folder):
         config.resume = str(job.folder)
     return config, overrides
@@ -247,9 +248,9 @@ def work(queue: Queue, base: Base, must_end: Callable[[], bool], must_stop: Call
     queue.tidy()
     release(queue)
     while not must_stop():
-        waiting = groups(queue, base.config.serve.batch)
+        known, waiting = queue.changed(), groups(queue, base.config.serve.batch)
         if not any(take(jobs, queue, base, must_end) for jobs in waiting if not must_stop()):
-            time.sleep(IDLE_SECONDS)
+            queue.wait_for_change(known, IDLE_SECONDS)
 
 
 def release(queue: Queue) -> None:

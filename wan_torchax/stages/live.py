@@ -179,6 +179,8 @@ class Live(Denoise):
             made = making.keep(number, numpy.array(slots)[0])
             latents.append(made.swapaxes(0, 2))
             emit(Part(self.name, number, {"latents": made}))  # the devices decode it before they go on
+            if number == 0:
+                emit(Queued(self.name))  # on a CPU, what is queued now would hold up the first frames
             if number + 1 < chunks and not view.config.live.rebuild:
                 making.read(number, slots)
         log_rescued(rescued)

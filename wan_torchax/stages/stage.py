@@ -90,6 +90,12 @@ class Stage:
     @classmethod
     def recipe_for(cls, name: str, job: Job) -> Recipe:
         """Everything that the programs of this stage depend on."""
+        if name not in job.recipes:
+            job.recipes[name] = cls.new_recipe(name, job)
+        return job.recipes[name]
+
+    @classmethod
+    def new_recipe(cls, name: str, job: Job) -> Recipe:
         uses = list(job.graph.stage(name).uses)
         own = (key for component in uses for key in settings_of(component, job.family))
         keys = [*COMMON_SETTINGS, *own, *cls.settings_for(job.family)]

@@ -236,11 +236,28 @@ find("#copy").addEventListener("click", async () => {
 
 // ---------------------------------------------------------------- files
 
+const MOST_BYTES = 0.97e6 * form.dataset.uploadMb;  // of files; the rest of a request is for texts
+
+// How many bytes a field's files may have, beside those of the others.
+function room(key) {
+  const others = Object.entries(files).filter(([name]) => name !== key).flatMap(([, list]) => list);
+  return others.reduce((left, file) => left - file.size, MOST_BYTES);
+}
+
+function showRoom(said) {
+  const used = ((MOST_BYTES - room()) / 1e6).toFixed(1), most = `up to ${Number(form.dataset.uploadMb)} MB in all`;
+  find("#room").textContent = said ? `${most}: ${said}` : used > 0 ? `${most}, ${used} so far` : most;
+}
+
 for (const drop of all(".drop")) {
   const input = find("input", drop), image = find("img", drop), words = find(".words", drop), remove = find(".remove", drop);
   const names = find(".names", drop), key = drop.dataset.key, clip = find(".clip", drop);
   const put = take[key] = (list) => {
     const chosen = [...list].slice(0, input.multiple ? 16 : 1), picture = chosen.find((file) => file.type.startsWith("image/"));
+    input.value = "";
+    if (chosen.reduce((size, file) => size + file.size, 0) > room(key)) {
+      return showRoom(`${chosen.map((file) => file.name).join(", ")} would be too much, and was left out`);
+    }
     if (image.src) URL.revokeObjectURL(image.src);
     if (chosen.length) files[key] = chosen; else delete files[key];
     image.hidden = !picture;
@@ -250,7 +267,7 @@ for (const drop of all(".drop")) {
     names.textContent = chosen.map((file) => file.name).join(", ");
     names.hidden = !chosen.length;
     words.hidden = chosen.length > 0;
-    input.value = "";
+    showRoom();
     remember();
   };
   input.addEventListener("change", () => { if (input.files.length) put(input.files); });
@@ -293,10 +310,17 @@ for (const button of navigator.mediaDevices && window.MediaRecorder ? all(".reco
   });
 
   function record(stream) {
-    const made = new MediaRecorder(stream), parts = [];
+    const made = new MediaRecorder(stream), parts = [], most = room(key);
+    let size = 0, full = false;
     if (device === "camera") showClip(find(".clip", drop), stream);
     made.addEventListener("start", () => { button.textContent = "Stop"; button.classList.add("on"); showError(); });
-    made.addEventListener("dataavailable", (event) => { button.textContent = `Stop, ${parts.push(event.data)} s`; });
+    made.addEventListener("dataavailable", ({ data }) => {
+      button.textContent = `Stop, ${parts.push(data)} s`;
+      size += data.size;
+      showRoom(`${(size / 1e6).toFixed(1)} MB recorded`);
+      full ||= size + 2 * data.size > most;  // no room for another second
+      if (full && made.state === "recording") made.stop();
+    });
     made.addEventListener("stop", () => {
       for (const track of stream.getTracks()) track.stop();
       recorder = null;
@@ -304,6 +328,7 @@ for (const button of navigator.mediaDevices && window.MediaRecorder ? all(".reco
       button.classList.remove("on");
       const [type] = made.mimeType.split(";"), suffix = type.endsWith("mp4") ? "mp4" : type.endsWith("ogg") ? "ogg" : "webm";
       take[key]([new File(parts, `recording.${suffix}`, { type })]);
+      if (full && files[key]) showRoom("the recording ended there");
     });
     made.start(1000);
     return made;
@@ -375,6 +400,10 @@ async function changePrompt(id, item) {
 // H.264 in fragments, as the server appends them; players go by the profile, not by the level.
 const FRAGMENTS = 'video/mp4; codecs="avc1.640028"';
 
+const AGAIN = 1000;  // milliseconds until a stream that ended too early is asked for again
+
+// Plays a video while it is made. Where the connection is lost, or a worker begins the file anew, all of it is read
+// again: what the player has already is replaced by the same.
 async function watch(video, item) {
   if (!window.MediaSource?.isTypeSupported(FRAGMENTS)) return;
   item.dataset.watched = "true";
@@ -384,14 +413,12 @@ async function watch(video, item) {
   player.setAttribute("aria-label", `${video.prompt}, while it is made`);
   try {
     await next(source, "sourceopen");
-    const buffer = source.addSourceBuffer(FRAGMENTS), reader = (await fetch(video.stream)).body.getReader();
-    for (let part = await reader.read(); !part.done; part = await reader.read()) {
-      const added = next(buffer, "updateend");
-      buffer.appendBuffer(part.value);
-      await added;
-      showPace(item, buffer.buffered.end(0), video.fps);
-      player.hidden = false;
-      player.play().catch(() => {});
+    const buffer = source.addSourceBuffer(FRAGMENTS);
+    for (;;) {
+      await read(buffer).catch((error) => { if (!(error instanceof TypeError)) throw error; });  // the connection's
+      if (source.readyState !== "open" || !item.isConnected || !(await isMade(video))) break;
+      buffer.abort();  // what is left of a fragment
+      await new Promise((resolve) => setTimeout(resolve, AGAIN));
     }
     if (source.readyState === "open") source.endOfStream();
   } catch (error) {
@@ -399,6 +426,28 @@ async function watch(video, item) {
   } finally {
     URL.revokeObjectURL(player.src);
   }
+
+  async function read(buffer) {
+    const answer = await fetch(video.stream);
+    if (!answer.ok) return;
+    const reader = answer.body.getReader();
+    for (let part = await reader.read(); !part.done; part = await reader.read()) {
+      const added = next(buffer, "updateend");
+      buffer.appendBuffer(part.value);
+      await added;
+      const { buffered } = buffer;
+      if (!buffered.length) continue;
+      showPace(item, buffered.end(buffered.length - 1), video.fps);
+      player.hidden = false;
+      player.play().catch(() => {});
+    }
+  }
+}
+
+// Whether a video is still to be finished; as far as is known, without a connection.
+async function isMade(video) {
+  const answer = await fetch(`/v1/videos/${video.id}`).catch(() => null);
+  return answer?.ok ? Boolean((await answer.json()).stream) : answer === null || answer.status >= 500;
 }
 
 // Of a video that plays while it is made: when its first frames came, and how many a second since then. What was made
