@@ -373,7 +373,8 @@ def test_what_cannot_be_recognized_is_told(tmp_path):
     for path, message in {
         other: "no model of conf/model has its tensors .x and 0 others.", tmp_path / "no.gguf": "no such file",
         tmp_path / "x.pth": "can run code when opened and is not read; `python tools/convert.py", vae:
-        "holds the vae of demo, demo_animate, demo_i2v, demo_live", unnamed: "say model=wan21_t2v_14b, model=wan22_t2v_a14b",
+        "holds the vae of demo, demo_animate, demo_i2v, demo_live", unnamed:
+        "say model=wan21_t2v_14b, model=wan22_t2v_a14b",
     }.items():
         with pytest.raises(ConfigError, match=message):
             recognition.with_models([f"model.path={path}"])
