@@ -39,7 +39,7 @@ def test_a_single_file(inspected, tmp_path):
                "blocks.0.attn1.to_q.lora_B.weight": numpy.zeros((256, 2), "float32")}, loras / "other.safetensors")
     report, printed = inspected(path, f"inspect.adapters={loras}")
     row = report[str(path)]
-    assert row["models"] == {"transformer": ["demo"]} and row["machines"].keys() == {"v5e_1"}
+    assert row["models"] == {"transformer": ["demo", "demo_live"]} and row["machines"].keys() == {"v5e_1"}
     assert "177 tensors, 7.0 million parameters, 13.3 MiB: F16 100.0%" in row["holds"]
     assert row["machines"]["v5e_1"]["fits"] and 0 < row["machines"]["v5e_1"]["gib"] < 1
     fits, other = (row["adapters"][str(loras / f"{name}.safetensors")] for name in ("fits", "other"))
