@@ -49,7 +49,8 @@ def test_a_single_file(inspected, tmp_path):
 
 @pytest.mark.system
 def test_a_folder_and_what_does_not_fit_a_machine(inspected, tmp_path, monkeypatch):
-    assert inspected(DEMO)[0].keys() == {str(DEMO / name) for name in ("text_encoder", "transformer", "vae")}
+    components = "text_encoder", "tiny_vae", "transformer", "vae"
+    assert inspected(DEMO)[0].keys() == {str(DEMO / name) for name in components}
     write_landmarks(tmp_path / "big.safetensors", "wan21_t2v_14b")
     report, printed = inspected(tmp_path / "big.safetensors")
     row = report[str(tmp_path / "big.safetensors")]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -414,6 +415,9 @@ def test_quick_hydra_nodes():
         quick = copied()
     assert [nodes(config) for config in quick] == [nodes(config) for config in plain]
     config, twin, part = quick
+    with private.quick_hydra(), ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: copy.deepcopy(config.ops), range(400)))
+    assert config.ops._get_parent() is config, "whoever else copies it"
     assert part._get_parent() is config and part is not config.ops
     twin.seed = 4
     assert config.seed == 3
@@ -437,16 +441,17 @@ def test_quick_hydra_looks_for_a_sweep_where_one_is_asked_for():
 
 
 def test_remember_interpolations():
-    """A text is parsed once, and read as what it refers to is then; a wrong one is an error each time."""
+    """A short text is parsed once, and read as what it refers to is then; a wrong one is an error each time."""
     from omegaconf import OmegaConf, base
     from omegaconf.errors import GrammarParseError
 
     private.remember_interpolations()
     config = OmegaConf.create({"size": 2, "twice": "${size} and ${size} of this test"})
     assert config.twice == "2 and 2 of this test"
-    parsed = base.parse.cache_info().misses
     config.size = 3
-    assert config.twice == "3 and 3 of this test" and base.parse.cache_info().misses == parsed
+    assert config.twice == "3 and 3 of this test"
+    short, long = "${size} and ${size} of this test", "${size}" + 200 * "x"
+    assert base.parse(short) is base.parse(short) and base.parse(long) is not base.parse(long)
     for _ in range(2):
         with pytest.raises(GrammarParseError):
             config.size = "${of this test"

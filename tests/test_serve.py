@@ -1,12 +1,15 @@
 """task=serve: the API as OpenAI's client knows it, strangers at the door, a queue that forgets nothing."""
 import errno
+import gc
 import io
 import json
 import os
 import random
+import shutil
 import socket
 import threading
 import time
+import tracemalloc
 
 import numpy
 import openai
@@ -15,9 +18,10 @@ from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.numpy import load_file
 
+from tests import given
 from tests.conftest import ROOT, SMALL, make_config
 from tests.serving import Server, wait_for
-from wan_torchax.config import validation
+from wan_torchax.config import clips, validation
 from wan_torchax.config.commandline import compose
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
@@ -242,6 +246,35 @@ def test_what_requests_have_in_common_is_composed_and_checked_once(idle, monkeyp
     assert "seed=-1" in idle.post(400, **first | {"seed": -1})["error"]["message"]
     own = worker.configure(idle.queue.get(idle.post(**first | {"negative_prompt": "b"})["id"]), idle.base)[0]
     assert (own.prompt.negative, configs[0].prompt.negative) == ("b", idle.base.config.prompt.negative)
+
+
+def test_files_of_the_owner_are_looked_at_for_every_request_and_take_their_time(tmp_path, monkeypatch):
+    """Only what requests bring has a limit; a file that goes away is missed."""
+    file = tmp_path / "own.mkv"
+    shutil.copyfile(given.clip("video"), file)
+    server = Server(tmp_path / "queue", *SMALL, "pipeline=v2v", f"video={file}", "serve.decode_seconds=1")
+    try:
+        monkeypatch.setattr(clips, "within", None)
+        for _ in range(2):
+            worker.configure(server.queue.get(server.post(prompt="a")["id"]), server.base)
+        file.unlink()
+        assert "no such file" in server.post(400, prompt="a")["error"]["message"]
+    finally:
+        server.close()
+
+
+def test_long_texts_of_requests_are_not_kept(idle):
+    """Neither whole nor as what their parser makes of them."""
+    for text in ("${x}" + "$a" * 4000, "b" * 30_000):
+        tracemalloc.start()
+        for number in range(4):
+            idle.post(400, prompt=f"{number}{text}", seed=-1)
+            gc.collect()
+            if number == 0:
+                before = tracemalloc.get_traced_memory()[0]
+        kept = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+        assert kept < 1e6, kept
 
 
 def test_only_their_own_checks_look_at_what_requests_say():

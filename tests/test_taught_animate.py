@@ -156,11 +156,11 @@ def test_what_is_taught_is_what_runs(tmp_path):
     cfg, folder, animation = settings(*side), tmp_path / "model", driving.held_out()[5]
     network = shaken(teach_animate.build(cfg))
     teach_animate.save(network, {}, folder)
-    teach_animate.write_conf(cfg, folder, str(folder))
     network, networks = teach_animate.stored(folder).train_quickly(), teach_animate.load(cfg, torch.device("cpu"))
     driving.write(tmp_path, animation[1:], 33, size=64)
     overrides = [
-        f"hydra.searchpath=[file://{folder / 'conf'}]", "model=demo_animate", f"image={tmp_path / 'picture.png'}",
+        "model=demo_animate", f"model.path={folder}", "model.architecture.image_encoder.image_size=64",
+        f"image={tmp_path / 'picture.png'}",
         *(f"{name}={tmp_path / name}.mkv" for name in ("pose", "face")), "model.area=4096", "prompt=",
         "seed=0", "steps=2", "output.keep_frames=true",
     ]

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from tests import tiny
-from tests.conftest import build, make_config, resolve_here, results
+from tests.conftest import ROOT, build, make_config, resolve_here, results
 from tests.test_convert import convert
 from tests.test_session import run
 from wan_torchax import events
@@ -197,6 +197,14 @@ REFUSED = [
     (["model=hunyuan15_t2v_480p", "preview=tiny"], "preview=tiny: model=hunyuan15_t2v_480p has its own VAE alone"),
     (["model=wan21_t2v_14b", "model.tiny_vae=a.safetensors"], "nothing decodes with it; set vae=tiny or preview=tiny"),
 ]
+
+
+def test_a_models_own_is_not_taken_for_given(tmp_path):
+    """Its VAE can be another one without a word about its tiny decoder."""
+    (tmp_path / "vae").symlink_to(ROOT / "models/demo/vae")
+    validate(make_config("model=demo_live", "vae=exact", f"model.vae={tmp_path}"))
+    with pytest.raises(ConfigError, match="nothing decodes with it"):
+        validate(make_config("model=demo_live", "vae=exact", f"model.vae={tmp_path}", f"model.tiny_vae={tmp_path}"))
 
 
 @pytest.mark.parametrize("overrides, message", REFUSED)

@@ -6,12 +6,12 @@ of a face say how (tools/driving.py).
     python tools/teach_animate.py --smoke               # a few steps on the CPU
     python tools/teach_animate.py --judge models/demo_animate       # stored weights, on the held-out animations
 
-In `output` there are then the weights of diffusers' WanAnimateTransformer3DModel and of an image encoder, metrics.json,
-README.md, and conf/model/demo_animate.yaml, with which the model runs from there:
+In `output` there are then the weights of diffusers' WanAnimateTransformer3DModel and of an image encoder, metrics.json
+and README.md. The model runs from there:
 
     python tools/driving.py outputs/driving
-    python run.py "hydra.searchpath=[file://$PWD/outputs/demo_animate/conf]" model=demo_animate \\
-        image=outputs/driving/picture.png pose=outputs/driving/pose.mkv face=outputs/driving/face.mkv
+    python run.py model=demo_animate model.path=outputs/demo_animate image=outputs/driving/picture.png \\
+        pose=outputs/driving/pose.mkv face=outputs/driving/face.mkv
 
 Weights are written every minute and at the end of the time; what is judged is what was written.
 """
@@ -185,7 +185,6 @@ def example(cfg: DictConfig, vae, numbers, times: torch.Tensor, goes_on: torch.T
 
 def teach(cfg: DictConfig, networks: dict, folder: Path, device: torch.device) -> dict:
     """Fine-tune the transformer with what is new in it, and an image encoder; text encoder and VAE are the demo's."""
-    write_conf(cfg, folder, path=cfg.output)
     vae, empty = networks["vae"], teach_demo.empty_text(networks)
     network = build(cfg).to(device).train_quickly()
     shelf, names = teach_demo.Shelf(cfg.bank, device), []
@@ -265,29 +264,6 @@ def judge(cfg: DictConfig, networks: dict, folder: Path) -> dict:
 
 # ---------------------------------------------------------------- what is written beside the weights
 
-CONF = """\
-# The embedded model that follows driving videos, Wan Animate's way: a picture says who, a video of skeletons and one of
-# a face say how. Text encoder and VAE are the demo's. tools/driving.py draws the videos:
-#
-#   python tools/driving.py outputs/driving
-#   python run.py model=demo_animate image=outputs/driving/picture.png pose=outputs/driving/pose.mkv \\
-#     face=outputs/driving/face.mkv
-defaults:
-  - demo
-  - override /pipeline@_global_.pipeline: animate
-  - override /resolution@_global_.resolution: driven
-  - _self_
-
-path: {path}
-paths: {{text_encoder: models/demo, vae: models/demo, tiny_vae: models/demo}}
-text_tokens: 512                # diffusers' attention takes all tokens before the last 512 for a picture's
-dtype: {{image_encoder: float32}}
-guidance_scale: 1.0             # above 1, the negative prompt goes with a black face
-flow_shift: 3.0
-max_frames: 100000              # in segments of 17
-architecture:
-"""
-
 CARD = """\
 ---
 license: apache-2.0
@@ -330,19 +306,6 @@ pipeline = WanAnimatePipeline.from_pretrained(
 frames = pipeline(image, pose, face, prompt="", height=128, width=128, segment_frame_length=17).frames[0]
 ```
 """
-
-
-def write_conf(cfg: DictConfig, folder: Path, path: str) -> None:
-    """conf/model/demo_animate.yaml for weights in `path`."""
-    transformer = WanTransformer3DModel.load_config(cfg.start_from, subfolder="transformer")
-    width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
-    shown = {"in_channels": 2 * transformer["out_channels"] + MASK, "image_dim": cfg.image_encoder.hidden_size,
-             "added_kv_proj_dim": width, "latent_channels": transformer["out_channels"], **cfg.transformer}
-    shown.pop("motion_encoder_channel_sizes")  # the rest comes from the checkpoint's config.json
-    architecture = OmegaConf.to_yaml(OmegaConf.create({"transformer": shown, "image_encoder": cfg.image_encoder}))
-    target = folder / "conf/model/demo_animate.yaml"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(CONF.format(path=path) + "".join(f"  {line}\n" for line in architecture.splitlines()))
 
 
 def write_card(cfg: DictConfig, folder: Path, metrics: dict) -> None:

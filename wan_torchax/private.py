@@ -28,6 +28,9 @@ VERSIONS = {
 }
 
 
+SHORT = 200  # letters: what parsers make of a stranger's long text takes megabytes
+
+
 class Entry(NamedTuple):
     packages: tuple[str, ...]
     why: str
@@ -422,13 +425,28 @@ def loaded(text: str, name: str) -> bytes:
 
 def pickled(node, memo):
     """A copy of a config's node, which keeps its parent."""
-    parent, node.__dict__["_parent"] = node.__dict__["_parent"], None
-    try:
-        copied = pickle.loads(pickle.dumps(node, pickle.HIGHEST_PROTOCOL))
-    finally:
-        node.__dict__["_parent"] = parent
+    with copying:
+        parent, node.__dict__["_parent"] = node.__dict__["_parent"], None
+        try:
+            copied = pickle.loads(pickle.dumps(node, pickle.HIGHEST_PROTOCOL))
+        finally:
+            node.__dict__["_parent"] = parent
     copied.__dict__["_parent"] = parent
     return copied
+
+
+copying = threading.RLock()
+
+
+def kept_if_short(parse: Callable) -> Callable:
+    """The same function of a text; what it makes of the last short ones is kept."""
+    kept = functools.lru_cache(maxsize=512)(parse)
+
+    @functools.wraps(parse)
+    def either(text: str, *more, **options):
+        return (kept if len(text) <= SHORT else parse)(text, *more, **options)
+
+    return either
 
 
 @private(
@@ -441,7 +459,7 @@ def remember_interpolations() -> None:
     """From now on, the text of an interpolation is parsed once."""
     from omegaconf import _utils, base, grammar_parser
 
-    base.parse = _utils.parse = functools.lru_cache(maxsize=4096)(grammar_parser.parse)
+    base.parse = _utils.parse = kept_if_short(grammar_parser.parse)
 
 
 @functools.cache
@@ -495,7 +513,7 @@ def apply_overrides(config, overrides: list[str]) -> None:
     ConfigLoaderImpl._apply_overrides_to_config([parsed(override) for override in overrides], config)
 
 
-@functools.lru_cache(maxsize=4096)
+@kept_if_short
 def parsed(override: str):
     from hydra.core.override_parser.overrides_parser import OverridesParser
 

@@ -182,7 +182,7 @@ def decoder(path: Path, *options: str, before: Sequence[str] = ()) -> Generator:
     import imageio_ffmpeg
 
     seconds = seconds_left(path)
-    # Of all cores: for a frame that never comes.
-    most = [] if seconds is None else ["-timelimit", str(math.ceil(seconds * (os.cpu_count() or 1)))]
+    # For a frame that never comes: seconds of all cores together, of which one file rarely has more than a few.
+    most = [] if seconds is None else ["-timelimit", str(math.ceil(seconds * min(os.cpu_count() or 1, 4)))]
     given = {"input_params": [*SAFE, *most, *before], "output_params": list(options)}
     return imageio_ffmpeg.read_frames(f"file:{path}", pix_fmt="rgb24", **given)

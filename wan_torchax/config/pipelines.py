@@ -6,6 +6,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from wan_torchax import own_path
 from wan_torchax.config import inputs
+from wan_torchax.config.commandline import options, read_option
 from wan_torchax.config.geometry import is_segmented, segment_count
 from wan_torchax.config.graph import Graph
 from wan_torchax.config.long import longer_with, most_frames
@@ -73,9 +74,9 @@ def decoder_problems(config: DictConfig) -> Iterator[str]:
         yield from missing_decoder(config, f"vae={config.vae.name}", name)
     elif config.preview.component == name and config.preview_every:
         yield from missing_decoder(config, f"preview={config.preview.name}", name)
-    given = config.model.paths.get(name)
-    beside = given == config.model.paths.get("vae")  # both decoders in a folder: a model's own, of which one is chosen
-    if given and not beside and name not in (config.vae.component, config.preview.component):
+    given, model = config.model.paths.get(name), config.model.name
+    own = read_option("model", model).get("paths", {}).get(name) if model in options("model") else None
+    if given not in (None, own) and name not in (config.vae.component, config.preview.component):
         remedy = f"set vae=tiny or preview=tiny, or leave it out: ~model.paths.{name}"
         yield f"model.{name}={given}: nothing decodes with it; {remedy}"
 

@@ -193,7 +193,8 @@ class Job:
         settings = OmegaConf.to_container(self.config, resolve=False)
         for key in validation.OWN:
             *outer, name = key.split(".")
-            functools.reduce(dict.__getitem__, outer, settings)[name] = None
+            place = functools.reduce(dict.__getitem__, outer, settings)
+            place[name] = place[name] is None  # which family_problems ask
         return key_of([settings, self.checkpoints, self.contents])
 
     @functools.cached_property

@@ -64,7 +64,8 @@ SCHEDULERS = (  # diffusers' linear ones: stages/sampling.py expresses them as a
 )
 SIGMAS_TAKEN = SCHEDULERS[:3]  # these accept sigmas, and shift them like their own
 PROBLEMS_SHOWN = 30
-# What a request says of its own: OWN_CHECKS alone look at it. Configs that differ in nothing else are of one kind.
+# What a request says of its own: OWN_CHECKS alone look at it, others at whether it says anything. Configs that differ
+# in nothing else are of one kind.
 OWN = ("prompt.text", "prompt.negative", "driving_prompt", "seed")
 # Shares of the bf16 peak, and the most that a kernel can reach.
 KERNEL_SHARES = {

@@ -39,7 +39,7 @@ IMAGE_FIELDS = {
     "background": ("auto", "opaque"), "style": ("natural", "vivid"),
 }
 TAIL_SECONDS = 0.1  # polling interval for new events and chunks
-FIRST_SECONDS = 0.02  # for the first chunk of a video that is being made
+FIRST_SECONDS, QUICK_LOOKS = 0.02, 100  # for the first chunk of a video that is being made, so many times
 READ_BYTES = 2**18
 SIGN_SECONDS = 15  # heartbeat interval of a stream without events
 
@@ -322,7 +322,7 @@ async def change_prompt(request: Request) -> Answer:
 
 async def growing(front, job: Job):
     """The bytes of the file that grows. It ends with the video, or where a worker has begun the file anew."""
-    file = None
+    file, quick = None, QUICK_LOOKS
     try:
         while not front.stopping:
             # Checked before reading: nothing follows once it is true.
@@ -334,7 +334,8 @@ async def growing(front, job: Job):
                 yield content
             if over or (file is not None and os.fstat(file.fileno()).st_size < file.tell()):
                 return
-            soon = file is None and state.status == "in_progress"
+            soon = file is None and state.status == "in_progress" and quick > 0
+            quick -= soon
             await asyncio.sleep(FIRST_SECONDS if soon else TAIL_SECONDS)
     finally:
         if file is not None:

@@ -59,6 +59,7 @@ NESTED = ("extra_body", "extra_params", "extra_json")  # objects, or their JSON,
 WITHOUT_EFFECT = ("user", "generator_device")  # accepted and ignored
 OWN = ("task", "serve", "prompt.text", "hydra")  # for the server itself, not for its videos
 LETTERS = 32_000  # limit of a prompt, the same as OpenAI's
+MOST_KEPT = 10_000  # letters of a request's overrides, beside its prompts, up to which its configuration is kept
 FORMATS = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp"}
 VIDEOS = {b"ftyp": ".mp4", b"\x1aE\xdf\xa3": ".webm"}  # magic numbers, at offset 0 or 4
 SOUNDS = {b"ID3": ".mp3", b"\xff\xfb": ".mp3", b"\xff\xf3": ".mp3", b"fLaC": ".flac", b"OggS": ".ogg"}  # the same, at 0
@@ -215,34 +216,37 @@ def make(base: Base, fields: dict, folder: Path) -> tuple[dict, DictConfig]:
     values, seconds = read(base, fields)
     files = files_in(folder)
     try:
-        with decoding(base):
+        with decoding(base, files):
             if seconds is not None:
                 values["resolution.frames"] = frames_for(seconds, compose(base.overrides_for(values, files)))
-            config = configure(base.overrides_for(values, files), None if not files else "headers")
+            config = configure(base, values, files, "headers")
     except ConfigError as error:
         message = str(error).replace(f"{folder}/inputs/", "")
         raise ConfigError(without_places(message, folder)) from error
     return values, config
 
 
-def decoding(base: Base):
-    """A context that limits how long files of requests are decoded."""
-    return clips.within(base.config.serve.decode_seconds, "serve.decode_seconds")
+def decoding(base: Base, files: dict):
+    """A context that limits how long files of a request are decoded; the owner's may take any time."""
+    seconds = base.config.serve.decode_seconds
+    return clips.within(seconds, "serve.decode_seconds") if files else contextlib.nullcontext()
 
 
-def configure(overrides: list[str], files: str | None) -> DictConfig:
-    """The valid configuration of a video, whose `files` are checked as `validate` does. Of those without files (None),
-    which differ in little but their prompts, what they have in common is composed and checked once."""
+def configure(base: Base, values: dict, files: dict, checked: str) -> DictConfig:
+    """The valid configuration of a video, whose files are checked as `validate` does. Of those without files, which
+    differ in little but their prompts, what they have in common is composed and checked once."""
+    overrides = base.overrides_for(values, files)
     own = [text for text in overrides if key_of(text) in ASKED]
     common = [text for text in overrides if text not in own]
     kind = tuple(common), tuple(text.partition("=")[0] for text in own)
-    if files is None and (known := valid.get(kind)):
+    if known := valid.get(kind):
         config = changed(pickle.loads(known), own)
         validate_own(config)
         return config
     config = compose(overrides)
-    validate(config, files or "whole")
-    if files is None:
+    validate(config, checked)
+    has_files = any(inputs.paths(config, key) for key in inputs.FILES)
+    if not has_files and sum(map(len, common)) < MOST_KEPT:
         valid.keep(kind, pickle.dumps(config, pickle.HIGHEST_PROTOCOL))
     return config
 

@@ -140,8 +140,8 @@ def configure(job: Job, base: Base):
         values = values | {"live.prompts": sorted(rows, key=lambda row: live.later_prompts([row])[0][0])}
     files = files_in(job.folder)
     overrides = base.overrides_for(values, files)
-    with requests.decoding(base):
-        config = requests.configure(overrides, "whole" if files else None)
+    with requests.decoding(base, files):
+        config = requests.configure(base, values, files, "whole")
     if stage_results(job.folder):
         config.resume = str(job.folder)
     return config, overrides

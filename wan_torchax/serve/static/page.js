@@ -327,8 +327,9 @@ for (const button of navigator.mediaDevices && window.MediaRecorder ? all(".reco
       button.textContent = text;
       button.classList.remove("on");
       const [type] = made.mimeType.split(";"), suffix = type.endsWith("mp4") ? "mp4" : type.endsWith("ogg") ? "ogg" : "webm";
-      take[key]([new File(parts, `recording.${suffix}`, { type })]);
-      if (full && files[key]) showRoom("the recording ended there");
+      const recording = new File(parts, `recording.${suffix}`, { type });
+      take[key]([recording]);
+      if (full && files[key]?.[0] === recording) showRoom("the recording ended there");
     });
     made.start(1000);
     return made;
