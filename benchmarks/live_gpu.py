@@ -2,6 +2,7 @@
 
     python benchmarks/live_gpu.py --out live.json
     python benchmarks/live_gpu.py --only "1.3b-480p, tiny VAE"
+    python benchmarks/live_gpu.py --only demo --repeats 5       # the embedded model, on any machine
     python benchmarks/live_gpu.py --smoke                       # small shapes of the demo model, on any machine
 
 A case makes one video to compile and warm up, then others with new prompts in the same process, as a server does:
@@ -35,6 +36,7 @@ CASES = {
     "14b-480p, fp8, window 6": [*LARGE, *VIDEO],
     "14b-480p, fp8, window 6, tiny VAE": [*LARGE, *TINY, *VIDEO],
 }
+LAPTOP = {"demo": ["model=demo_live", "resolution.frames=245", "keep_resident=true"]}  # for any machine
 SMOKE = [
     "model=demo", "pipeline=live", "live=longlive", *FOUR_STEPS, "resolution.height=64", "resolution.width=64",
     "resolution.frames=57", "keep_resident=true", *TINY,
@@ -131,12 +133,12 @@ def measure(case: str, overrides: list[str], repeats: int, scratch: Path) -> dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--only", nargs="*", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--only", nargs="*", choices=[*CASES, *LAPTOP], default=list(CASES))
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--set", nargs="*", default=[], help="overrides for the configs, e.g. attention=cudnn")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    cases = {"smoke": SMOKE} if options.smoke else {name: CASES[name] for name in options.only}
+    cases = {"smoke": SMOKE} if options.smoke else {name: (CASES | LAPTOP)[name] for name in options.only}
     report = {"command": " ".join(["python benchmarks/live_gpu.py", *sys.argv[1:]]), "device": families_gpu.device()}
     report |= {"n": options.repeats, "versions": families_gpu.versions(), "rows": []}
     use_random_weights()
