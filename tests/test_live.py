@@ -1,5 +1,6 @@
 """Videos made chunk by chunk: equal to Self-Forcing's loop in torch, over windows and devices; what is refused."""
 import json
+import os
 import re
 import signal
 import subprocess
@@ -33,7 +34,7 @@ from wan_torchax.records.media import Encoding, read_metadata
 from wan_torchax.records.results import save
 from wan_torchax.records.stored import take_over
 from wan_torchax.runtime.jobs import find_job
-from wan_torchax.serve import api, worker
+from wan_torchax.serve import api, queue, worker
 from wan_torchax.serve.queue import Prompts, append
 from wan_torchax.serve.worker import configure
 from wan_torchax.session import session
@@ -464,7 +465,42 @@ def test_the_first_frames_are_not_waited_for(server, monkeypatch):
     with server.client.stream("GET", video["stream"]) as answer:
         (folder / "live.mp4").write_bytes(b"first")
         assert next(answer.iter_raw()) == b"first"
+        wait_for(lambda: queue.Watched(folder).seconds() is not None)
         server.front.stopping = True
+
+
+def test_a_video_does_not_run_away_from_those_who_watch(server, monkeypatch):
+    """It waits for them, unless nobody watches any more; a cancelled one waits no longer."""
+    video = server.post(prompt="a red circle", frames=33)
+    job, now = server.queue.get(video["id"]), 1000.0
+    monkeypatch.setattr(queue.time, "time", lambda: now)
+    watched, slept = queue.Watched(job.folder), []
+
+    def sleep(seconds, leaves=1e9):
+        nonlocal now
+        slept.append(seconds)
+        now += seconds
+        if len(slept) * seconds < leaves:
+            os.utime(watched.file, (now, now))
+
+    monkeypatch.setattr(worker.time, "sleep", sleep)
+    reporter = worker.Reporter(job, bool, server.base.config.pipeline.stages, ahead=5)
+    reporter(Asked(100.0))
+    assert watched.seconds() is None and not slept, "nobody watches"
+    watched.now()
+    os.utime(watched.file, (now, now))
+    reporter(Asked(7.0))
+    assert 1.9 < now - 1000 < 2.1
+    monkeypatch.setattr(worker.time, "sleep", partial(sleep, leaves=4))
+    reporter(Asked(1000.0))
+    assert 4 < now - 1000 < 4 + 2 * queue.WATCHED_SECONDS, "they left"
+    os.utime(watched.file, (now, now))
+    (job.folder / "cancel").touch()
+    with pytest.raises(worker.Cancelled):
+        reporter(Asked(1000.0))
+    before = now
+    worker.Reporter(job, bool, server.base.config.pipeline.stages).wait_for_viewers(1000.0)
+    assert now == before
 
 
 def test_a_worker_takes_a_job_when_it_comes(server, monkeypatch):

@@ -492,6 +492,7 @@ class Serve:
     decode_seconds: float = MISSING
     connections: int = MISSING
     drain_seconds: float = MISSING
+    live_ahead: Optional[float] = None
     attempts: int = MISSING
 
 

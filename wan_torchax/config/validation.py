@@ -335,6 +335,8 @@ def serve_problems(config: DictConfig) -> Iterator[str]:
     for key, least in SERVE_LEAST.items():
         if serve[key] < least:
             yield f"serve.{key}={serve[key]}: must be at least {least}; nearest {least}"
+    if serve.live_ahead is not None and serve.live_ahead < 1:
+        yield f"serve.live_ahead={serve.live_ahead}: must be at least 1, or null for any; nearest 1"
     if serve.adapters is not None and not own_path(serve.adapters).is_dir():
         yield f"serve.adapters={serve.adapters}: no such folder; name one with .safetensors files, or leave it out"
     for group, names in serve.choices.items():

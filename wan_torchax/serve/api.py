@@ -26,7 +26,7 @@ from wan_torchax.records.report import without_places
 from wan_torchax.serve import estimate, requests
 from wan_torchax.serve.errors import Answer, Refused
 from wan_torchax.serve.guard import whole_number
-from wan_torchax.serve.queue import Conflict, Full, Job, Prompts, events_from
+from wan_torchax.serve.queue import Conflict, Full, Job, Prompts, Watched, events_from
 
 VARIANTS = {"video": VIDEO, "picture": PICTURE, "thumbnail": "poster.png", "spritesheet": "contact_sheet.png"}
 POLL = {"openai-poll-after-ms": "500"}  # polling interval for OpenAI's client
@@ -332,6 +332,8 @@ async def growing(front, job: Job):
                 file = path.open("rb")
             while file is not None and (content := file.read(READ_BYTES)):
                 yield content
+            if file is not None and not over:
+                Watched(job.folder).now()
             if over or (file is not None and os.fstat(file.fileno()).st_size < file.tell()):
                 return
             soon = file is None and state.status == "in_progress" and quick > 0

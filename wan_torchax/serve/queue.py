@@ -39,6 +39,7 @@ REQUEST = {
 }
 NUMBERS = ("progress", "step", "steps", "preview")  # of an event
 MOST_PROMPT_BYTES = 2**20  # of all prompts that are given to a video while it is made
+WATCHED_SECONDS = 3  # without a sign, until nobody watches a video any more
 CHANGE_SECONDS = 0.005  # polling interval for a change of the folder
 STALE_SECONDS = 3600  # age at which an incomplete folder is assumed abandoned
 
@@ -106,6 +107,28 @@ class Prompts:
             return None
         append_line(self.used, {"row": row_of(given[-1]["prompt"]), "read": len(given)})
         return given[-1]["prompt"]
+
+
+class Watched:
+    """Whether a live video is watched, and since when. The front says so while it sends it, the worker asks."""
+
+    def __init__(self, folder: Path):
+        self.file = folder / "watched"  # the time when it began to be sent; changed while it is
+
+    def now(self) -> None:
+        with contextlib.suppress(OSError):  # it was deleted, or the disk is full
+            with contextlib.suppress(FileExistsError), self.file.open("x") as file:
+                file.write(str(time.time()))
+            os.utime(self.file)
+
+    def seconds(self) -> float | None:
+        """How much of it has been seen, by who began first; None if nobody watches."""
+        try:
+            since, last = float(self.file.read_text()), self.file.stat().st_mtime
+        except (OSError, ValueError):  # not yet, or being written
+            return None
+        now = time.time()
+        return now - since if now - last < WATCHED_SECONDS else None
 
 
 class Queue:

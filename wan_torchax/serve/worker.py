@@ -25,7 +25,7 @@ from wan_torchax.records.clock import Clock
 from wan_torchax.records.files import claimed, sync
 from wan_torchax.run import generate
 from wan_torchax.serve import requests
-from wan_torchax.serve.queue import Job, Prompts, Queue, append, events_from, last_event
+from wan_torchax.serve.queue import Job, Prompts, Queue, Watched, append, events_from, last_event
 from wan_torchax.serve.requests import Base, files_in
 from wan_torchax.session import session
 from wan_torchax.stages.stage import find, main_stage
@@ -53,8 +53,8 @@ class Parked(Exception):
 class Reporter:
     """A listener that writes events to a job's folder, and raises if the job is cancelled or the worker must stop."""
 
-    def __init__(self, job: Job, must_end: Callable[[], bool], stages: Iterable[str]):
-        self.bounds = bounds_of(stages)
+    def __init__(self, job: Job, must_end: Callable[[], bool], stages: Iterable[str], ahead: float | None = None):
+        self.bounds, self.ahead = bounds_of(stages), ahead
         self.job, self.must_end, self.looked = job, must_end, 0.0
         said, self.begun = job.request.get("segments"), Counter[str]()
         self.segments = said if type(said) is int and said > 0 else 1  # an earlier version's request says none
@@ -76,6 +76,7 @@ class Reporter:
         elif isinstance(event, Previewed):
             self.emit("preview", preview=event.step)
         elif isinstance(event, Asked):
+            self.wait_for_viewers(event.second)
             prompt = Prompts(self.job.folder).apply(functools.partial(live.later_prompt, event.second))
             event.prompts.extend(() if prompt is None else [prompt])
 
@@ -87,6 +88,13 @@ class Reporter:
                 raise Cancelled
             if self.must_end():
                 raise Parked
+
+    def wait_for_viewers(self, second: float) -> None:
+        """Wait until those who watch a live video are near: then what they say next is soon seen."""
+        watched = Watched(self.job.folder)
+        while self.ahead is not None and (seen := watched.seconds()) is not None and second > seen + self.ahead:
+            self.stop_if_unwanted(at_once=True)
+            time.sleep(LOOK_SECONDS)
 
     def begin(self, event: Began) -> None:
         self.phase, self.total, self.unit, self.done = event.phase, event.total, event.unit, 0
@@ -265,7 +273,8 @@ def take(jobs: list[Job], queue: Queue, base: Base, must_end: Callable[[], bool]
     """Run those of the jobs that this worker can claim and whose model it serves; returns whether there were any."""
     with contextlib.ExitStack() as claims:
         held = [job for job in jobs if job.request["model"] in base.models and hold(job, queue, claims)]
-        reporters = [Reporter(job, must_end, base.config.pipeline.stages) for job in held]
+        names, ahead = base.config.pipeline.stages, base.config.serve.live_ahead
+        reporters = [Reporter(job, must_end, names, ahead) for job in held]
         if len(held) > 1:
             denoise_group(held, base, reporters)
         worked = [try_one(job, queue, base, reporter) for job, reporter in zip(held, reporters)]
