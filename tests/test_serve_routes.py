@@ -330,3 +330,10 @@ def test_size_and_length_are_those_of_the_files(model, sizes, frames):
     said = make_config(*f"model={model}".split(), *size)
     assert page.sizes(said)[0] == "768x512"
     assert [number.value for number in page.numbers(said) if number.name == "frames"] == [33]
+
+
+def test_a_live_videos_length_is_whole_chunks():
+    config = make_config("task=serve", "model=demo_live")
+    (field,) = [number for number in page.numbers(config) if number.name == "frames"]
+    assert (field.least, field.step, field.help) == (5, 8, "5, and 8 for each further chunk")
+    assert (field.value - field.least) % field.step == 0

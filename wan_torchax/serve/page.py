@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 
-from wan_torchax.config import camera, clips, inputs, trust
+from wan_torchax.config import camera, clips, inputs, live, trust
 from wan_torchax.config.commandline import CONF, options
 from wan_torchax.config.long import most_frames
 from wan_torchax.config.pipelines import MOST_SHIFT
@@ -108,6 +108,9 @@ def numbers(config) -> list[Number]:
         value = OmegaConf.select(config, FIELDS[name])
         if name == "frames" and config.pipeline.segments.whole:
             text, step = "any number", 1
+        if name == "frames" and live.is_on(config):
+            least, step = live.chunk_frames(config)
+            text = f"{least}, and {step} for each further chunk"
         if name == "frames" and inputs.follows(config, name):
             value, text = None, "as long as the input"
         text = text.replace("video", makes(config))
