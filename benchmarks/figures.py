@@ -372,6 +372,10 @@ def live_claims():
         rates = [f"{found[key]:.1f}" for key in ("frames_per_second", "frames_per_second_between_chunks")]
         figures = [*rates, f"{found['first_frames_seconds']:.2f}", f"{found['gap_ratio']:.2f}"]
         yield "docs/live.md", f"\n| {name} | {{}} | {{}} | {{}} s | {{}} medians |", figures
+    rates = json.loads((ROOT / "models/demo_live/metrics.json").read_text())
+    text = "right in {} %, {} % and {} %\nbefore the change of the prompt, in {} %, {} % and {} % after it"
+    aspects, parts = ("colour", "shape", "motion"), ("held_out", "after_change")
+    yield "docs/live.md", text, [f"{100 * rates[part][aspect]:.1f}" for part in parts for aspect in aspects]
     (found,) = read("live_cpu")["rows"]
     figures = [f"{found['frames_per_second']:.0f}", f"{found['first_frames_seconds']:.2f}"]
     yield "docs/live.md", "On two cores it makes {} frames a second, the first after {} s", figures

@@ -219,7 +219,7 @@ def make(base: Base, fields: dict, folder: Path) -> tuple[dict, DictConfig]:
         with decoding(base, files):
             if seconds is not None:
                 values["resolution.frames"] = frames_for(seconds, compose(base.overrides_for(values, files)))
-            config = configure(base, values, files, "headers")
+            config = configure(base.overrides_for(values, files), "headers")
     except ConfigError as error:
         message = str(error).replace(f"{folder}/inputs/", "")
         raise ConfigError(without_places(message, folder)) from error
@@ -232,10 +232,9 @@ def decoding(base: Base, files: dict):
     return clips.within(seconds, "serve.decode_seconds") if files else contextlib.nullcontext()
 
 
-def configure(base: Base, values: dict, files: dict, checked: str) -> DictConfig:
+def configure(overrides: list[str], checked: str) -> DictConfig:
     """The valid configuration of a video, whose files are checked as `validate` does. Of those without files, which
     differ in little but their prompts, what they have in common is composed and checked once."""
-    overrides = base.overrides_for(values, files)
     own = [text for text in overrides if key_of(text) in ASKED]
     common = [text for text in overrides if text not in own]
     kind = tuple(common), tuple(text.partition("=")[0] for text in own)

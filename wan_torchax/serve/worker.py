@@ -149,7 +149,7 @@ def configure(job: Job, base: Base):
     files = files_in(job.folder)
     overrides = base.overrides_for(values, files)
     with requests.decoding(base, files):
-        config = requests.configure(base, values, files, "whole")
+        config = requests.configure(overrides, "whole")
     if stage_results(job.folder):
         config.resume = str(job.folder)
     return config, overrides
