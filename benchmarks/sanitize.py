@@ -22,6 +22,8 @@ from pathlib import Path
 # An allocation of its own for each array: what lies behind it is out of bounds.
 os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# XLA would try many kernels for each product of the float32 reference, all of them under the tool.
+os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jax

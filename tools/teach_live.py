@@ -326,18 +326,28 @@ def guided(cfg: DictConfig, teacher: WanTransformer3DModel, empty: torch.Tensor,
 
 def rollout_loss(cfg: DictConfig, transformer: WanTransformer3DModel, plan: list[int], pairs: Shelf,
                  latents: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
-    """Mean squared error of chunks in few steps: of a first one, and of those that follow a true one and each other."""
+    """Error of chunks in few steps: of a first one, and of those that follow a true one and each other."""
     noise, wanted, text = pairs.draw(len(latents))
-    losses = [functional.mse_loss(denoised(cfg, Video(transformer, cfg.live, text), noise), wanted)]
+    losses = [error(cfg, denoised(cfg, Video(transformer, cfg.live, text), noise), wanted)]
     chunks, video = latents.split(cfg.live.chunk, 2), Video(transformer, cfg.live, texts[:, 0])
     video.add(roughened(cfg, chunks[0]))
     for number, chunk in enumerate(chunks[1:], 1):
         if number in plan:
             video.change(texts[:, plan.index(number) + 1])
         made = denoised(cfg, video, torch.randn_like(chunk))
-        losses.append(functional.mse_loss(made, chunk))
+        losses.append(error(cfg, made, chunk))
         video.add(roughened(cfg, made.detach()))
     return torch.stack(losses).mean()
+
+
+def error(cfg: DictConfig, made: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Mean squared error, in which what stands out from the background counts `things` times as much as all of the
+    picture, however small it is: a tiny star is three hundredths of it."""
+    background = wanted.flatten(3).median(3).values[..., None, None]
+    stands_out = (wanted - background).square().mean(1, keepdim=True)
+    share = stands_out / stands_out.mean((1, 2, 3, 4), keepdim=True).clamp(min=1e-6)
+    weight = (1 + cfg.things * share.clamp(max=30)) / (1 + cfg.things)
+    return ((made - wanted).square() * weight).mean()
 
 
 def teach(cfg: DictConfig, networks: dict, folder: Path, device: torch.device) -> dict:
