@@ -14,6 +14,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -155,7 +156,28 @@ def project_step(case: str, smoke: bool, repeats: int) -> None:
 
     median, peak = gpu.watched(call, repeats, 0.0)
     gpu.record("one forward", case, "c", median, seconds, peak)
+    parts = kernel_seconds(call)
+    gpu.record("of it, attention and products", case, "c", parts["attention"] + parts["projections"])
+    gpu.rows[-1] |= {"parts": parts}
     gpu.free()
+
+
+def kernel_seconds(call) -> dict[str, float]:
+    """Seconds of a call's kernels on the GPU, by what they compute; copies are all those of no library."""
+    import jax
+
+    from wan_torchax.tasks.verify.profile import COPIES, LIBRARIES, of_kernel
+
+    total = dict.fromkeys((*LIBRARIES, COPIES), 0.0)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            call()
+        for file in Path(folder).rglob("*.xplane.pb"):
+            for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+                for line in plane.lines if plane.name.startswith("/device:GPU") else ():
+                    for event in line.events if "Stream" in line.name else ():
+                        total[of_kernel(event.name, {})] += event.duration_ns / 1e9
+    return total
 
 
 def project_decode(case: str, smoke: bool, repeats: int) -> None:

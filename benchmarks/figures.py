@@ -29,7 +29,9 @@ ATTENTION, PEERS, CPU = read("attention_gpu_h200"), read("peers_h200"), read("st
 PLANS, TPU = read("plans")["presets"], read("peers_tpu")
 SWAPS = {row["what"]: row for row in read("adapter_swap")["rows"]}
 OTHERS, ANIMATE = read("families_gpu"), read("animate_gpu")
-OTHERS["rows"] = [row for row in OTHERS["rows"] if (row["run"], row["case"]) != (2, "flux1-dev")]  # it was in both runs
+FLOORS = {(row["case"], row["what"]): row["seconds"] for row in OTHERS["rows"] if row["run"] == 3}
+USED = (1, "flux1-dev"), (1, "hunyuan15-480p"), (2, "hunyuan15-480p")
+OTHERS["rows"] = [row for row in OTHERS["rows"] if (row["run"], row["case"]) in USED]
 
 
 def row(result: dict, what: str, case: str, column: str) -> dict:
@@ -128,6 +130,12 @@ def claims():
         ("FLUX.1 dev, 1024 x 1024, one forward pass", "one forward", "flux1-dev", "b"),
     ):
         yield results, f"| {name} | {{}} s | {{}} s | {{}} |", compared(OTHERS, what, case, peer)
+    whole, part = (FLOORS["hunyuan15-480p", what] for what in ("one forward", "of it, attention and products"))
+    text = "take {} s of HunyuanVideo's {} s, so that it is within {} % of them; of FLUX's {} s they take {}."
+    flux = [f"{FLOORS['flux1-dev', what]:.3f}" for what in ("one forward", "of it, attention and products")]
+    yield results, text, [f"{part:.2f}", f"{whole:.2f}", f"{100 * (whole / part - 1):.1f}", *flux]
+    time = row(OTHERS, "one forward", "flux1-dev", "c")["seconds"]
+    yield "conf/preset/t2i_flux1_dev_1024_h200_v1.yaml", "Time: {} s a step", [seconds(time)]
     figures = compared(ANIMATE, "one forward", "animate-14b-720p", "b")
     yield results, "| Wan 2.2 Animate 14B, 1280 x 720 x 77, one forward pass | {} s | {} s | {} |", figures
     yield "conf/preset/animate_14b_720p_h200_v1.yaml", "Time: {} s a step of a segment of 77 frames.", figures[1:2]
@@ -255,6 +263,9 @@ def sparse_claims():
     yield page, "| the same with `precision=fp8` | {} s |", [eight]
     yield page, "| 1.3B, 480p, keep 0.1 | {} s |", [small]
     yield page, "a list for each tile | {} s |", [tiles]
+    yield page, "| FastWan 14B, 720p, keep 0.1 | {} s |", [f"{seconds['fastwan-14b-720p']:.1f}"]
+    yield preset.format("fastwan_14b_720p"), "Time: {} s for the three steps", [f"{seconds['fastwan-14b-720p']:.1f}"]
+    yield from coarse_claims()
     text = "Time: {} s for the four steps, with precision=fp8 on top {} s"
     yield preset.format("turbo_14b_720p"), text, [large, eight]
     yield preset.format("turbo_1_3b_480p"), "Time: {} s for the four steps", [small]
@@ -366,8 +377,24 @@ def accuracy_claims(page: str, steps: dict, assumed: dict):
         yield page, f"| {what} | {{}} s ({{}} to {{}}) | {{}} s | {{}} |", figures
 
 
+def coarse_claims():
+    """Coarse first on an H200."""
+    rows = {(row["case"], row["what"]): row for row in read("sparse_gpu")["rows"]}
+    for name, case, shift in (
+        ("1.3B, 832 x 480, shift 3", "coarse-1.3b-480p", 3), ("1.3B, 832 x 480, shift 5", "coarse-1.3b-480p", 5),
+        ("14B, 1280 x 704, shift 5", "coarse-14b-704p", 5),
+    ):
+        steps = [rows[case, what]["seconds"] for what in ("a coarse step", "a full step")]
+        total = rows[case, f"50 steps by these, shift {shift}"]
+        figures = [*(f"{one:.2f}" for one in steps), str(total["coarse_steps"]), f"{total['seconds']:.0f}"]
+        figures.append(f"{total['times_as_fast']:.1f}")
+        yield "docs/quality.md", f"| {name} | {{}} s | {{}} s | {{}} | {{}} s | {{}} |", figures
+
+
 def live_claims():
-    for name, case in (("1.3B", "1.3b-480p"), ("1.3B, `vae=tiny`", "1.3b-480p, tiny VAE")):
+    cases = {"1.3B": "1.3b-480p", "1.3B, `vae=tiny`": "1.3b-480p, tiny VAE"}
+    cases["14B, `precision=fp8`, a window of 6"] = "14b-480p, fp8, window 6"
+    for name, case in cases.items():
         (found,) = [row for row in read("live_gpu")["rows"] if row["case"] == case]
         rates = [f"{found[key]:.1f}" for key in ("frames_per_second", "frames_per_second_between_chunks")]
         figures = [*rates, f"{found['first_frames_seconds']:.2f}", f"{found['gap_ratio']:.2f}"]
