@@ -211,3 +211,11 @@ def test_layers_that_the_model_has_not_are_told_before_weights_load(checkpoint, 
     session, resolved = resolved_with(checkpoint, "precision=int8", *ENDS, rule, override)
     with pytest.raises(ConfigError, match=message):
         session.build(resolved, ["denoise"])
+
+
+@pytest.mark.parametrize("precision, rows", [([], 8), (["precision=fp8", *ENDS], 16)])
+def test_cublas_gets_whole_rows_of_tokens(checkpoint, precision, rows):
+    """Else XLA pads, and so copies, the input of every product."""
+    session, resolved = resolved_with(checkpoint, *precision)
+    stage = session.build(resolved, ["denoise"])["denoise"]
+    assert stage.forward(1).multiple == rows

@@ -5,6 +5,7 @@ raise, so a video stops between two steps.
 """
 import contextlib
 import functools
+import gc
 import itertools
 import json
 import logging
@@ -249,6 +250,8 @@ def prepare(base: Base, emit: Listener) -> None:
     for videos in range(2, base.config.serve.batch + 1) if takes_several(resolved) else ():
         if (several := several_of(resolved, [config.seed] * videos)) is not None:
             session.prepare(several, [main_stage(resolved.graph)], emit)
+    gc.collect()
+    gc.freeze()  # what is loaded stays: looking through it for garbage would hold up a video's first frames
 
 
 def work(queue: Queue, base: Base, must_end: Callable[[], bool], must_stop: Callable[[], bool]) -> None:

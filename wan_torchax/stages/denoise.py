@@ -32,6 +32,7 @@ from wan_torchax.stages.step import Step
 
 log = logging.getLogger("wan")
 LANES, ROWS = 128, 8  # of a TPU tile; cuBLAS takes rows by eight too
+EIGHT_BIT_ROWS = 16  # that cuBLAS takes of eight bits
 SPARE_BYTES = 2 * 2**30  # headroom besides weights and temporaries
 SEED_ENLARGED = 10_000  # added to the seed for the noise of enlarged latents
 PROGRAMS = {caching.FULL: "step", caching.SKIP: "skip", caching.PROMPT: "prompt", caching.REUSE: "reuse"}
@@ -169,7 +170,9 @@ class Denoise(Stage):
         device to whole rows of a tile: XLA would pad, and so copy, the input of every product (49,290 tokens: 4 %)."""
         widest = self.parallel(1) if self.recipe.derived["rests"] else parallel
         shards = math.prod(self.mesh.shape[axis] for axis in widest.token_axes)
-        return LANES * shards if shards > 1 else ROWS
+        if shards > 1:
+            return LANES * shards
+        return EIGHT_BIT_ROWS if self.config.precision.weights else ROWS
 
     def parallel(self, prompts: int) -> Parallel:
         """The mesh axes for heads, tokens, and prompts or videos. With one prompt of one video at a time there is no
