@@ -155,13 +155,18 @@ def product_calls(text: str) -> list[dict]:
     for line, times in instructions(text):
         kernel = re.match(KERNEL, line)
         if kernel and kernel.group(1) == "product_kernel":
-            _, (_, array), (dtype, (_, outputs, inputs)), *others = arrays(kernel.group(2))
-            tokens = math.prod(array) // inputs
+            _, _, (dtype, (_, outputs, inputs)), *others = arrays(kernel.group(2))
+            tokens = tokens_of(line, outputs)
             calls.append({
                 "times": times, "tokens": tokens, "inputs": inputs, "outputs": outputs, "weights": dtype,
                 "residual": any(math.prod(shape) == tokens * outputs for _, shape in others),
             })
     return calls
+
+
+def tokens_of(line: str, outputs: int) -> int:
+    """Those of a call of kernels/product.py, whose inputs may be in two arrays."""
+    return math.prod(arrays(line.split(" = ", 1)[1])[0][1]) // outputs
 
 
 def launches(text: str) -> int:
@@ -206,8 +211,8 @@ def kernel_flops(line: str) -> dict[str, int]:
         (_, lists), _, _, (_, (_, width, _)) = operands[:4]
         return {"lists": 4 * math.prod(LIST_BLOCK) * math.prod(lists) // lists[1] * width}
     if kernel.group(1) == "product_kernel":  # layer, array, weights
-        (_, array), (dtype, weight) = operands[1:3]
-        return {dtype: 2 * math.prod(array) * weight[1]}
+        dtype, (_, outputs, inputs) = operands[2]
+        return {dtype: 2 * tokens_of(line, outputs) * inputs * outputs}
     (_, (_, queries, _)), _, (_, values) = operands[:3]
     return {"attention": 4 * queries * math.prod(values)}
 

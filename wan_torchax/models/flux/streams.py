@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy
 
 from wan_torchax.kernels.attention import GUARDED, Attend
-from wan_torchax.kernels.rotary import normalized
+from wan_torchax.kernels.rotary import Turn, normalized
 from wan_torchax.models.family import Forward, Output
 from wan_torchax.models.loop import Blocks, Layer, no_rows, pad_tokens, plain_norm, token_sharding
 
@@ -24,7 +24,8 @@ class Context(NamedTuple):
     """Inputs shared by all blocks."""
 
     attend: Attend
-    rotary: list[jax.Array]  # cosines and sines (tokens, head_dim)
+    rotary: tuple  # cosines and sines (tokens, head_dim) of both streams' tokens as one sequence, for attention
+    tables: tuple  # or for linear layers to apply, after the QK norms: of the text, of the image, of both as one
     texts: int  # tokens of the text
     parts: int  # of the sequence of text and image, see `joined`
     modulation: Any  # what the model's blocks are modulated with; FLUX.1: by norm (layers, batch, count · channels)
@@ -85,8 +86,10 @@ def denoiser(
         if residual is not None:
             image = image + residual[:, : forward.tokens]
         else:
-            rotary = [joined(own[None], other[None], parts)[0] for own, other in zip(*tables())]
-            context = Context(attend, rotary, texts, parts, modulation)
+            own, other = tables()
+            both = tuple(joined(first[None], second[None], parts)[0] for first, second in zip(own, other))
+            placed = ((), (own, other, both)) if forward.products.kernel == "pallas" else (both, ())
+            context = Context(attend, *placed, texts, parts, modulation)
             image, counted = run_blocks(arrays, forward, context, (double, single), (text, image))
         velocity = unpacked(head(arrays, image, time), latents.shape, patch)
         return Output(velocity, pad_tokens(image - before, forward.multiple), counted)
@@ -119,8 +122,9 @@ def run_blocks(arrays: dict, forward: Forward, context: Context, blocks: tuple[C
 
 def attend_together(context: Context, layer: Layer, normed):
     """((text, image), rescued) of a double block's attention on both streams (batch, tokens, channels)."""
+    streams = list(zip((TEXT, IMAGE), normed, (context.tables or [()] * 2)))
     query, key, value = (
-        joined(*(project(layer, names, place, array) for names, array in zip((TEXT, IMAGE), normed)), context.parts)
+        joined(*(project(layer, names, place, *of_stream) for names, *of_stream in streams), context.parts)
         for place in range(3)
     )
     with jax.named_scope("attn/attend"):
@@ -128,13 +132,17 @@ def attend_together(context: Context, layer: Layer, normed):
     return parted(out, context.texts, context.parts), rescued
 
 
-def project(layer: Layer, names: Names, place: int, normed):
-    """A stream's query, key or value: the first two with their norm, as each stream has its own."""
-    out = layer.linear(names.projections[place], normed)
+def project(layer: Layer, names: Names, place: int, normed, tables=()):
+    """A stream's query, key or value: the first two with their norm, as each stream has its own, and with RoPE if
+    tables are given; the last in the attention kernel's layout."""
+    name = names.projections[place]
     if place == 2:
-        return out
-    wide = normalized(out.astype(jnp.float32), layer[f"{names.norms[place]}.weight"], EPSILON)
-    return wide.reshape(out.shape).astype(out.dtype)
+        return layer.linear(name, normed, kernel=True, transpose_out=True)
+    weight = layer[f"{names.norms[place]}.weight"]
+    if tables:
+        return layer.linear(name, normed, kernel=True, turn=Turn(weight, *tables, EPSILON))
+    out = layer.linear(name, normed)
+    return normalized(out.astype(jnp.float32), weight, EPSILON).reshape(out.shape).astype(out.dtype)
 
 
 def part_of(arrays: dict, name: str) -> dict:
