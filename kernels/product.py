@@ -14,6 +14,7 @@ rounding would take as long as the products gain.
 """
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,21 @@ WHOLE = PartitionSpec()
 TOKENS, TABLES = {"array", "second"}, {"cosine", "sine"}
 
 
+class Target(NamedTuple):
+    """Where a result's tokens go: into an array of several, of which each of `parts` devices has a part."""
+
+    first: int  # in a part
+    total: int  # tokens of a part
+    parts: int
+    into: jax.Array | None = None  # with the other tokens; None: they are yet to come
+
+    def put(self, out):
+        batch, tokens, width = out.shape
+        into = jnp.zeros((batch, self.parts * self.total, width), out.dtype) if self.into is None else self.into
+        into, out = (array.reshape(batch, self.parts, -1, width) for array in (into, out))
+        return lax.dynamic_update_slice(into, out, (0, 0, self.first, 0)).reshape(batch, -1, width)
+
+
 @dataclass(frozen=True)
 class Linear:
     """array (batch, tokens, inputs) · weight (outputs, inputs)ᵀ + bias (outputs,), with batch and tokens sharded by
@@ -44,6 +60,7 @@ class Linear:
     scale       one per output: weight is quantized, and tokens, of one array, are quantized to the same dtype
     residual    added to the result, after multiplying it by gate (batch, outputs) if given
     turn        norm and RoPE of each head, of 128 outputs
+    target      where the result goes, if tokens divide over the devices
     transpose_in, transpose_out      array, the first of two, or result has tokens minormost in memory
     """
 
@@ -51,8 +68,8 @@ class Linear:
     sharding: jax.sharding.NamedSharding | None = None  # None: one device
 
     def __call__(
-        self, array, weight, bias, layer=None, scale=None, residual=None, gate=None, turn=None, gelu=False,
-        transpose_in=False, transpose_out=False,
+        self, array, weight, bias, layer=None, scale=None, residual=None, gate=None, turn=None, target=None,
+        gelu=False, transpose_in=False, transpose_out=False,
     ):
         if layer is None:
             weight, layer = weight[None], 0
@@ -70,6 +87,10 @@ class Linear:
             given |= {"cosine": (turn.cosine, by_row), "sine": (signed(turn.sine), by_row)}
             given["norm"] = turn.weight, WHOLE
             how["epsilon"] = turn.epsilon
+        if target is not None:
+            given["into"] = target.into, spread
+            how["target"] = target._replace(into=None)
+            tokens = target.parts * target.total
         given = {name: pair for name, pair in given.items() if pair[0] is not None}
         arrays, specs = ({name: pair[place] for name, pair in given.items()} for place in range(2))
         compute = partial(product, settings=self.settings, **how)
@@ -83,7 +104,7 @@ class Linear:
         )(arrays)[:, :tokens]
 
 
-def product(arrays, settings, gelu=False, transpose_in=False, transpose_out=False, epsilon=None):
+def product(arrays, settings, gelu=False, transpose_in=False, transpose_out=False, epsilon=None, target=None):
     """One device's shard, by Linear's names; weight (layers, outputs, inputs). `second`, of two arrays, has the last of
     the inputs."""
     (batch, tokens, inputs), (_, outputs, total) = arrays["array"].shape, arrays["weight"].shape
@@ -100,17 +121,27 @@ def product(arrays, settings, gelu=False, transpose_in=False, transpose_out=Fals
         "sine": pl.BlockSpec((rows, LANES), lambda b, i, j, layer: (i, 0)),
         "norm": pl.BlockSpec((1, LANES), lambda b, i, j, layer: (0, 0)),
     }
-    out_shape, out_block = (batch, tokens, outputs), blocks["residual"]
+    if target is not None and (target.first % rows or tokens % rows or outputs % columns):
+        into = arrays.pop("into", None)
+        out = product(arrays, settings, gelu, transpose_in, transpose_out, epsilon)
+        return target._replace(into=into, parts=1).put(out)
+    first, total_tokens = (0, tokens) if target is None else (target.first // rows, target.total)
+    out_shape = batch, total_tokens, outputs
+    out_block = pl.BlockSpec((None, rows, columns), lambda b, i, j, layer: (b, first + i, j))
     ahead = fetches_ahead(settings, tokens, rows)
     # Else a loop over blocks of one residual each would copy it. Interpreters cannot, where blocks overhang.
     in_place = "residual" in arrays and tokens % rows == outputs % columns == 0
+    aliased = "into" if "into" in arrays else "residual" if in_place else None
     if transpose_out:
-        out_shape = batch, outputs, tokens
-        out_block = pl.BlockSpec((None, columns, rows), lambda b, i, j, layer: (b, j, i))
+        out_shape = batch, outputs, total_tokens
+        out_block = pl.BlockSpec((None, columns, rows), lambda b, i, j, layer: (b, j, first + i))
     arrays = arrays | {name: arrays[name][None] for name in ("bias", "scale", "norm") if name in arrays}
     if "gate" in arrays:
         arrays["gate"] = arrays["gate"][:, None]
     scratch = {}
+    if "into" in arrays:
+        arrays["into"] = arrays["into"].swapaxes(1, 2) if transpose_out else arrays["into"]
+        blocks["into"] = pl.BlockSpec(memory_space=pl.ANY)
     if transpose_in:
         arrays["array"] = arrays["array"].swapaxes(1, 2)
         blocks["array"] = pl.BlockSpec((None, inputs, rows), lambda b, i, j, layer: (b, 0, i))
@@ -139,7 +170,7 @@ def product(arrays, settings, gelu=False, transpose_in=False, transpose_out=Fals
             scratch_shapes=list(scratch.values()),
         ),
         out_shape=jax.ShapeDtypeStruct(out_shape, dtype),
-        input_output_aliases={1 + names.index("residual"): 0} if in_place else {},
+        input_output_aliases={1 + names.index(aliased): 0} if aliased else {},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=(*["arbitrary" if ahead else "parallel"] * 2, "arbitrary"),
             vmem_limit_bytes=settings.vmem_mib * 2**20,

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from wan_torchax.kernels import quantized
 from wan_torchax.kernels.norm import Norm
-from wan_torchax.kernels.product import LANES, Linear
+from wan_torchax.kernels.product import LANES, Linear, Target
 from wan_torchax.kernels.rotary import Turn
 from wan_torchax.models.family import DOWN, UP, Forward
 
@@ -167,6 +167,7 @@ class Options:
 
     gelu: bool = False
     turn: Turn | None = None  # norm and RoPE of each head
+    target: Target | None = None  # where the result goes
     residual: jax.Array | None = None  # added to the result
     gate: jax.Array | None = None  # multiplies the result before the residual: (batch, channels), or per token
     kernel: bool = False  # a Pallas kernel may compute it
@@ -212,7 +213,7 @@ def linear_with_adapters(inner: Callable, layer: Layer, name: str, array, option
         return inner(layer, name, array, options)
     if not layer.has_eight_bits(name) and sum_is_less(layer, name, array):
         return inner(replace(layer, adapted=name), name, array, options)
-    out = inner(layer, name, array, replace(options, gelu=False, turn=None, residual=None, gate=None))
+    out = inner(layer, name, array, replace(options, gelu=False, turn=None, residual=None, gate=None, target=None))
     pieces = layer.pieces(f"{name}.{DOWN}", array, Options())
     low = sum(jnp.einsum("...a,ba->...b", piece, part) for piece, part in pieces)
     return finish(out + jnp.einsum("...a,ba->...b", low, layer[f"{name}.{UP}"][options.rows]), options)
@@ -237,6 +238,8 @@ def finish(out, options: Options):
         out = jax.nn.gelu(out, approximate=True)
     if options.turn is not None:
         out = options.turn.plain(out)
+    if options.target is not None:
+        return options.target.put(out)
     if options.residual is None:
         return out
     out = out.astype(jnp.float32)
@@ -266,7 +269,7 @@ def linear_by_kernel(inner: Callable, product: Linear, layer: Layer, name: str, 
     # The kernel quantizes tokens of one array only.
     if not options.kernel or (isinstance(array, tuple) and layer.has_eight_bits(name)):
         return inner(layer, name, array, options)
-    after = {"residual": options.residual, "gate": options.gate, "turn": options.turn}
+    after = {name: getattr(options, name) for name in ("residual", "gate", "turn", "target")}
     # The kernel has no gate per token, and no heads other than of 128.
     apart = options.gate is not None and options.gate.ndim == 3
     apart |= options.turn is not None and options.turn.weight.size != LANES
