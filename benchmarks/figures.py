@@ -109,10 +109,11 @@ def claims():
     ends = "likely", "low", "high"
     yield "docs/plans.md", text, [f"{plan[end]:.2f}" for plan in (large, small) for end in ends]
     yield "docs/plans.md", "FLUX.1 dev at 1024 x 1024: {} ms ({} to {})", [f"{1000 * image[end]:.0f}" for end in ends]
-    for which, text, digits in (
-        ("t2i_flux1_dev_1024_images8_v6e8_v2", "one on each chip, {} s ({} to {}): {} pictures a second in 28 steps", 3),
-        ("t2i_flux1_dev_1024_images8_v6e8_v1", "with XLA's linear layers {} s ({} to {}): {}", 2),
+    for version, text, digits in (
+        ("v2", "one on each chip, {} s ({} to {}): {} pictures a second in 28 steps", 3),
+        ("v1", "with XLA's linear layers {} s ({} to {}): {}", 2),
     ):
+        which = f"t2i_flux1_dev_1024_images8_v6e8_{version}"
         eight = plans[f"{which} images=8"]
         each = 8 / sum(part["likely"] for name, part in eight["video"].items() if name != "weights from disk")
         figures = [*(f"{eight['seconds_per_step'][end]:.{digits}f}" for end in ends), f"{each:.1f}"]
