@@ -85,7 +85,8 @@ def arguments():
     parser.add_argument("--blocks", nargs="*", help=blocks)
     product = (
         "linear layers instead: TOKENSxINPUTSxOUTPUTS, +gelu, +int8 or +fp8, +residual (with a gate), "
-        "+transpose_out (the result has tokens last), +transpose_in (the input has)"
+        "+transpose_out (the result has tokens last), +transpose_in (the input has), +joined (of two arrays, the first "
+        "as wide as the result), +turn (norm and RoPE of each head)"
     )
     parser.add_argument("--product", nargs="*", help=product)
     parser.add_argument("--products", default="pallas", help="whose blocks: a file of conf/products")
@@ -202,12 +203,18 @@ def linear(text, products):
     settings = Products(**compose([f"products={products}"]).products)
     small = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}.get(next((name for name in features if "8" in name), None))
     how = {name: name in features for name in ("gelu", "transpose_in", "transpose_out")}
-    shapes = {"array": (1, tokens, inputs), "weight": (1, outputs, inputs), "layer": (), "bias": (outputs,)}
+    width = outputs if "joined" in features else inputs
+    shapes = {"array": (1, tokens, width), "weight": (1, outputs, inputs), "layer": (), "bias": (outputs,)}
     shapes |= {"scale": (outputs,)} if small else {}
     shapes |= {"residual": (1, tokens, outputs), "gate": (1, outputs)} if "residual" in features else {}
-    dtypes = {"scale": jnp.float32, "gate": jnp.float32, "layer": jnp.int32} | ({"weight": small} if small else {})
+    shapes |= {"second": (1, tokens, inputs - width)} if "joined" in features else {}
+    if "turn" in features:
+        shapes |= {"cosine": (tokens, product.LANES), "sine": (tokens, product.LANES), "norm": (product.LANES,)}
+        how["epsilon"] = 1e-6
+    dtypes = dict.fromkeys(("scale", "gate", "cosine", "sine"), jnp.float32)
+    dtypes |= {"layer": jnp.int32} | ({"weight": small} if small else {})
     shapes = {name: jax.ShapeDtypeStruct(shape, dtypes.get(name, jnp.bfloat16)) for name, shape in shapes.items()}
-    rows, columns = product.block_sizes(shapes, settings, how["transpose_in"] or how["transpose_out"])
+    rows, columns = product.block_sizes(shapes, settings, how["transpose_in"], how["transpose_out"])
 
     def function(*arrays):
         return product.product(dict(zip(shapes, arrays)), settings=settings, **how)
@@ -221,7 +228,7 @@ def linear(text, products):
         flops=2 * tokens * inputs * outputs,
         blocks=ceil(tokens / rows) * ceil(outputs / columns),
         steps=1,
-        trips=(2,),
+        trips=(product.parts_of(rows, how["transpose_out"]),),
         before=tuple(trips / ceil(outputs / columns) for trips in before),
     )
 

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
+from wan_torchax.kernels.parallel import divided
 from wan_torchax.kernels.settings import Products
 
 LANES = 128
@@ -39,7 +40,7 @@ class Norm:
         return jax.shard_map(
             compute, mesh=self.sharding.mesh, in_specs=(spread, *[PartitionSpec(spread[0])] * len(by_channel)),
             out_specs=spread, check_vma=False,  # Pallas kernels carry no varying-axes types
-        )(array, *by_channel)
+        )(divided(array, self.sharding), *by_channel)[:, : array.shape[1]]
 
 
 def normalise(array, *by_channel, epsilon, settings):

@@ -116,7 +116,15 @@ def kept_spec(parallel, whole_batch: bool = False, turned: bool = False) -> Part
 
 
 def pad_tokens(array, shards):
+    """(batch, tokens, …) so that its tokens divide over devices."""
     return jnp.pad(array, ((0, 0), (0, -array.shape[1] % shards), (0, 0)))
+
+
+def divided(array, sharding):
+    """(batch, tokens, width), padded if its tokens do not divide over the sharding's devices."""
+    axes = sharding.spec[1] or ()
+    axes = (axes,) if isinstance(axes, str) else axes
+    return pad_tokens(array, prod(sharding.mesh.shape[axis] for axis in axes))
 
 
 def exchange(attend, query, key, value, keys, beside=None, branch=(), others=None):
@@ -175,7 +183,7 @@ def exchange_in_groups(attend, query, key, value, rotary, norms, keys, branch):
 def tokens_for_heads(attend, query, key, value):
     """Ulysses, if it is on: from some tokens of all heads to all tokens of some heads."""
     axis = attend.parallel.ulysses
-    if not axis:
+    if not axis or lax.axis_size(axis) == 1:
         return query[0], key[0], value
     query, key = (join(travel(x, axis)) for x in (query, key))
     value = travel(cut(value.swapaxes(1, 2), lax.axis_size(axis)), axis)
@@ -185,7 +193,7 @@ def tokens_for_heads(attend, query, key, value):
 def heads_for_tokens(attend, out):
     """And back."""
     axis = attend.parallel.ulysses
-    if not axis:
+    if not axis or lax.axis_size(axis) == 1:
         return out
     out = lanes.cut(out.swapaxes(1, 2), lax.axis_size(axis), attend.kernel)
     return join(travel(out, axis)).swapaxes(1, 2)

@@ -14,6 +14,7 @@ rounding would take as long as the products gain.
 """
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
+from wan_torchax.kernels.parallel import divided
 from wan_torchax.kernels.quantized import LARGEST
+from wan_torchax.kernels.rotary import rotate_pairs, signed
 from wan_torchax.kernels.settings import Products
 
 COLUMNS = 256  # outputs of one product: the width of the MXU
@@ -30,6 +33,22 @@ LANES = 128
 PACKED = {2: 16, 1: 32}  # rows of a tile, by item size
 STRIP = 32  # tokens quantized at a time: the rows of an 8-bit tile
 WHOLE = PartitionSpec()
+TOKENS, TABLES = {"array", "second"}, {"cosine", "sine"}
+
+
+class Target(NamedTuple):
+    """Where a result's tokens go: into an array of several, of which each of `parts` devices has a part."""
+
+    first: int  # in a part
+    total: int  # tokens of a part
+    parts: int
+    into: jax.Array | None = None  # with the other tokens; None: they are yet to come
+
+    def put(self, out):
+        batch, tokens, width = out.shape
+        into = jnp.zeros((batch, self.parts * self.total, width), out.dtype) if self.into is None else self.into
+        into, out = (array.reshape(batch, self.parts, -1, width) for array in (into, out))
+        return lax.dynamic_update_slice(into, out, (0, 0, self.first, 0)).reshape(batch, -1, width)
 
 
 @dataclass(frozen=True)
@@ -37,58 +56,92 @@ class Linear:
     """array (batch, tokens, inputs) · weight (outputs, inputs)ᵀ + bias (outputs,), with batch and tokens sharded by
     `sharding` and weights replicated. With `layer`, weight is a stack and that layer is used.
 
-    scale       one per output: weight is quantized, and tokens are quantized to the same dtype
+    array       or two arrays, whose inputs follow each other in the weight
+    scale       one per output: weight is quantized, and tokens, of one array, are quantized to the same dtype
     residual    added to the result, after multiplying it by gate (batch, outputs) if given
-    transpose_in, transpose_out      array or result has tokens minormost in memory
+    turn        norm and RoPE of each head, of 128 outputs
+    target      where the result goes, if tokens divide over the devices
+    transpose_in, transpose_out      array, the first of two, or result has tokens minormost in memory
     """
 
     settings: Products
     sharding: jax.sharding.NamedSharding | None = None  # None: one device
 
     def __call__(
-        self, array, weight, bias, layer=None, scale=None, residual=None, gate=None, gelu=False, transpose_in=False,
-        transpose_out=False,
+        self, array, weight, bias, layer=None, scale=None, residual=None, gate=None, turn=None, target=None,
+        gelu=False, transpose_in=False, transpose_out=False,
     ):
         if layer is None:
             weight, layer = weight[None], 0
         spread = None if self.sharding is None else self.sharding.spec
+        array, second = array if isinstance(array, tuple) else (array, None)
+        tokens = array.shape[1]
         given = {  # with partition specs
             "array": (array, spread), "weight": (weight, WHOLE), "layer": (jnp.asarray(layer, jnp.int32), WHOLE),
             "bias": (bias, WHOLE), "scale": (scale, WHOLE), "residual": (residual, spread),
-            "gate": (gate, spread and PartitionSpec(spread[0])),
+            "gate": (gate, spread and PartitionSpec(spread[0])), "second": (second, spread),
         }
+        how = {"gelu": gelu, "transpose_in": transpose_in, "transpose_out": transpose_out}
+        if turn is not None:
+            by_row = spread and PartitionSpec(spread[1])
+            given |= {"cosine": (turn.cosine, by_row), "sine": (signed(turn.sine), by_row)}
+            given["norm"] = turn.weight, WHOLE
+            how["epsilon"] = turn.epsilon
+        if target is not None:
+            given["into"] = target.into, spread
+            how["target"] = target._replace(into=None)
+            tokens = target.parts * target.total
         given = {name: pair for name, pair in given.items() if pair[0] is not None}
         arrays, specs = ({name: pair[place] for name, pair in given.items()} for place in range(2))
-        how = {"gelu": gelu, "transpose_in": transpose_in, "transpose_out": transpose_out}
         compute = partial(product, settings=self.settings, **how)
         if spread is None:
             return compute(arrays)
+        arrays |= {name: divided(arrays[name], self.sharding) for name in {*TOKENS, "residual"} & set(arrays)}
+        arrays |= {name: divided(arrays[name][None], self.sharding)[0] for name in TABLES & set(arrays)}
         return jax.shard_map(
             compute, mesh=self.sharding.mesh, in_specs=(specs,), out_specs=spread,
             check_vma=False,  # Pallas kernels carry no varying-axes types
-        )(arrays)
+        )(arrays)[:, :tokens]
 
 
-def product(arrays, settings, gelu=False, transpose_in=False, transpose_out=False):
-    """One device's shard, by Linear's names; weight (layers, outputs, inputs)."""
-    (batch, tokens, inputs), (_, outputs, _) = arrays["array"].shape, arrays["weight"].shape
-    dtype, (rows, columns) = arrays["array"].dtype, block_sizes(arrays, settings, transpose_in or transpose_out)
+def product(arrays, settings, gelu=False, transpose_in=False, transpose_out=False, epsilon=None, target=None):
+    """One device's shard, by Linear's names; weight (layers, outputs, inputs). `second`, of two arrays, has the last of
+    the inputs."""
+    (batch, tokens, inputs), (_, outputs, total) = arrays["array"].shape, arrays["weight"].shape
+    dtype, (rows, columns) = arrays["array"].dtype, block_sizes(arrays, settings, transpose_in, transpose_out)
     blocks = {
         "array": pl.BlockSpec((None, rows, inputs), lambda b, i, j, layer: (b, i, 0)),
-        "weight": pl.BlockSpec((None, columns, inputs), lambda b, i, j, layer: (layer[0], j, 0)),
+        "weight": pl.BlockSpec((None, columns, total), lambda b, i, j, layer: (layer[0], j, 0)),
         "bias": pl.BlockSpec((1, columns), lambda b, i, j, layer: (0, j)),
         "scale": pl.BlockSpec((1, columns), lambda b, i, j, layer: (0, j)),
         "residual": pl.BlockSpec((None, rows, columns), lambda b, i, j, layer: (b, i, j)),
         "gate": pl.BlockSpec((None, 1, columns), lambda b, i, j, layer: (b, 0, j)),
+        "second": pl.BlockSpec((None, rows, total - inputs), lambda b, i, j, layer: (b, i, 0)),
+        "cosine": pl.BlockSpec((rows, LANES), lambda b, i, j, layer: (i, 0)),
+        "sine": pl.BlockSpec((rows, LANES), lambda b, i, j, layer: (i, 0)),
+        "norm": pl.BlockSpec((1, LANES), lambda b, i, j, layer: (0, 0)),
     }
-    out_shape, out_block = (batch, tokens, outputs), blocks["residual"]
+    if target is not None and (target.first % rows or tokens % rows or outputs % columns):
+        into = arrays.pop("into", None)
+        out = product(arrays, settings, gelu, transpose_in, transpose_out, epsilon)
+        return target._replace(into=into, parts=1).put(out)
+    first, total_tokens = (0, tokens) if target is None else (target.first // rows, target.total)
+    out_shape = batch, total_tokens, outputs
+    out_block = pl.BlockSpec((None, rows, columns), lambda b, i, j, layer: (b, first + i, j))
+    ahead = fetches_ahead(settings, tokens, rows)
+    # Else a loop over blocks of one residual each would copy it. Interpreters cannot, where blocks overhang.
+    in_place = "residual" in arrays and tokens % rows == outputs % columns == 0
+    aliased = "into" if "into" in arrays else "residual" if in_place else None
     if transpose_out:
-        out_shape = batch, outputs, tokens
-        out_block = pl.BlockSpec((None, columns, rows), lambda b, i, j, layer: (b, j, i))
-    arrays = arrays | {name: arrays[name][None] for name in ("bias", "scale") if name in arrays}
+        out_shape = batch, outputs, total_tokens
+        out_block = pl.BlockSpec((None, columns, rows), lambda b, i, j, layer: (b, j, first + i))
+    arrays = arrays | {name: arrays[name][None] for name in ("bias", "scale", "norm") if name in arrays}
     if "gate" in arrays:
         arrays["gate"] = arrays["gate"][:, None]
     scratch = {}
+    if "into" in arrays:
+        arrays["into"] = arrays["into"].swapaxes(1, 2) if transpose_out else arrays["into"]
+        blocks["into"] = pl.BlockSpec(memory_space=pl.ANY)
     if transpose_in:
         arrays["array"] = arrays["array"].swapaxes(1, 2)
         blocks["array"] = pl.BlockSpec((None, inputs, rows), lambda b, i, j, layer: (b, 0, i))
@@ -97,7 +150,16 @@ def product(arrays, settings, gelu=False, transpose_in=False, transpose_out=Fals
         scratch["quantized"] = pltpu.VMEM((rows, inputs), arrays["weight"].dtype)
         scratch["own"] = pltpu.VMEM((rows, 1), jnp.float32)
     names = [name for name in blocks if name in arrays]
-    kernel = partial(product_kernel, names=(*names, "out", *scratch), gelu=gelu, transposed=transpose_out)
+    for name in TOKENS & set(names) if ahead else ():
+        scratch[f"{name} ahead"] = pltpu.VMEM((2, *(size for size in blocks[name].block_shape if size)), dtype)
+        scratch[f"{name} copied"] = pltpu.SemaphoreType.DMA((2,))
+        blocks[name] = pl.BlockSpec(memory_space=pl.ANY)
+    kernel = partial(
+        product_kernel, names=(*names, "out", *scratch), gelu=gelu, transposed=transpose_out, epsilon=epsilon,
+        upright_in=not transpose_in,
+        # As many heads as fill the MXU; each alone if some are beyond the outputs, and may be NaN.
+        groups=COLUMNS // LANES if outputs % COLUMNS else 1,
+    )
     out = pl.pallas_call(
         partial(outline, 1 + len(names)) if settings.outline else kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -108,8 +170,10 @@ def product(arrays, settings, gelu=False, transpose_in=False, transpose_out=Fals
             scratch_shapes=list(scratch.values()),
         ),
         out_shape=jax.ShapeDtypeStruct(out_shape, dtype),
+        input_output_aliases={1 + names.index(aliased): 0} if aliased else {},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=settings.vmem_mib * 2**20
+            dimension_semantics=(*["arbitrary" if ahead else "parallel"] * 2, "arbitrary"),
+            vmem_limit_bytes=settings.vmem_mib * 2**20,
         ),
         interpret=settings.interpret,
         name="product_kernel",
@@ -117,13 +181,31 @@ def product(arrays, settings, gelu=False, transpose_in=False, transpose_out=Fals
     return out.swapaxes(1, 2) if transpose_out else out
 
 
-def block_sizes(arrays, settings: Products, along_lanes=False) -> tuple[int, int]:
-    """Rows and columns of a block: both halves of the rows are whole tiles; weights have one or two bytes."""
-    (_, tokens, inputs), (_, outputs, _) = arrays["array"].shape, arrays["weight"].shape
+def block_sizes(arrays, settings: Products, transpose_in=False, transpose_out=False) -> tuple[int, int]:
+    """Rows and columns of a block: its parts, see `parts_of`, are whole tiles of the tokens' layouts; weights have one
+    or two bytes."""
+    tokens, (_, outputs, inputs) = arrays["array"].shape[1], arrays["weight"].shape
     size = arrays["weight"].dtype.itemsize
     columns = settings.weights_mib * 2**20 // (size * inputs)
-    rows = evenly(tokens, settings.rows, 2 * (LANES if along_lanes else PACKED[size]))
-    return rows, evenly(outputs, columns, COLUMNS)
+    along_lanes = (2 * LANES, 3 * COLUMNS) if transpose_out else (2 * LANES, LANES)
+    multiples = along_lanes if transpose_in or transpose_out else (2 * PACKED[size],)
+    return closely(tokens, settings.rows, multiples), closely(outputs, columns, (COLUMNS, 4 * COLUMNS))
+
+
+def parts_of(rows: int, transpose_out: bool) -> int:
+    """How many parts a block's rows are computed in. Halves: more rows at a time would be too much code, fewer would
+    leave GELU no product to overlap with. Thirds if these fill the MXU's width where halves do not."""
+    return 3 if transpose_out and rows % (2 * COLUMNS) and rows % (3 * COLUMNS) == 0 else 2
+
+
+def fetches_ahead(settings: Products, tokens: int, rows: int) -> bool:
+    """Whether the next block of tokens is fetched during all blocks of weights: if it is a whole one."""
+    return settings.ahead and tokens % rows == 0
+
+
+def closely(count: int, most: int, multiples: tuple[int, ...]) -> int:
+    """The size of equal blocks that overhang `count` the least, a multiple of one of these."""
+    return min((evenly(count, most, multiple) for multiple in multiples), key=lambda size: -count % size)
 
 
 def evenly(count: int, most: int, multiple: int) -> int:
@@ -133,14 +215,16 @@ def evenly(count: int, most: int, multiple: int) -> int:
     return pl.cdiv(parts, pl.cdiv(parts, max(most // multiple, 1))) * multiple
 
 
-def product_kernel(layer, *refs, names, gelu, transposed):
+def product_kernel(layer, *refs, names, gelu, transposed, epsilon, upright_in, groups):
     """array (rows, inputs)   weight (columns, inputs)   out (rows, columns)   residual (rows, columns)
-    bias, scale, gate (1, columns)
+    bias, scale, gate (1, columns)   second (rows, the last of the inputs), if array has not all of them
+    cosine, sine (rows, 128)   norm (1, 128), of heads of 128 columns
 
     With transposed, out (columns, rows). With upright (rows, inputs), array (inputs, rows) is transposed into it at the
     first block of weights; with quantized (rows, inputs) and own (rows, 1), tokens are quantized into it, with scales
     in own."""
     given = dict(zip(names, refs))
+    given |= {name: fetched(given, name, upright_in or name != "array") for name in TOKENS if f"{name} ahead" in given}
     array, weight, out, upright, quantized = map(given.get, ("array", "weight", "out", "upright", "quantized"))
     if upright is not None:
         pl.when(pl.program_id(2) == 0)(lambda: transpose_tokens(array, upright))
@@ -148,30 +232,66 @@ def product_kernel(layer, *refs, names, gelu, transposed):
         source = array if upright is None else upright
         pl.when(pl.program_id(2) == 0)(lambda: quantize_tokens(source, quantized, given["own"]))
     tokens = next(ref for ref in (quantized, upright, array) if ref is not None)
-    half = tokens.shape[0] // 2
+    parts, first = parts_of(tokens.shape[0], transposed), slice(tokens.shape[1])
+    part = tokens.shape[0] // parts
 
     def along(row):
         return row.T if transposed else row
 
-    # Half the rows at a time: more would be too much code, fewer would leave GELU no product to overlap with.
-    @pl.loop(0, 2)
-    def one_half(number):
-        rows = pl.ds(pl.multiple_of(number * half, LANES if transposed else PACKED[weight.dtype.itemsize]), half)
+    @pl.loop(0, parts)
+    def one_part(number):
+        rows = pl.ds(pl.multiple_of(number * part, LANES if transposed else PACKED[weight.dtype.itemsize]), part)
         for begin in range(0, weight.shape[0], COLUMNS):
             columns = pl.ds(begin, COLUMNS)
             place = (columns, rows) if transposed else (rows, columns)
-            factors = (weight[columns, :], tokens[rows, :]) if transposed else (tokens[rows, :], weight[columns, :])
-            result = dot(*factors)
+            factors = tokens[rows, :], weight[columns, first]
+            result = dot(*(reversed(factors) if transposed else factors))
+            if "second" in given:
+                result += dot(given["second"][rows, :], weight[columns, tokens.shape[1]:])
             if quantized is not None:
                 result = result * along(given["own"][rows, :]) * along(given["scale"][:, columns])
             result += along(given["bias"][:, columns].astype(jnp.float32))
             if gelu:
                 result = jax.nn.gelu(result, approximate=True)
+            if "norm" in given:
+                turn = given["norm"][...].astype(jnp.float32), given["cosine"][rows, :], given["sine"][rows, :], epsilon
+                heads = [turn_heads(some, *turn) for some in jnp.split(result, groups, axis=1)]
+                result = jnp.concatenate(heads, axis=1)
             if "gate" in given:
                 result *= given["gate"][:, columns]
             if "residual" in given:
                 result += given["residual"][place].astype(jnp.float32)
             out[place] = result.astype(out.dtype)
+
+
+def fetched(given, name, upright):
+    """The block of tokens, which was fetched while the one before was in use; fetching of the next begins."""
+    source, blocks, copied = (given[key] for key in (name, f"{name} ahead", f"{name} copied"))
+    down, rows = pl.num_programs(1), blocks.shape[1 if upright else 2]
+    number = pl.program_id(0) * down + pl.program_id(1)
+
+    def copy(number):
+        place = pl.ds(pl.multiple_of(number % down * rows, rows), rows)
+        block = source.at[number // down, *((place, slice(None)) if upright else (slice(None), place))]
+        return pltpu.make_async_copy(block, blocks.at[number % 2], copied.at[number % 2])
+
+    @pl.when(pl.program_id(2) == 0)
+    def at_the_first_weights():
+        pl.when(number == 0)(lambda: copy(number).start())
+        copy(number).wait()
+        pl.when(number + 1 < pl.num_programs(0) * down)(lambda: copy(number + 1).start())
+
+    return blocks.at[number % 2]
+
+
+def turn_heads(heads, weight, cosine, sine, epsilon):
+    """RMS norm and RoPE of (rows, heads of 128). The MXU adds their squares, which leaves the sum in every lane; a mean
+    of 128 needs them no more exact than bf16."""
+    head, other = (lax.broadcasted_iota(jnp.int32, (heads.shape[1],) * 2, axis) // LANES for axis in range(2))
+    squares = dot((heads * heads).astype(jnp.bfloat16), jnp.where(head == other, 1 / LANES, 0).astype(jnp.bfloat16))
+    scaled = jnp.split(heads * lax.rsqrt(squares + epsilon), heads.shape[1] // LANES, axis=1)
+    lane = lax.broadcasted_iota(jnp.int32, cosine.shape, 1)
+    return jnp.concatenate([rotate_pairs(one * weight, lane, cosine, sine) for one in scaled], axis=1)
 
 
 def transpose_tokens(array, upright):

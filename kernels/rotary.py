@@ -3,10 +3,12 @@
 On TPU this is a separate pass, because XLA finds no layout in which pairs are cheap: reshaped to (…, 2) or rolled, it
 copies queries and keys several times. For 75,600 tokens of 10 heads on v6e that is 9.4 M cycles by the compiler's
 estimate, and 0.3 M bundles here. Tables are diffusers': (tokens, head_dim) float32, with each pair's cosine or sine
-repeated. A block has whole rows, so the RMS norm before RoPE can be fused: in XLA it takes two more passes.
+repeated. A block has whole rows, so the RMS norm before RoPE can be fused: in XLA it takes two more passes. A norm per
+head can also be fused with the linear layer before it, and RoPE with it: `Turn`.
 """
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,18 @@ from wan_torchax.kernels.parallel import cut_heads
 
 LANES = 128
 ROWS = 256  # tokens of a block: a few MiB even for 40 heads
+
+
+class Turn(NamedTuple):
+    """An RMS norm of each head, and RoPE."""
+
+    weight: jax.Array  # of the norm (head_dim,)
+    cosine: jax.Array  # (tokens, head_dim)
+    sine: jax.Array
+    epsilon: float
+
+    def plain(self, array):
+        return rotate_plain(array, self.cosine, self.sine, (self.weight, self.epsilon))
 
 
 def rotate(array, cosine, sine, head_dim, kernel, parts=1, norm=None):
@@ -63,7 +77,7 @@ def rotate_lanes(arrays, cosine, sine, head_dim, kernel, parts, widths, norms):
     """The Pallas kernel: the same for some arrays, written directly to the parts of groups, each of `widths` lanes of
     every array."""
     batch, tokens, width = arrays[0].shape
-    sine = jnp.where(jnp.arange(head_dim) % 2 == 0, -sine, sine)
+    sine = signed(sine)
     cosine, sine = (jnp.concatenate([table] * (LANES // head_dim), axis=1) for table in (cosine, sine))
     rows = min(ROWS, pl.cdiv(tokens, 16) * 16)
     block = pl.BlockSpec((None, rows, width), lambda b, i: (b, i, 0))
@@ -90,13 +104,18 @@ def rotate_lanes(arrays, cosine, sine, head_dim, kernel, parts, widths, norms):
     )(list(arrays), cosine, sine, weights)
 
 
+def signed(sine):
+    """With the signs that neighbours have in a rotation."""
+    return jnp.where(jnp.arange(sine.shape[1]) % 2 == 0, -sine, sine)
+
+
 def rotary_kernel(arrays, cosine, sine, weights, *groups, epsilon=None, by_head=0):
     """arrays (rows, width)   cosine, sine (rows, 128)   weights (1, width), of each array, or none
     groups (parts, rows, their width of every array)
 
     by_head: 0, or how many lanes each norm is over."""
     lane = lax.broadcasted_iota(jnp.int32, cosine.shape, 1)
-    even, width = lane % 2 == 0, arrays[0].shape[1]
+    width = arrays[0].shape[1]
     for number, array in enumerate(arrays):
         if weights and not by_head:
             squares = sum(array[:, begin:begin + LANES].astype(jnp.float32)**2 for begin in range(0, width, LANES))
@@ -107,8 +126,14 @@ def rotary_kernel(arrays, cosine, sine, weights, *groups, epsilon=None, by_head=
                 scale = scale_by_head(lanes, lane, by_head, epsilon)
             if weights:
                 lanes = lanes * scale * weights[number][:, begin:begin + LANES]
-            neighbours = jnp.where(even, pltpu.roll(lanes, LANES - 1, 1), pltpu.roll(lanes, 1, 1))
-            rotated[part, :, place:place + LANES] = (lanes * cosine[...] + neighbours * sine[...]).astype(rotated.dtype)
+            lanes = rotate_pairs(lanes, lane, cosine[...], sine[...])
+            rotated[part, :, place:place + LANES] = lanes.astype(rotated.dtype)
+
+
+def rotate_pairs(lanes, lane, cosine, sine):
+    """128 lanes, of these numbers; sine is signed."""
+    neighbours = jnp.where(lane % 2 == 0, pltpu.roll(lanes, LANES - 1, 1), pltpu.roll(lanes, 1, 1))
+    return lanes * cosine + neighbours * sine
 
 
 def targets(groups, number, arrays):

@@ -106,6 +106,7 @@ class Products:
     rows: int = 1184  # tokens of a block
     weights_mib: int = 16  # of a block of weights
     vmem_mib: int = 112
+    ahead: bool = False
     interpret: bool = False  # as in Kernel
     outline: bool = False
 

@@ -5,6 +5,8 @@ import io
 import re
 
 import diffusers
+import jax
+import jax.numpy as jnp
 import numpy
 import openai
 import pytest
@@ -16,14 +18,17 @@ from tests import flux
 from tests.conftest import ROOT, make_config, results, run_into
 from tests.reference import assert_same, psnr, relative_error
 from tests.serving import DEADLINE, Server
+from tests.test_hunyuan15 import arrays_of, mesh_of
 from wan_torchax.config.commandline import compose, rewrite
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.resolve import plain
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
-from wan_torchax.models.family import Rows
+from wan_torchax.kernels.settings import Kernel, Parallel, Products
+from wan_torchax.models.family import Forward, Rows
 from wan_torchax.models.flux import blocks
 from wan_torchax.models.flux.adapters import NAMES
+from wan_torchax.patches import torchax_on
 from wan_torchax.records.media import read_metadata
 from wan_torchax.records.stored import read_stored
 from wan_torchax.runtime import adapters
@@ -189,7 +194,9 @@ def test_every_large_layer_of_the_blocks_has_eight_bits(model):
 
 @pytest.mark.parametrize("overrides, message", [
     (["pipeline=t2i_flux"], "takes the guidance scale as an input; use pipeline=t2i_flux_guided"),
-    (["products.kernel=pallas"], "has no layers for it; use products=xla"),
+    (["products=pallas", "mesh=cpu_8"], "a kernel for TPUs, and mesh=cpu_8 has none; use products=xla"),
+    (["products=pallas", "mesh=v6e_8", "sharding=tp"], "sharding=tp cuts them with the heads"),
+    (["products=pallas", "model=flux2_klein_4b", "pipeline=t2i"], "has no layers for it; use products=xla"),
     (["resolution.frames=5"], "takes at most 1"),
     (["resolution=auto"], "there is no picture to derive height and width from"),
     (["attention=xla", "attention.self.window=4"], "text and image attend to each other"),
@@ -197,6 +204,48 @@ def test_every_large_layer_of_the_blocks_has_eight_bits(model):
 def test_what_it_cannot_do_is_refused(overrides, message):
     with pytest.raises(ConfigError, match=message):
         validate(make_config("model=flux1_dev", "prompt=a cat", *overrides))
+
+
+# ---------------------------------------------------------------- a TPU's kernels
+
+
+@pytest.mark.parametrize("head_dim, axes", [
+    pytest.param(128, dict(dp=1, sp=1), id="one device"),
+    pytest.param(128, dict(dp=2, sp=4), id="pictures and tokens over eight", marks=SYSTEM),
+    pytest.param(32, dict(dp=2, sp=1), id="heads that linear layers do not turn", marks=FULL),
+])
+def test_a_tpus_kernels_compute_the_same(head_dim, axes):
+    """Linear layers with norm and RoPE, norms and attention in Pallas, for two pictures of 5 x 7 tokens and a text of
+    24, which do not divide over the devices."""
+    sizes = [head_dim // 8, *[head_dim * 7 // 16] * 2] if head_dim == 128 else [8, 12, 12]
+    own = dict(attention_head_dim=head_dim, num_attention_heads=256 // head_dim, axes_dims_rope=sizes)
+    own = flux.TRANSFORMER | own | dict(guidance_embeds=True)
+    stacked = diffusers.FluxTransformer2DModel(**own)
+    stacked = arrays_of(flux.randomize(stacked), "transformer_blocks", "single_transformer_blocks")
+    generator, given = numpy.random.default_rng(1), {"embeddings": (2, flux.TOKENS, 24), "pooled": (2, 20)}
+    given = {name: generator.normal(1, 1, shape).astype("float32") for name, shape in given.items()}
+    given["guidance"] = numpy.float32([2, 4])  # times 1000 they are in bfloat16
+    latents = generator.normal(0, 1, (2, 4, 1, 10, 14)).astype("float32")
+    splash = Kernel(kernel="splash", block_q=128, block_kv=128, tile_kv=128, sub_q=128, chunk_kv=128, interpret=True)
+    pallas = Products(kernel="pallas", rows=64, weights_mib=1, interpret=True)
+    made = {}
+    for name, dtype, kernel, products in (
+        ("exact", "float32", Kernel(kernel="xla"), Products()), ("xla", "bfloat16", Kernel(kernel="xla"), Products()),
+        ("pallas", "bfloat16", splash, pallas),
+    ):
+        arrays, inputs = (
+            {key: jnp.asarray(value, dtype) for key, value in values.items()} for values in (stacked, given)
+        )
+        forward = Forward(
+            own, dtype, (1, 5, 7), flux.TOKENS, tuple(given), mesh_of(**axes, tp=1),
+            Parallel(batch="dp", ring="sp"), kernel, kernel, products, make_config().precision,
+        )
+        with torchax_on():
+            function = jax.jit(blocks.denoiser(blocks.build(own), forward))
+            output = function(arrays, latents.astype(dtype), jnp.float32(700), inputs)
+        made[name] = numpy.asarray(output.velocity, numpy.float32)
+    errors = {name: relative_error(made[name], made["exact"]) for name in ("xla", "pallas")}
+    assert 0 < errors["pallas"] < 1.2 * errors["xla"] < 0.06, errors
 
 
 # ---------------------------------------------------------------- the server

@@ -472,12 +472,30 @@ def test_libtpu_agrees_with_the_table(tmp_path):
     assert sum(compiled["cycles_by_group"].values()) == pytest.approx(compiled["cycles"], rel=0.05)
 
 
+def test_linear_layers_that_fetch_ahead_wait_less():
+    """The next block of tokens moves beside all blocks of weights, not beside the last one alone; where it would
+    overhang, it does not."""
+    layer = {"times": 1, "inputs": 12288, "outputs": 3072, "weights": "bf16", "residual": True}
+    configs = [make_config("mesh=v6e_8", f"products={name}") for name in ("pallas", "pallas_ahead")]
+    for tokens, fewer in ((4096, True), (4000, False)):
+        usual, ahead = (plan.wait_seconds(layer | {"tokens": tokens}, one, one.plan.likely) for one in configs)
+        assert (ahead < usual / 2) == fewer and (ahead == usual) == (not fewer)
+
+
+def test_a_text_beside_the_picture_has_as_many_products():
+    preset = "preset=t2i_flux1_dev_1024_images8_v6e8_v2"
+    resolved = resolve_there(preset, "images=8")
+    flops = find("denoise").flops(resolved)
+    counted = sum(find("denoise").product_flops(resolved).values())
+    assert counted == flops["projections"] + flops["feed-forward"]
+
+
 # ---------------------------------------------------------------- other families
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("name, tokens, videos", [
-    ("t2v_hunyuan15_480p_v5e8_v1", 31 * 30 * 53, 1), ("t2i_flux1_dev_1024_images8_v6e8_v1", 64 * 64, 8),
+    ("t2v_hunyuan15_480p_v5e8_v1", 31 * 30 * 53, 1), ("t2i_flux1_dev_1024_images8_v6e8_v2", 64 * 64, 8),
 ])
 def test_other_families_fit_their_chips(tmp_path, name, tokens, videos):
     made = make(tmp_path, f"preset={name}", *([f"images={videos}"] if videos > 1 else []))

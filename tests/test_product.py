@@ -1,4 +1,5 @@
 """The kernel of linear layers equals linear layers, on one device and spread over eight, and lowers for TPU."""
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,6 +13,7 @@ from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
 from wan_torchax.kernels import product, quantized
 from wan_torchax.kernels.product import Linear
+from wan_torchax.kernels.rotary import Turn
 from wan_torchax.kernels.settings import Products
 from wan_torchax.session import Session
 from wan_torchax.stages.denoise import Denoise
@@ -91,6 +93,44 @@ def test_tokens_and_prompts_are_spread(batch, spread):
     out = jax.jit(linear)(array, weight[0], bias[0])
     np.testing.assert_array_equal(out, Linear(SMALL)(array, weight[0], bias[0]))
     assert out.sharding.is_equivalent_to(sharding, 3)
+
+
+@pytest.mark.parametrize("spread", [("dp", "sp"), (None, ("dp", "sp")), ("dp", None)])
+def test_tokens_need_not_divide_over_devices(spread):
+    """Of two arrays, joined to a residual; and with each head's norm and RoPE."""
+    mesh = jax.make_mesh((2, 4), ("dp", "sp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    spread_out = Linear(SMALL, NamedSharding(mesh, PartitionSpec(*spread)))
+    generator = np.random.default_rng(2)
+    draw = lambda *shape: jnp.asarray(generator.normal(0.1, 1, shape), jnp.bfloat16)  # noqa: E731
+    array, second, residual, angles = draw(2, 77, 128), draw(2, 77, 384), draw(2, 77, 256), draw(77, 128)
+    weight, bias, gate, norm = draw(256, 512), draw(256), draw(2, 256), draw(128)
+    turn = Turn(norm, jnp.cos(angles.astype(jnp.float32)), jnp.sin(angles.astype(jnp.float32)), 1e-6)
+    product = exact(jnp.concatenate([array, second], axis=2), weight, bias, False)
+
+    def joined(linear):
+        return jax.jit(partial(linear, residual=residual, gate=gate))((array, second), weight, bias)
+
+    def turned(linear):
+        return jax.jit(lambda array: linear(array, weight, bias, turn=turn))(jnp.concatenate([array, second], axis=2))
+
+    for function, truth in ((joined, residual.astype(jnp.float32) + product * gate[:, None]),
+                            (turned, turn.plain(jnp.float32(product)))):
+        out = function(spread_out)
+        np.testing.assert_array_equal(out, function(Linear(SMALL)))
+        assert np.linalg.norm(out - truth) < 4e-3 * np.linalg.norm(truth)
+
+
+def test_values_in_thirds_fill_the_mxu():
+    """Of FLUX's 4,608 tokens: in halves they would overhang, or leave a half of it empty."""
+    shapes = {"array": (1, 4608, 3072), "weight": (1, 3072, 3072)}
+    structs = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    settings = Products(**make_config("products=pallas_ahead").products)
+    assert product.block_sizes(structs, settings, transpose_out=True) == (768, 1536)
+    assert product.parts_of(768, True) == 3 and product.parts_of(1024, True) == product.parts_of(1152, False) == 2
+    assert product.block_sizes(structs, settings, transpose_in=True) == (1152, 1536)
+    array, weight, bias = make_inputs(1, 1536, 128, 256)
+    out = Linear(replace(SMALL, rows=800))(array, weight[0], bias[0], transpose_out=True)
+    np.testing.assert_allclose(np.asarray(out, float), exact(array, weight[0], bias[0], False), rtol=2**-8, atol=2e-3)
 
 
 @pytest.mark.parametrize("count, most, multiple, size", [

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from wan_torchax.kernels import lanes, quantized, rotary, sparse, splash, splash_lists
 from wan_torchax.kernels.attention import Attend
 from wan_torchax.kernels.norm import Norm
-from wan_torchax.kernels.product import Linear
+from wan_torchax.kernels.product import Linear, Target
 from wan_torchax.kernels.settings import Kernel, Parallel, Products, Sparse
 
 pytestmark = pytest.mark.system
@@ -130,6 +130,48 @@ def test_linear_layers(checked, options, small, settings):
     truth = jax.nn.gelu(truth, approximate=True) if "gelu" in how else truth
     truth = truth * (how["gate"][:, None] if "gate" in how else 1)
     assert relative_error(out, truth + how.get("residual", 0)) < 5e-3
+
+
+@pytest.mark.parametrize("tokens", [384, 300])
+def test_linear_layers_that_fetch_the_next_tokens_ahead(checked, tokens):
+    """Of two arrays, the first transposed; with 300 tokens blocks overhang, and are not fetched ahead."""
+    settings = replace(PRODUCTS, rows=128, ahead=True)
+    array, second, weight, bias = draw(2, tokens, 128), draw(2, tokens, 256), draw(2, 512, 384, seed=1), draw(512)
+    residual = draw(2, tokens, 512, seed=2)
+    layer = partial(Linear(settings), transpose_in=True)
+    out = checked(lambda *x: layer(x[:2], *x[2:4], 1, residual=x[4]), array, second, weight, bias, residual)
+    wide = (one.astype(jnp.float32) for one in (array, second))
+    truth = linear(jnp.concatenate(list(wide), axis=2), bias, weight[1], None)
+    assert relative_error(out, truth + residual) < 5e-3
+
+
+@pytest.mark.parametrize("outputs, settings", [
+    (384, replace(PRODUCTS, interpret=TWO_CORES)), (512, replace(PRODUCTS, ahead=True)),
+])
+def test_linear_layers_with_norm_and_rotation(checked, outputs, settings):
+    """Three heads, of which two fill the MXU, and four."""
+    array, weight, bias = draw(2, 77, 256), draw(outputs, 256, seed=1), draw(outputs)
+    angles = draw(77, 128, dtype=jnp.float32)
+    turn = rotary.Turn(draw(128, seed=3), jnp.cos(angles), jnp.sin(angles), 1e-6)
+    out = checked(lambda *x: Linear(settings)(*x, turn=turn), array, weight, bias)
+    assert relative_error(out, turn.plain(linear(array, bias, weight, None))) < 5e-3
+
+
+@pytest.mark.parametrize("tokens, options", [
+    ((256, 128), {}), ((256, 256), {"transpose_out": True}), ((300, 77), {"transpose_out": True}),
+])
+def test_linear_layers_that_write_into_one_array(checked, tokens, options):
+    """Two layers' tokens, in blocks of their own or, where they do not divide into blocks, put beside each other."""
+    layer = partial(Linear(replace(PRODUCTS, rows=128, ahead=True)), **options)
+    arrays, weights = [draw(2, count, 256, seed=count) for count in tokens], draw(2, 256, 256, seed=1)
+    target, bias = Target(0, sum(tokens), 1), draw(256)
+
+    def both(first, second):
+        made = layer(first, weights, bias, 0, target=target)
+        return layer(second, weights, bias, 1, target=target._replace(first=tokens[0], into=made))
+
+    truth = [linear(array, bias, weight, None) for array, weight in zip(arrays, weights)]
+    assert relative_error(checked(both, *arrays), jnp.concatenate(truth, axis=1)) < 5e-3
 
 
 def linear(array, bias, weight, scale):

@@ -303,6 +303,7 @@ class Family:
     skippable: Callable[[Architecture], int] = lambda architecture: 0
     problems: Callable[[DictConfig], Iterator[str]] = lambda config: iter(())  # mismatches of model and pipeline
     transposed: frozenset[str] = frozenset()  # of `products`, those with a transposed input or output
+    takes_text: bool = False  # whether the text's tokens pass through products of the same number and size
     # Names of program parts in plans -> patterns of op names; the first match wins.
     groups: Mapping[str, str] = field(default_factory=dict)
 

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 
 from wan_torchax.kernels import quantized
 from wan_torchax.kernels.norm import Norm
-from wan_torchax.kernels.product import Linear
+from wan_torchax.kernels.product import LANES, Linear, Target
+from wan_torchax.kernels.rotary import Turn
 from wan_torchax.models.family import DOWN, UP, Forward
 
 
@@ -165,6 +166,8 @@ class Options:
     """What a linear layer fuses after array · weightᵀ + bias, and its layouts."""
 
     gelu: bool = False
+    turn: Turn | None = None  # norm and RoPE of each head
+    target: Target | None = None  # where the result goes
     residual: jax.Array | None = None  # added to the result
     gate: jax.Array | None = None  # multiplies the result before the residual: (batch, channels), or per token
     kernel: bool = False  # a Pallas kernel may compute it
@@ -186,8 +189,8 @@ def linear_of(forward: Forward) -> Callable:
 
 def linear_of_all_blocks(arrays: Mapping[str, jax.Array], stack: str, name: str, array, forward: Forward) -> jax.Array:
     """The linear layer of this name of every block at once, (batch, inputs) to (layers, batch, outputs). It is for
-    modulations: a third of a model's weights, for one row. Devices that share the tokens share the outputs, so that
-    each reads its part of the weights only, whether it stores the others or not."""
+    modulations: a third of a model's weights, for a row of each prompt or video. Devices that share these or their
+    tokens share the outputs, so that each reads its part of the weights only, whether it stores the others or not."""
     own = {kind: arrays.get(f"{stack}.*.{name}.{kind}") for kind in ("weight", "bias", DOWN, UP)}
     with jax.named_scope(name.replace(".", "/")):
         out = jnp.einsum("ba,lca->lbc", array, own["weight"])
@@ -195,7 +198,8 @@ def linear_of_all_blocks(arrays: Mapping[str, jax.Array], stack: str, name: str,
             out = out + jnp.einsum("lba,lca->lbc", jnp.einsum("ba,lca->lbc", array, own[DOWN]), own[UP])
         out = out + own["bias"][:, None].astype(out.dtype)
         batch, tokens = token_sharding(forward.mesh, forward.parallel, len(array)).spec
-        for axes in ((None, batch, tokens), (None, batch)):
+        together = tuple(axis for one in (batch, tokens) if one for axis in (one if isinstance(one, tuple) else (one,)))
+        for axes in ((None, None, together or None), (None, batch)):
             place = jax.sharding.NamedSharding(forward.mesh, jax.sharding.PartitionSpec(*axes))
             out = jax.lax.with_sharding_constraint(out, place)
         return out
@@ -209,7 +213,7 @@ def linear_with_adapters(inner: Callable, layer: Layer, name: str, array, option
         return inner(layer, name, array, options)
     if not layer.has_eight_bits(name) and sum_is_less(layer, name, array):
         return inner(replace(layer, adapted=name), name, array, options)
-    out = inner(layer, name, array, replace(options, gelu=False, residual=None, gate=None))
+    out = inner(layer, name, array, replace(options, gelu=False, turn=None, residual=None, gate=None, target=None))
     pieces = layer.pieces(f"{name}.{DOWN}", array, Options())
     low = sum(jnp.einsum("...a,ba->...b", piece, part) for piece, part in pieces)
     return finish(out + jnp.einsum("...a,ba->...b", low, layer[f"{name}.{UP}"][options.rows]), options)
@@ -229,9 +233,13 @@ def plain_linear(layer: Layer, name: str, array, options: Options):
 
 
 def finish(out, options: Options):
-    """Apply GELU, gate and residual."""
+    """Apply GELU, or norm and RoPE; gate and residual."""
     if options.gelu:
         out = jax.nn.gelu(out, approximate=True)
+    if options.turn is not None:
+        out = options.turn.plain(out)
+    if options.target is not None:
+        return options.target.put(out)
     if options.residual is None:
         return out
     out = out.astype(jnp.float32)
@@ -258,10 +266,13 @@ def linear_in_eight_bits(inner: Callable, activations: bool, layer: Layer, name:
 
 def linear_by_kernel(inner: Callable, product: Linear, layer: Layer, name: str, array, options: Options):
     """A Pallas kernel, in bf16 or with weights and activations quantized, if the options allow it."""
-    if not options.kernel:
+    # The kernel quantizes tokens of one array only.
+    if not options.kernel or (isinstance(array, tuple) and layer.has_eight_bits(name)):
         return inner(layer, name, array, options)
-    after = {"residual": options.residual, "gate": options.gate}
-    apart = options.gate is not None and options.gate.ndim == 3  # the kernel has no per-token gate
+    after = {name: getattr(options, name) for name in ("residual", "gate", "turn", "target")}
+    # The kernel has no gate per token, and no heads other than of 128.
+    apart = options.gate is not None and options.gate.ndim == 3
+    apart |= options.turn is not None and options.turn.weight.size != LANES
     part, scale = f"{name}.weight", None
     if layer.has_eight_bits(name):
         part, scale = f"{name}.quantized", layer[f"{name}.scale"]

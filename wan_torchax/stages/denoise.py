@@ -374,6 +374,7 @@ class Denoise(Stage):
         forwards = prompt_count(config) * passes(config, job.geometry)
         if config.products.kernel != "pallas":
             return {}
+        tokens = job.tokens + (config.model.text_tokens if job.family.takes_text else 0)
         rules = [config.model.weights.transformer[rule].pattern for rule in precision.layers]
         format_ = "int8" if precision.weights == "int8" else "fp8"
         for name, (layers, flops) in job.family.products(config.model.architecture.transformer).items():
@@ -382,7 +383,7 @@ class Denoise(Stage):
             is_quantized = precision.weights and any(re.fullmatch(pattern, source) for pattern in rules)
             quantized = layers - precision.first - precision.last if is_quantized else 0
             for fact, count in ((f"{format_}_{kind}", quantized), (kind, layers - quantized)):
-                counts[fact] = counts.get(fact, 0) + int(count * flops * job.tokens * forwards)
+                counts[fact] = counts.get(fact, 0) + int(count * flops * tokens * forwards)
         return {name: count for name, count in counts.items() if count}
 
     @classmethod

@@ -156,12 +156,20 @@ def product_calls(text: str) -> list[dict]:
         kernel = re.match(KERNEL, line)
         if kernel and kernel.group(1) == "product_kernel":
             _, (_, array), (dtype, (_, outputs, inputs)), *others = arrays(kernel.group(2))
-            tokens = math.prod(array) // inputs
+            tokens = tokens_of(line, array, outputs, inputs)
             calls.append({
                 "times": times, "tokens": tokens, "inputs": inputs, "outputs": outputs, "weights": dtype,
                 "residual": any(math.prod(shape) == tokens * outputs for _, shape in others),
             })
     return calls
+
+
+def tokens_of(line: str, array: list[int], outputs: int, inputs: int) -> int:
+    """Those of a call of kernels/product.py. The result may be part of a longer one, or the array have some of the
+    inputs, but not both."""
+    if inputs in array[1:]:
+        return math.prod(array) // inputs
+    return math.prod(arrays(line.split(" = ", 1)[1])[0][1]) // outputs
 
 
 def launches(text: str) -> int:
@@ -206,8 +214,8 @@ def kernel_flops(line: str) -> dict[str, int]:
         (_, lists), _, _, (_, (_, width, _)) = operands[:4]
         return {"lists": 4 * math.prod(LIST_BLOCK) * math.prod(lists) // lists[1] * width}
     if kernel.group(1) == "product_kernel":  # layer, array, weights
-        (_, array), (dtype, weight) = operands[1:3]
-        return {dtype: 2 * math.prod(array) * weight[1]}
+        (_, array), (dtype, (_, outputs, inputs)) = operands[1:3]
+        return {dtype: 2 * tokens_of(line, array, outputs, inputs) * inputs * outputs}
     (_, (_, queries, _)), _, (_, values) = operands[:3]
     return {"attention": 4 * queries * math.prod(values)}
 

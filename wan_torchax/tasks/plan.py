@@ -393,20 +393,24 @@ def chip_fact(config, name: str) -> float:
 
 def wait_seconds(call: dict, config, assumed) -> float:
     """How long a call of compiler.product_calls waits for memory. The first blocks cannot be overlapped. Later, blocks
-    of weights and results move while another block is computed; at the end of a block of tokens, so do the next
-    tokens, within one grid step."""
+    of weights and results move while another block is computed; so do the next tokens, beside the last block of
+    weights or, where the kernel fetches ahead, beside all of them."""
     tokens, inputs, outputs = call["tokens"], call["inputs"], call["outputs"]
     size = compiler.ITEM_BYTES[call["weights"]]
     dtype = jax.numpy.bfloat16 if size == 2 else jax.numpy.int8
     shapes = {"array": ((1, tokens, inputs), jax.numpy.bfloat16), "weight": ((1, outputs, inputs), dtype)}
     structs = {name: jax.ShapeDtypeStruct(*one) for name, one in shapes.items()}
-    rows, columns = product.block_sizes(structs, Products(**config.products))
+    settings = Products(**config.products)
+    rows, columns = product.block_sizes(structs, settings)
     down, across = math.ceil(tokens / rows), math.ceil(outputs / columns)
     peak = config.mesh.chip.peak_tflops * 1e12 * assumed.clock * chip_fact(config, SHARES[call["weights"]])
     computing = assumed.product * 2 * tokens * inputs * outputs / peak / (down * across)
     weights, fresh = columns * inputs * size, rows * inputs * 2
     beside = weights + rows * columns * 2 * (2 if call["residual"] else 1)
     speed = config.mesh.chip.hbm_gbs * 1e9 * assumed.memory
+    if product.fetches_ahead(settings, tokens, rows):
+        begun = [(beside * across + one) / speed - computing * across for one in [fresh] * (down - 1) + [0]]
+        return call["times"] * ((weights + fresh) / speed + sum(max(one, 0) for one in begun))
     usual, last = (max(moved / speed - computing, 0) for moved in (beside, beside + fresh))
     return call["times"] * ((weights + fresh) / speed + down * ((across - 1) * usual + last))
 

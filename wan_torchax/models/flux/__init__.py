@@ -100,9 +100,7 @@ def problems(config) -> Iterator[str]:
 
 
 def unserved(config) -> Iterator[str]:
-    """Options that the blocks do not have."""
-    if config.products.kernel == "pallas":
-        yield f"products.kernel=pallas: model={config.model.name} has no layers for it; use products=xla"
+    """Options that neither family's blocks have."""
     if config.attention.self.window is not None:
         yield f"attention.self.window={config.attention.self.window}: text and image attend to each other; set null"
 
@@ -126,12 +124,28 @@ def flops(config, tokens: int) -> dict[str, int]:
 def products(transformer) -> dict[str, tuple[int, int]]:
     """Linear layers by their number and FLOPs per token."""
     width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
+    square, wide = 2 * width**2, 8 * width**2
+    double = {
+        "attn.to_q": square, "attn.to_k": square, "attn.to_v": square, "attn.to_out.0": square,
+        "ff.net.0.proj": wide, "ff.net.2": wide,
+    }
+    single = {
+        "attn.to_q": square, "attn.to_k": square, "attn.to_v": square, "proj_mlp": wide, "proj_out": square + wide,
+    }
     return {
-        "transformer_blocks.*.ff.net.0.proj": (transformer["num_layers"], 8 * width**2),
-        "single_transformer_blocks.*.proj_mlp": (transformer["num_single_layers"], 8 * width**2),
+        f"{stack}.*.{name}": (transformer[count], flops)
+        for stack, count, layers in (
+            ("transformer_blocks", "num_layers", double), ("single_transformer_blocks", "num_single_layers", single),
+        )
+        for name, flops in layers.items()
     }
 
 
+# In the attention kernel's layout.
+TRANSPOSED = frozenset({
+    "transformer_blocks.*.attn.to_v", "transformer_blocks.*.attn.to_out.0", "single_transformer_blocks.*.attn.to_v",
+    "single_transformer_blocks.*.proj_out",
+})
 GROUPS = {
     "rope": r"/rope/",
     "norms": r"/(norm\w*)/",
@@ -191,6 +205,8 @@ FAMILY = Family(
     problems=problems,
     flops=flops,
     products=products,
+    transposed=TRANSPOSED,
+    takes_text=True,
     adapters=NAMES,
     groups=GROUPS,
 )

@@ -15,7 +15,17 @@ import torch
 
 from wan_torchax.models.family import Forward, Output
 from wan_torchax.models.flux import PATCH, streams
-from wan_torchax.models.flux.streams import DOUBLE, IMAGE, SINGLE, TEXT, Context, attend_together, part_of, rotary
+from wan_torchax.models.flux.streams import (
+    DOUBLE,
+    IMAGE,
+    SINGLE,
+    TEXT,
+    Context,
+    attend_together,
+    part_of,
+    project,
+    rotary,
+)
 from wan_torchax.models.loop import Layer, linear_of_all_blocks
 from wan_torchax.models.modules import construct
 from wan_torchax.patches import call_module
@@ -60,9 +70,10 @@ def double_block(context: Context, layer: Layer, both):
     outs, rescued = attend_together(context, layer, normed)
     made = []
     for end, names, stream, row, out in zip(("_context", ""), (TEXT, IMAGE), both, rows, outs):
-        stream = layer.linear(names.out, out, residual=stream, gate=row[2])
-        wide = layer.linear(f"ff{end}.net.0.proj", layer.norm("norm2", stream, 1 + row[4], row[3]), gelu=True)
-        made.append(layer.linear(f"ff{end}.net.2", wide, residual=stream, gate=row[5]))
+        stream = layer.linear(names.out, out, residual=stream, gate=row[2], kernel=True, transpose_in=True)
+        normed = layer.norm("norm2", stream, 1 + row[4], row[3])
+        wide = layer.linear(f"ff{end}.net.0.proj", normed, gelu=True, kernel=True)
+        made.append(layer.linear(f"ff{end}.net.2", wide, residual=stream, gate=row[5], kernel=True))
     return tuple(made), rescued
 
 
@@ -70,9 +81,14 @@ def single_block(context: Context, layer: Layer, tokens):
     """(tokens, rescued) of one block on the sequence of text and image (batch, tokens, channels)."""
     shift, scale, gate = context.rows("norm", layer.index, 3)
     normed = layer.norm("norm", tokens, 1 + scale, shift)
-    query, key, value = (layer.linear(name, normed) for name in IMAGE.projections)
-    norms = [layer[f"{name}.weight"] for name in IMAGE.norms]
+    if context.tables:
+        norms = ()
+        query, key, value = (project(layer, IMAGE, place, normed, context.tables[2]) for place in range(3))
+    else:
+        norms = [layer[f"{name}.weight"] for name in IMAGE.norms]
+        query, key, value = (layer.linear(name, normed) for name in IMAGE.projections)
     with jax.named_scope("attn/attend"):
         out, rescued = context.attend.counted(query, key, value, context.rotary, norms)
-    wide = layer.linear("proj_mlp", normed, gelu=True)
-    return layer.linear("proj_out", (out, wide), residual=tokens, gate=gate), rescued
+    wide = layer.linear("proj_mlp", normed, gelu=True, kernel=True)
+    tokens = layer.linear("proj_out", (out, wide), residual=tokens, gate=gate, kernel=True, transpose_in=True)
+    return tokens, rescued

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy
 
 from wan_torchax.kernels.attention import GUARDED, Attend
-from wan_torchax.kernels.rotary import normalized
+from wan_torchax.kernels.product import Target
+from wan_torchax.kernels.rotary import Turn, normalized
 from wan_torchax.models.family import Forward, Output
 from wan_torchax.models.loop import Blocks, Layer, no_rows, pad_tokens, plain_norm, token_sharding
 
@@ -24,9 +25,11 @@ class Context(NamedTuple):
     """Inputs shared by all blocks."""
 
     attend: Attend
-    rotary: list[jax.Array]  # cosines and sines (tokens, head_dim)
+    rotary: tuple  # cosines and sines (tokens, head_dim) of both streams' tokens as one sequence, for attention
+    tables: tuple  # or for linear layers to apply, after the QK norms: of the text, of the image, of both as one
     texts: int  # tokens of the text
     parts: int  # of the sequence of text and image, see `joined`
+    divides: bool  # whether each device that shares tokens has one of these
     modulation: Any  # what the model's blocks are modulated with; FLUX.1: by norm (layers, batch, count · channels)
 
     def placed(self, array, channels: str | None = None):
@@ -85,8 +88,10 @@ def denoiser(
         if residual is not None:
             image = image + residual[:, : forward.tokens]
         else:
-            rotary = [joined(own[None], other[None], parts)[0] for own, other in zip(*tables())]
-            context = Context(attend, rotary, texts, parts, modulation)
+            own, other = tables()
+            both = tuple(joined(first[None], second[None], parts)[0] for first, second in zip(own, other))
+            placed = ((), (own, other, both)) if forward.products.kernel == "pallas" else (both, ())
+            context = Context(attend, *placed, texts, parts, parts == shards_of(forward), modulation)
             image, counted = run_blocks(arrays, forward, context, (double, single), (text, image))
         velocity = unpacked(head(arrays, image, time), latents.shape, patch)
         return Output(velocity, pad_tokens(image - before, forward.multiple), counted)
@@ -119,22 +124,38 @@ def run_blocks(arrays: dict, forward: Forward, context: Context, blocks: tuple[C
 
 def attend_together(context: Context, layer: Layer, normed):
     """((text, image), rescued) of a double block's attention on both streams (batch, tokens, channels)."""
-    query, key, value = (
-        joined(*(project(layer, names, place, array) for names, array in zip((TEXT, IMAGE), normed)), context.parts)
-        for place in range(3)
-    )
+    text, image = normed
+
+    def together(place: int):
+        """The image's tokens and the text's, written into one array where linear layers can."""
+        tables = context.tables or [()] * 2
+        if not context.tables or not context.divides:
+            of_text, of_image = (
+                project(layer, names, place, *given) for names, *given in zip((TEXT, IMAGE), normed, tables)
+            )
+            return joined(of_text, of_image, context.parts)
+        images = image.shape[1] // context.parts
+        target = Target(0, images + context.texts // context.parts, context.parts)
+        target = target._replace(first=images, into=project(layer, IMAGE, place, image, tables[1], target))
+        return project(layer, TEXT, place, text, tables[0], target)
+
+    query, key, value = map(together, range(3))
     with jax.named_scope("attn/attend"):
         out, rescued = context.attend.counted(query, key, value, context.rotary)
     return parted(out, context.texts, context.parts), rescued
 
 
-def project(layer: Layer, names: Names, place: int, normed):
-    """A stream's query, key or value: the first two with their norm, as each stream has its own."""
-    out = layer.linear(names.projections[place], normed)
+def project(layer: Layer, names: Names, place: int, normed, tables=(), target=None):
+    """A stream's query, key or value: the first two with their norm, as each stream has its own, and with RoPE if
+    tables are given; the last in the attention kernel's layout."""
+    name = names.projections[place]
     if place == 2:
-        return out
-    wide = normalized(out.astype(jnp.float32), layer[f"{names.norms[place]}.weight"], EPSILON)
-    return wide.reshape(out.shape).astype(out.dtype)
+        return layer.linear(name, normed, kernel=True, transpose_out=True, target=target)
+    weight = layer[f"{names.norms[place]}.weight"]
+    if tables:
+        return layer.linear(name, normed, kernel=True, turn=Turn(weight, *tables, EPSILON), target=target)
+    out = layer.linear(name, normed)
+    return normalized(out.astype(jnp.float32), weight, EPSILON).reshape(out.shape).astype(out.dtype)
 
 
 def part_of(arrays: dict, name: str) -> dict:
@@ -180,26 +201,31 @@ def head(arrays: dict, hidden, time):
 # ---------------------------------------------------------------- text and image as one sequence
 
 
+def shards_of(forward: Forward) -> int:
+    """The number of devices that share tokens."""
+    return math.prod(forward.mesh.shape[axis] for axis in forward.parallel.token_axes)
+
+
 def parts_of(forward: Forward) -> int:
     """How many parts the sequence of both has: one for each device that shares tokens, which then holds its share of
     the text and of the image, so that joining them moves nothing; one if they do not divide."""
-    shards = math.prod(forward.mesh.shape[axis] for axis in forward.parallel.token_axes)
+    shards = shards_of(forward)
     return 1 if forward.text_tokens % shards or forward.tokens % shards else shards
 
 
 def joined(text, image, parts: int):
-    """(batch, tokens, width) of both as one: in each part first the text's tokens, then the image's. Attention takes
-    tokens in any order, with RoPE tables in the same one."""
-    streams = [array.reshape(len(array), parts, -1, array.shape[-1]) for array in (text, image)]
+    """(batch, tokens, width) of both as one: in each part first the image's tokens, then the text's, which are fewer:
+    theirs begin where a block of them can. Attention takes tokens in any order, with RoPE tables in the same one."""
+    streams = [array.reshape(len(array), parts, -1, array.shape[-1]) for array in (image, text)]
     return jnp.concatenate(streams, axis=2).reshape(len(text), -1, text.shape[-1])
 
 
 def parted(tokens, texts: int, parts: int):
     """The inverse: (text, image)."""
     split = tokens.reshape(len(tokens), parts, -1, tokens.shape[-1])
-    return tuple(
-        array.reshape(len(tokens), -1, tokens.shape[-1]) for array in jnp.split(split, [texts // parts], axis=2)
-    )
+    streams = jnp.split(split, [split.shape[2] - texts // parts], axis=2)
+    image, text = (array.reshape(len(tokens), -1, tokens.shape[-1]) for array in streams)
+    return text, image
 
 
 # ---------------------------------------------------------------- RoPE

@@ -60,6 +60,8 @@ def problems(config) -> Iterator[str]:
     channels = geometry(config.model.architecture).channels
     if transformer["in_channels"] != channels:
         yield f"{model}: the transformer takes {transformer['in_channels']} channels, its VAE's latents give {channels}"
+    if config.products.kernel == "pallas":
+        yield f"products.kernel=pallas: {model} has no layers for it; use products=xla"
     yield from unserved(config)
 
 
