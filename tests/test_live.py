@@ -334,6 +334,15 @@ def test_chunks_are_decoded_and_shown_while_later_ones_are_made(tmp_path):
     assert (results(again)["frames"] == values["frames"]).all(), "decoded in one go"
 
 
+def test_a_video_is_decoded_again_from_its_chunks(tmp_path):
+    """Of frames that are not asked for, and of the whole latents, nothing is kept: a video may grow for hours."""
+    arguments = [*tiny.model("text"), *LIVE, "resolution.frames=29", "output.keep_frames=false"]
+    names = {path.name for path in run_into(tmp_path / "run", *arguments).glob("*.safetensors")}
+    assert names == {"text.safetensors", *(f"live.{number}.safetensors" for number in range(4))}
+    again = run_into(tmp_path / "again", *AGAIN, f"resume={tmp_path / 'run'}", "stages=[decode]")
+    assert encoded(again / "video.mp4") == encoded(tmp_path / "run" / "video.mp4") and len(results(again)["frames"]) == 29
+
+
 KILLED = """
 import os, signal
 from wan_torchax.events import Stepped
