@@ -26,6 +26,13 @@ def atomic(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def remove_partial(folder: Path) -> None:
+    """Remove what a killed run left of a result, picture or video. Others write smaller files into a run's folder."""
+    for kind in ("safetensors", "png", "mp4"):
+        for partial in folder.glob(f".partial-*.{kind}"):
+            partial.unlink(missing_ok=True)
+
+
 def write_text(path: Path, text: str) -> None:
     with atomic(path) as partial:
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")  # a prompt may have lone surrogates

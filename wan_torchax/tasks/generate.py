@@ -55,6 +55,8 @@ class Making:
         with contextlib.ExitStack() as stack:
             if self.first and self.claims:
                 stack.enter_context(claimed(self.folder))
+            if self.first:
+                files.remove_partial(self.folder)
             stack.enter_context(contextlib.closing(self.video))
             if self.first:
                 outputs.write_config(self.folder, self.settled, self.overrides)
