@@ -1,4 +1,5 @@
 """Videos made chunk by chunk: equal to Self-Forcing's loop in torch, over windows and devices; what is refused."""
+import asyncio
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import subprocess
 import threading
 from concurrent.futures import wait
 from functools import partial
+from types import SimpleNamespace
 
 import diffusers
 import numpy
@@ -480,6 +482,24 @@ def test_the_first_frames_are_not_waited_for(server, monkeypatch):
         assert next(answer.iter_raw()) == b"first"
         wait_for(lambda: queue.Watched(folder).seconds() is not None)
         server.front.stopping = True
+
+
+def test_the_first_frames_are_looked_for_often_only_so_long(server, monkeypatch):
+    """A model may take minutes to load."""
+    video, slept = server.post(prompt="a red circle", frames=33), []
+    job = server.queue.get(video["id"])
+    append(job.folder, {"event": "loading"})
+
+    async def sleep(seconds):
+        slept.append(seconds)
+        server.front.stopping = len(slept) == api.QUICK_LOOKS + 2
+
+    async def watch():
+        return [content async for content in api.growing(server.front, job)]
+
+    monkeypatch.setattr(api, "asyncio", SimpleNamespace(sleep=sleep))
+    assert asyncio.run(watch()) == []
+    assert slept == [api.FIRST_SECONDS] * api.QUICK_LOOKS + [api.TAIL_SECONDS] * 2
 
 
 def test_a_video_does_not_run_away_from_those_who_watch(server, monkeypatch):
