@@ -46,7 +46,7 @@ def generate(config, folder: Path, overrides=(), listener=silence, clock=None) -
     """
     from wan_torchax.runtime.jobs import find_job
     from wan_torchax.session import session
-    from wan_torchax.tasks.generate import Making, read_results
+    from wan_torchax.tasks.generate import Making, keeps_frames, read_results
 
     with Making(config, folder, overrides, listener, clock) as video:
         job = find_job(video.config)  # checkpoints, adapters, images: each located and hashed once
@@ -55,7 +55,7 @@ def generate(config, folder: Path, overrides=(), listener=silence, clock=None) -
         video.begin(resolved, at_hand)
         values = resolved.inputs() | at_hand.values
         # Builds the stages: programs and array specs. From here on programs compile in a thread …
-        with session.open(resolved, at_hand.missing, values, video.emit, at_hand, config.output.keep_frames) as work:
+        with session.open(resolved, at_hand.missing, values, video.emit, at_hand, keeps_frames(config)) as work:
             for step in work.steps:
                 work.run(step)  # … while weights stream in and stages run: text, denoise, decode
         return video.write(work.result)  # video (encoded during decoding), images, metrics

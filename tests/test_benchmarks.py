@@ -26,6 +26,7 @@ ENDS = {  # the last line's keys, where it is JSON
     "families_gpu.py": {"command", "versions", "device", "n", "rows"},
     "sparse_gpu.py": {"command", "versions", "device", "n", "rows"},
     "live_gpu.py": {"command", "versions", "device", "n", "rows"},
+    "live_memory.py": {"command", "versions", "device", "n", "frames", "seconds", "anonymous", "files"},
     "sanitize.py": {"command", "versions", "device", "n", "rows"},
     "port.py": {"command", "versions", "device", "n", "models", "rows"},
 }

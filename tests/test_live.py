@@ -1,4 +1,5 @@
 """Videos made chunk by chunk: equal to Self-Forcing's loop in torch, over windows and devices; what is refused."""
+import asyncio
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import subprocess
 import threading
 from concurrent.futures import wait
 from functools import partial
+from types import SimpleNamespace
 
 import diffusers
 import numpy
@@ -334,6 +336,16 @@ def test_chunks_are_decoded_and_shown_while_later_ones_are_made(tmp_path):
     assert (results(again)["frames"] == values["frames"]).all(), "decoded in one go"
 
 
+def test_a_video_is_decoded_again_from_its_chunks(tmp_path):
+    """Of frames that are not asked for, and of the whole latents, nothing is kept: a video may grow for hours."""
+    arguments = [*tiny.model("text"), *LIVE, "resolution.frames=29", "output.keep_frames=false"]
+    names = {path.name for path in run_into(tmp_path / "run", *arguments).glob("*.safetensors")}
+    assert names == {"text.safetensors", *(f"live.{number}.safetensors" for number in range(4))}
+    again = run_into(tmp_path / "again", *AGAIN, f"resume={tmp_path / 'run'}", "stages=[decode]")
+    assert encoded(again / "video.mp4") == encoded(tmp_path / "run" / "video.mp4")
+    assert len(results(again)["frames"]) == 29
+
+
 KILLED = """
 import os, signal
 from wan_torchax.events import Stepped
@@ -386,16 +398,16 @@ left = int(left)
 
 def listener(event):
     global left
-    left -= type(event).__name__ == kind
+    left -= kind in (type(event).__name__, getattr(event, "phase", None))
     if left == 0:
         os.kill(os.getpid(), signal.SIGKILL)
 
 generate.Bars = lambda: listener
 run.main()
 """
-MOMENTS = [  # an event and which of its kind, each in a run that goes on from the one before
-    "Began 2", "Queued 1", "Stepped 4", "Part 1", "Asked 1", "Stepped 3", "Part 2", "Decoded 4", "Queued 4",
-    "Finished 2",
+MOMENTS = [  # an event or a phase, and which of its kind, each in a run that goes on from the one before
+    "Began 2", "Queued 1", "Stepped 4", "Part 1", "Asked 1", "Stepped 3", "Part 2", "Decoded 4", "Finished 2",
+    "write 1",
 ]
 
 
@@ -415,9 +427,12 @@ def test_a_run_that_is_killed_ten_times_ends_with_the_same_bits(tmp_path, undist
             assert len(shown) in [5 + 8 * chunk for chunk in range(parts)], moment
             assert (shown == expected[: len(shown)]).all(), moment
             most = max(most, len(shown))
+        if not number % 2 and moment:
+            (folder / ".partial-1-video.mp4").touch()  # as if it was killed while it wrote
         arguments = [*AGAIN, f"resume={folder}"]
     values, whole = results(folder), results(undisturbed)
-    assert all((values[name] == whole[name]).all() for name in ("latents", "frames")) and most >= 13
+    assert all((values[name] == whole[name]).all() for name in ("latents", "frames")) and most == 29
+    assert not [*tmp_path.glob("*/.partial-*.mp4")]
     assert encoded(folder / "video.mp4") == encoded(undisturbed / "video.mp4")
 
 
@@ -467,6 +482,24 @@ def test_the_first_frames_are_not_waited_for(server, monkeypatch):
         assert next(answer.iter_raw()) == b"first"
         wait_for(lambda: queue.Watched(folder).seconds() is not None)
         server.front.stopping = True
+
+
+def test_the_first_frames_are_looked_for_often_only_so_long(server, monkeypatch):
+    """A model may take minutes to load."""
+    video, slept = server.post(prompt="a red circle", frames=33), []
+    job = server.queue.get(video["id"])
+    append(job.folder, {"event": "loading"})
+
+    async def sleep(seconds):
+        slept.append(seconds)
+        server.front.stopping = len(slept) == api.QUICK_LOOKS + 2
+
+    async def watch():
+        return [content async for content in api.growing(server.front, job)]
+
+    monkeypatch.setattr(api, "asyncio", SimpleNamespace(sleep=sleep))
+    assert asyncio.run(watch()) == []
+    assert slept == [api.FIRST_SECONDS] * api.QUICK_LOOKS + [api.TAIL_SECONDS] * 2
 
 
 def test_a_video_does_not_run_away_from_those_who_watch(server, monkeypatch):

@@ -482,6 +482,14 @@ def test_a_recording_ends_where_a_request_is_full(at, browser, tmp_path):
     wait_for(lambda: text_of(browser, "#room") == "up to 1 MB in all")
 
 
+def test_a_recording_that_is_too_much_from_the_first_second_on_is_left_out(at, browser):
+    at("driven", *SMALL, "pipeline=animate2", "resolution.fps=8", "serve.upload_mb=0.01")
+    find(browser, "[data-key=video] .record").click()
+    left_out = "up to 0.01 MB in all: recording.webm would be too much, and was left out"
+    wait_for(lambda: text_of(browser, "#room") == left_out)
+    assert "recording" not in text_of(browser, "[data-key=video] .names")
+
+
 def test_a_camera_that_is_refused_is_told(at, browser):
     at("driven", *SMALL, "pipeline=animate2")
     refused = "navigator.mediaDevices.getUserMedia = async () => { throw new Error('Permission denied'); }"

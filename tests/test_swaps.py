@@ -18,6 +18,7 @@ from wan_torchax.models import loop
 from wan_torchax.models.family import DOWN, UP
 from wan_torchax.runtime import weights as loading
 from wan_torchax.runtime.build_cache import BuildCache
+from wan_torchax.serve.choices import at_hand
 from wan_torchax.session import Session, session
 
 BESIDE = ["adapter.mode=beside", "adapter.rank=8"]
@@ -265,6 +266,15 @@ WRONG = {
 def test_what_cannot_be_is_told(overrides):
     with pytest.raises(ConfigError, match=WRONG[overrides]):
         validate(make_config("adapter=demo_outline", *overrides))
+
+
+@pytest.mark.parametrize("adapter", ["demo_4step", "demo_outline"])
+def test_an_adapter_made_for_another_model_is_refused_and_not_offered(adapter):
+    """Its weights have the same shapes."""
+    config = make_config("model=demo_live", f"adapter={adapter}")
+    with pytest.raises(ConfigError, match=f"adapter.{adapter}: was made for model=demo.*, not for model=demo_live"):
+        validate(config)
+    assert at_hand(config) == {} and adapter in at_hand(make_config())["adapter"]
 
 
 def test_ranks_that_do_not_fit_and_strengths_of_diffs_are_told(files):

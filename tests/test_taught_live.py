@@ -110,7 +110,10 @@ def test_changes_keep_to_the_combinations_that_are_seen():
 # ---------------------------------------------------------------- teaching the transformer
 
 
-RUN = ["pipeline=live", "live=demo", "scheduler=euler", "scheduler.sigmas=[1,0.75,0.5,0.25]", "guidance_scale=1"]
+RUN = [
+    "pipeline=live", "live=demo", "scheduler=euler", "scheduler.sigmas=[1,0.75,0.5,0.25]", "guidance_scale=1",
+    "output.keep_frames=true",
+]
 SIZE = ["resolution.height=64", "resolution.width=64", "resolution.frames=37", "resolution.fps=8"]  # five chunks
 PROMPTS = ["a red star moving left on a black background", "a blue heart bouncing on a white background"]
 

@@ -10,6 +10,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 import tracemalloc
 import typing
 from random import Random
@@ -449,6 +450,21 @@ def test_what_is_not_decoded_in_time_is_refused(read):
         read()
     with clips.within(60, "a.key"):
         assert read() not in ((0, 0), 5), "what was too slow is not remembered"
+
+
+def test_a_frame_that_never_comes_is_not_waited_for():
+    """ffmpeg ends by itself: whoever reads its frames only looks at the time when one is there."""
+    ended = []
+
+    def read():
+        with contextlib.suppress(ConfigError), clips.within(0.2, "a.key"):
+            frames = clips.decoder(given.clip("video"), "-vf", "select=0", before=["-stream_loop", "-1"])
+            ended.append([*itertools.islice(frames, 1, None)])  # behind the header
+
+    reading = threading.Thread(target=read, daemon=True)
+    reading.start()
+    reading.join(60)
+    assert ended == [[]]
 
 
 def test_a_file_does_not_hold_the_server(tmp_path, monkeypatch):

@@ -121,17 +121,17 @@ class Session:
     @contextlib.contextmanager
     def open(
         self, resolved: Resolved, names: Iterable[str], values: dict[str, Any], emit: Listener = silence,
-        at_hand: AtHand | None = None, in_files: bool = True,
+        at_hand: AtHand | None = None, kept: bool = True,
     ) -> Iterator[Work]:
         """Build the named stages and check them against their checkpoints; the block then runs them while their
         programs compile in the background. `values` are the values already available, `at_hand` has those of single
-        segments and parts of stages' results. Without `in_files`, frames and latents that are too large for memory are
-        left out of the result: `emit` has had them."""
+        segments and parts of stages' results. Without `kept`, frames and a live video's latents are left out of the
+        result: `emit` has had them."""
         with self.lock:
             try:
                 cache, names = BuildCache.of(resolved), list(names)
                 recall = functools.partial(self.recall, cache)
-                work = Work(resolved, names, values, at_hand or AtHand(), recall, in_files)
+                work = Work(resolved, names, values, at_hand or AtHand(), recall, kept)
                 with phase("build", emit):
                     stages = self.build_checked(resolved.segments()[0], work.fresh, cache)
                 fresh = {name: stage.programs for name, stage in stages.items() if not stage.programs.ready()}

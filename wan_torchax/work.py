@@ -76,17 +76,17 @@ class Work:
     """The steps of a run and the values produced so far."""
 
     def __init__(
-        self, resolved: Resolved, names: list[str], values: Mapping, at_hand: AtHand, recall: Callable, in_files: bool
+        self, resolved: Resolved, names: list[str], values: Mapping, at_hand: AtHand, recall: Callable, kept: bool
     ):
         # What segments carry over is absent before the first, unless it is an input.
         self.resolved, self.values = resolved, {**dict.fromkeys(resolved.graph.carry), **values}
         self.steps = schedule(resolved, names)
-        self.finished, self.in_files = at_hand.finished, in_files
+        self.finished, self.kept = at_hand.finished, kept
         # A step sees the values of its segment first, then those of the whole run.
         self.scopes = {
             step.segment: ChainMap({}, at_hand.segments.get(step.segment, {}), self.values) for step in self.steps
         }
-        self.frames = Spool(in_files=in_files)  # of all segments, joined into one video
+        self.frames = Spool(kept=kept)  # of all segments, joined into one video
         absent = [step for step in self.steps if not step.gives <= self.scopes[step.segment].keys()]
         self.recalled = {step: result for step in absent if (result := recall(step)) is not None}
         self.left = [step for step in absent if step not in self.recalled]
@@ -161,12 +161,12 @@ class Work:
         return result
 
     def view(self, stage: Stage, step: RunStep, follower: RunStep | None = None) -> View:
-        """What a stage sees while it runs. If its result is too large for memory, it is in a file, unless nobody takes
-        it: neither the caller nor a step behind it, but for the one that follows it part by part."""
+        """What a stage sees while it runs. What it emits as it is made is kept for those who take it: the caller, or a
+        step behind it, but for the one that follows it part by part."""
         later = {value for other in self.left if other not in (step, follower) for value in other.takes}
-        taken = self.in_files or step.segment is not None or bool(step.gives & later)
+        kept = self.kept or step.segment is not None or bool(step.gives & later)
         finished = tuple(self.finished.get(step.name, ()))
-        return replace(stage.view_of(step.name, step.resolved), finished=finished, in_files=taken)
+        return replace(stage.view_of(step.name, step.resolved), finished=finished, kept=kept)
 
     def follower(self, step: RunStep) -> RunStep | None:
         """The step behind one that finishes its result in parts, if it can take them as they come."""

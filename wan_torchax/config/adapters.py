@@ -49,6 +49,11 @@ def components(row: Adapter, experts: list[str]) -> list[str]:
     return [name for name in experts if any(name in names.get(target, [target]) for target in row.target)]
 
 
+def is_for(row: Adapter | DictConfig, config: DictConfig) -> bool:
+    """Whether an adapter says nothing of models, or that it was made for this one."""
+    return not row.models or config.model.name in row.models
+
+
 # ---------------------------------------------------------------- validation
 
 
@@ -69,6 +74,8 @@ def adapter_problems(config: DictConfig) -> Iterator[str]:
         yield from place_problems(key, row, config.task == "plan", named(config))
         yield from number_problems(key, row, list(config.model.experts))
         yield from step_problems(key, row, config)
+        if not is_for(row, config):
+            yield f"{key}: was made for model={' or '.join(row.models)}, not for model={config.model.name}"
 
 
 def setting_problems(config: DictConfig) -> Iterator[str]:

@@ -228,7 +228,7 @@ class View:
     first_frame: int  # of this part, in the whole video
     store: Any  # records.store.Store, or None
     finished: tuple[Mapping[str, Any], ...] = ()  # parts of its result from an earlier run
-    in_files: bool = True  # whether a result that is too large for memory is in a file, or left out: it was emitted
+    kept: bool = True  # whether someone takes the whole of a result that is emitted as it is made
 
     @property
     def latent_shape(self) -> tuple[int, int, int, int, int]:

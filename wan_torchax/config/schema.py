@@ -308,6 +308,7 @@ class Adapter:
     strength: Any = offered(1.0, Union[float, list[float]])  # factor of its update, or one for each step; 0 is off
     blocks: list[float] = offered(list)  # factors of the strength, one for each block; empty: all 1
     target: list[str] = offered(lambda: ["all"])  # all | high | low | transformer | transformer_2
+    models: list[str] = field(default_factory=list)  # those of conf/model that it was made for; empty: any it fits
 
 
 @dataclass

@@ -11,7 +11,7 @@ import numpy
 
 from wan_torchax.config.schema import FolderError
 
-IN_MEMORY = 2**30  # bytes of a video's frames, or latents; more are in a file
+IN_MEMORY = 2**29  # bytes of a video's frames, or latents; more are in a file
 
 
 @contextlib.contextmanager
@@ -26,6 +26,13 @@ def atomic(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def remove_partial(folder: Path) -> None:
+    """Remove what a killed run left of a result, picture or video. Others write smaller files into a run's folder."""
+    for kind in ("safetensors", "png", "mp4"):
+        for partial in folder.glob(f".partial-*.{kind}"):
+            partial.unlink(missing_ok=True)
+
+
 def write_text(path: Path, text: str) -> None:
     with atomic(path) as partial:
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")  # a prompt may have lone surrogates
@@ -33,19 +40,19 @@ def write_text(path: Path, text: str) -> None:
 
 class Spool:
     """Rows of an array, in memory; if they are more than `most` bytes, in a temporary file (in TMPDIR), which is gone
-    when nobody has the array any longer. Without `in_files` so many rows are not kept at all."""
+    when nobody has the array any longer. Without `kept` there is none."""
 
-    def __init__(self, most: int | None = None, in_files: bool = True):
-        self.most, self.in_files = IN_MEMORY if most is None else most, in_files
+    def __init__(self, most: int | None = None, kept: bool = True):
+        self.most, self.kept = IN_MEMORY if most is None else most, kept
         self.held, self.rows, self.bytes = list[numpy.ndarray](), 0, 0
         self.file: IO[bytes] | None = None
 
     def append(self, rows: numpy.ndarray) -> None:
+        if not self.kept:
+            return
         self.held.append(rows)
         self.rows, self.bytes = self.rows + len(rows), self.bytes + rows.nbytes
-        if self.bytes > self.most and not self.in_files:
-            self.held = []
-        elif self.bytes > self.most:
+        if self.bytes > self.most:
             self.file = self.file or tempfile.TemporaryFile(prefix="wan-")  # noqa: SIM115 - closed with the array
             for part in self.held:
                 self.file.write(numpy.ascontiguousarray(part).data)

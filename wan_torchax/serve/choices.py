@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from wan_torchax.config.adapters import components
+from wan_torchax.config.adapters import components, is_for
 from wan_torchax.config.commandline import CONF, options
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import Adapter, ConfigError
@@ -65,7 +65,7 @@ def fits(rows: dict[str, dict], shapes: dict[str, dict[str, tuple]], config) -> 
         for name, row in rows.items():
             adapter = Adapter(**row)
             path, targets = find(name, adapter, local_only=True), components(adapter, list(config.model.experts))
-            if path is None or not path.is_file() or not targets:
+            if path is None or not path.is_file() or not targets or not is_for(adapter, config):
                 return False
             for target in targets:
                 placed, elsewhere, problems = match(parse(path, family.adapters), shapes[target], family)

@@ -104,7 +104,7 @@ class Decode(Stage):
         return decoding.result()
 
     def following(self, view, emit):
-        return Decoding(self, view, emit, Spool(in_files=view.in_files))
+        return Decoding(self, view, emit, Spool(kept=view.kept))
 
     @classmethod
     def amount(cls, name, job):

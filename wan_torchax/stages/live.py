@@ -73,6 +73,10 @@ class Live(Denoise):
         return counted | {"live.prompts": rows}
 
     @classmethod
+    def joined_parts(cls, parts):
+        return {"latents": numpy.concatenate([part["latents"] for part in parts], axis=2)}
+
+    @classmethod
     def takes_several(cls, name, job) -> bool:
         return False
 
@@ -165,7 +169,7 @@ class Live(Denoise):
     # ------------------------------------------------------------ a run
 
     def run(self, view, values, emit):
-        making, latents, rescued = Making(self, view, values["embeddings"]), Spool(in_files=view.in_files), []
+        making, latents, rescued = Making(self, view, values["embeddings"]), Spool(kept=view.kept), []
         chunks = making.layout.chunks
         for number in range(chunks):
             making.prepare(number, emit)

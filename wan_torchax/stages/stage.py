@@ -13,6 +13,7 @@
         def check(…)            # raises what would fail later, before any stage runs
         def part_shapes(…)      # shapes of a part of its outputs, if it finishes them in parts
         def part_settings(…)    # what such a part depends on
+        def joined_parts(…)     # its outputs from all their parts
         follows, def following(…)   # whether and how it takes another stage's outputs in parts
         def amount(…)           # the total and unit of its progress
         def run(…)              # values in, values out
@@ -23,7 +24,7 @@
 Stages import torch, diffusers and transformers only in `build`, so their metadata is cheap to query.
 """
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -181,6 +182,11 @@ class Stage:
     def part_settings(cls, name: str, job: Job, number: int, settings: dict[str, Any]) -> dict[str, Any]:
         """Of the settings that its result depends on, those of a part."""
         return settings
+
+    @classmethod
+    def joined_parts(cls, parts: list[Mapping[str, numpy.ndarray]]) -> dict[str, numpy.ndarray]:
+        """Its outputs, of all their parts."""
+        raise NotImplementedError
 
     @classmethod
     def problems(cls, name: str, job: Job) -> Iterator[str]:

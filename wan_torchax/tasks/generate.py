@@ -3,6 +3,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import os
 import sys
 from collections import ChainMap
@@ -54,6 +55,8 @@ class Making:
         with contextlib.ExitStack() as stack:
             if self.first and self.claims:
                 stack.enter_context(claimed(self.folder))
+            if self.first:
+                files.remove_partial(self.folder)
             stack.enter_context(contextlib.closing(self.video))
             if self.first:
                 outputs.write_config(self.folder, self.settled, self.overrides)
@@ -143,15 +146,18 @@ def saver(job: Callable[[], Resolved], folder: Path) -> Listener:
     return save
 
 
+def keeps_frames(config) -> bool:
+    """Whether frames are kept besides the video. A live video, however long it grows, has its latents in its chunks'
+    files; frames that are too many for memory, in all segments, would fill the disk: both are decoded again."""
+    size = config.resolution
+    few = 3 * size.frames * size.height * size.width <= files.IN_MEMORY
+    return config.output.keep_frames or (few and not live.is_on(config))
+
+
 def is_saved(event: Finished, config) -> bool:
-    """Frames that are too many for memory, in all segments, are in the video; they would fill the disk. A live video's
-    latents are in its chunks' files. Either may be left out of what has finished."""
-    size, output = config.resolution, config.output
-    if not event.values:
-        return False
-    are_many = "frames" in event.values and 3 * size.frames * size.height * size.width > files.IN_MEMORY
-    are_many |= any(isinstance(value, numpy.memmap) for value in event.values.values())
-    return output.save_stages and (output.keep_frames or not are_many)
+    """Whether a result goes to a file. One is empty if it was emitted as it was made, and not kept."""
+    kept = keeps_frames(config) or "frames" not in event.values
+    return config.output.save_stages and kept and bool(event.values)
 
 
 def save_result(folder: Path, resolved: Resolved, event: Finished) -> None:
@@ -199,6 +205,14 @@ def read_parts(folder: Path, job: Job, name: str) -> list[Mapping[str, Any]]:
     return parts
 
 
+def joined_parts(parts: list[Mapping[str, Any]], job: Job, name: str) -> dict[str, numpy.ndarray]:
+    """The result of a stage whose parts are all there, if it is not too large for memory."""
+    is_whole = bool(parts) and find(name).part_shapes(name, job, len(parts)) is None
+    if not is_whole or 4 * math.prod(job.latent_shape) > files.IN_MEMORY:
+        return {}
+    return find(name).joined_parts(parts)
+
+
 def read_results(job: Job) -> AtHand:
     """The values in the folder named by `resume`, of the video and of its segments. Raises if they were made with other
     settings."""
@@ -217,6 +231,7 @@ def read_results(job: Job) -> AtHand:
                 else:
                     at_hand.values.update(read)
         at_hand.finished[name] = read_parts(folder, job, name)
+        at_hand.values.update(joined_parts(at_hand.finished[name], job, name))
     at_hand.missing = [name for name in job.config.stages if not is_there(name, job, at_hand)]
     complete = (stage.gives for name, stage in job.graph.stages.items() if is_there(name, job, at_hand))
     absent = job.graph.missing(at_hand.missing, {*at_hand.values, *itertools.chain(*complete)})
