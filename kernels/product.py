@@ -33,7 +33,7 @@ LANES = 128
 PACKED = {2: 16, 1: 32}  # rows of a tile, by item size
 STRIP = 32  # tokens quantized at a time: the rows of an 8-bit tile
 WHOLE = PartitionSpec()
-TOKENS, TABLES = {"array", "second"}, {"cosine", "sine"}
+TOKENS, TABLES = ("array", "second"), ("cosine", "sine")  # in one order: sets differ from process to process
 
 
 class Target(NamedTuple):
@@ -96,8 +96,8 @@ class Linear:
         compute = partial(product, settings=self.settings, **how)
         if spread is None:
             return compute(arrays)
-        arrays |= {name: divided(arrays[name], self.sharding) for name in {*TOKENS, "residual"} & set(arrays)}
-        arrays |= {name: divided(arrays[name][None], self.sharding)[0] for name in TABLES & set(arrays)}
+        arrays |= {name: divided(arrays[name], self.sharding) for name in (*TOKENS, "residual") if name in arrays}
+        arrays |= {name: divided(arrays[name][None], self.sharding)[0] for name in TABLES if name in arrays}
         return jax.shard_map(
             compute, mesh=self.sharding.mesh, in_specs=(specs,), out_specs=spread,
             check_vma=False,  # Pallas kernels carry no varying-axes types
@@ -150,7 +150,7 @@ def product(arrays, settings, gelu=False, transpose_in=False, transpose_out=Fals
         scratch["quantized"] = pltpu.VMEM((rows, inputs), arrays["weight"].dtype)
         scratch["own"] = pltpu.VMEM((rows, 1), jnp.float32)
     names = [name for name in blocks if name in arrays]
-    for name in TOKENS & set(names) if ahead else ():
+    for name in [name for name in TOKENS if ahead and name in names]:
         scratch[f"{name} ahead"] = pltpu.VMEM((2, *(size for size in blocks[name].block_shape if size)), dtype)
         scratch[f"{name} copied"] = pltpu.SemaphoreType.DMA((2,))
         blocks[name] = pl.BlockSpec(memory_space=pl.ANY)

@@ -1,4 +1,7 @@
 """The kernel of linear layers equals linear layers, on one device and spread over eight, and lowers for TPU."""
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -8,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 
-from tests.conftest import build, make_config, resolve_here, resolve_there
+from tests.conftest import ROOT, build, make_config, resolve_here, resolve_there
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
 from wan_torchax.kernels import product, quantized
@@ -118,6 +121,38 @@ def test_tokens_need_not_divide_over_devices(spread):
         out = function(spread_out)
         np.testing.assert_array_equal(out, function(Linear(SMALL)))
         assert np.linalg.norm(out - truth) < 4e-3 * np.linalg.norm(truth)
+
+
+PROGRAMS = """
+import dataclasses
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from wan_torchax.kernels.product import Linear
+from wan_torchax.kernels.settings import Products
+
+shapes = [(1, 77, 128), (1, 77, 384), (1, 77, 256), (256, 512), (256,)]
+inputs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+mesh = jax.make_mesh((2,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+spread = NamedSharding(mesh, PartitionSpec(None, "sp"))
+settings = Products(kernel="pallas", rows=64, weights_mib=1, interpret=True)
+for linear, tokens in (
+    (Linear(settings, spread), 77), (Linear(dataclasses.replace(settings, ahead=True)), 128),
+):
+    given = [jax.ShapeDtypeStruct((1, tokens, one.shape[2]), one.dtype) for one in inputs[:3]]
+    function = jax.jit(lambda a, b, c, *more: linear((a, b), *more, residual=c))
+    print(function.trace(*given, *inputs[3:]).jaxpr)
+"""
+
+
+def test_every_process_makes_the_same_programs():
+    """Else hosts of one mesh would run different ones, and programs kept from earlier runs would not be found."""
+    made = set()
+    for seed in "012":  # of Python's hashes: sets of strings have another order
+        environment = os.environ | {"PYTHONHASHSEED": seed, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+        command = [sys.executable, "-c", PROGRAMS]
+        run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+        made.add(run.stdout)
+    assert len(made) == 1 and "pallas_call" in made.pop()
 
 
 def test_values_in_thirds_fill_the_mxu():
