@@ -277,6 +277,8 @@ WAN = "products=pallas", "model=wan21_t2v_14b", "resolution=480p"
     ([*WAN, "model.dtype.transformer=float32"], "takes bfloat16"),
     ([*WAN, "mesh=v6e_8", "sharding=tp"], "sharding=tp cuts them with the heads"),
     (["products=pallas", "products.rows=0"], "products.rows=0: at least 32"),
+    ([*WAN, "products=pallas_ahead", "products.vmem_mib=56", "mesh=v5p_8", "sharding=tokens"],
+     "products.ahead=true: one of the two cores of a TPU v5 would do nothing"),
 ])
 def test_what_cannot_be_is_said_before(overrides, message):
     with pytest.raises(ConfigError, match=message):
