@@ -15,7 +15,7 @@ from tests.conftest import ROOT, build, make_config, resolve_here, resolve_there
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
 from wan_torchax.kernels import product, quantized
-from wan_torchax.kernels.product import Linear
+from wan_torchax.kernels.product import Linear, Target
 from wan_torchax.kernels.rotary import Turn
 from wan_torchax.kernels.settings import Products
 from wan_torchax.session import Session
@@ -121,6 +121,31 @@ def test_tokens_need_not_divide_over_devices(spread):
         out = function(spread_out)
         np.testing.assert_array_equal(out, function(Linear(SMALL)))
         assert np.linalg.norm(out - truth) < 4e-3 * np.linalg.norm(truth)
+
+
+@pytest.mark.parametrize("counts", [(256, 256), (96, 32)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_each_device_has_its_part_of_two_layers_tokens_in_one_array(counts, transposed):
+    """Written there in blocks, or put beside each other where they do not divide into blocks."""
+    mesh = jax.make_mesh((2, 4), ("dp", "sp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    linear = Linear(replace(SMALL, rows=256 if transposed else 64), NamedSharding(mesh, PartitionSpec("dp", "sp")))
+    counts = [4 * count if transposed else count for count in counts]
+    both = [make_inputs(2, count, 128, 256) for count in counts]
+    target = Target(0, sum(counts) // 4, 4)
+
+    def joined():
+        into = None
+        for first, (array, weight, bias), layer in zip((0, counts[0] // 4), both, (0, 2)):
+            given = target._replace(first=first, into=into)
+            into = linear(array, weight, bias[layer], layer, target=given, transpose_out=transposed)
+        return into
+
+    parts = [
+        exact(array, weight[layer], bias[layer], False).reshape(2, 4, -1, 256)
+        for (array, weight, bias), layer in zip(both, (0, 2))
+    ]
+    expected = np.concatenate(parts, axis=2).reshape(2, -1, 256)
+    np.testing.assert_allclose(np.asarray(jax.jit(joined)(), float), expected, rtol=2**-8, atol=2e-3)
 
 
 PROGRAMS = """
