@@ -213,7 +213,9 @@ def test_layers_that_the_model_has_not_are_told_before_weights_load(checkpoint, 
         session.build(resolved, ["denoise"])
 
 
-@pytest.mark.parametrize("precision, rows", [([], 8), (["precision=fp8", *ENDS], 16)])
+@pytest.mark.parametrize("precision, rows", [
+    ([], 8), (["precision=fp8", *ENDS], 16), (["precision=int8_weights", *ENDS], 8),
+])
 def test_cublas_gets_whole_rows_of_tokens(checkpoint, precision, rows):
     """Else XLA pads, and so copies, the input of every product."""
     session, resolved = resolved_with(checkpoint, *precision)

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 import tracemalloc
+import weakref
 
 import numpy
 import openai
@@ -580,6 +581,23 @@ def test_a_video_without_memory_fails_alone(server, monkeypatch):
     assert server.finished(good["id"])["status"] == "completed"
     failed = server.get(f"/v1/videos/{bad['id']}").json()
     assert failed["status"] == "failed" and "out of memory" in failed["error"]["message"]
+
+
+def test_what_a_worker_has_prepared_is_freed_after_an_error(idle, monkeypatch):
+    """Programs too, which cycles hold: a process that has no memory left has to give back what it has."""
+    def make(*_):
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    session.clear()
+    worker.prepare(idle.base, lambda event: None)
+    programs = [weakref.ref(stage.programs) for stage in session.stages.values()]
+    monkeypatch.setattr(worker, "make", make)
+    job = idle.queue.get(idle.post(prompt="a", steps=1)["id"])
+    worker.take([job], idle.queue, idle.base, lambda: False)
+    gc.collect()
+    alive = [made() for made in programs]
+    gc.unfreeze()
+    assert len(alive) == 3 and not any(alive)
 
 
 @pytest.mark.system

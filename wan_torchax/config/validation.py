@@ -75,6 +75,7 @@ KERNEL_SHARES = {
     "fp8_product_share": 2, "fp8_transposed_product_share": 2,
 }
 # Device kinds as JAX names them: TPUs before TPU7x, NVIDIA before Ada and Hopper.
+TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")  # chips whose cores are one JAX device
 NO_FLOAT8 = r"TPU v|V100|T4|A100|A10\b|A10G|A16|A2\b|A30|A40|RTX A\d|RTX [23]0|GTX|Quadro|TITAN"
 VERIFY_CHECKS = ("kernels", "machine", "step", "weights")  # tasks/verify has a module for each
 SERVE_LEAST = {
@@ -457,6 +458,9 @@ def platform_problems(config: DictConfig, platform: str, kind: str | None = None
     yield from float8_problems(config, kind)
     if config.products.kernel == "pallas" and platform != "tpu" and not config.products.interpret:
         yield f"products.kernel=pallas: a kernel for TPUs, and mesh={config.mesh.name} has none; use products=xla"
+    kind = kind or config.mesh.chip.kind
+    if config.products.kernel == "pallas" and config.products.ahead and kind in TWO_CORES:
+        yield f"products.ahead=true: one of the two cores of a {kind} would do nothing; set false, or use products=xla"
 
 
 def idle_axis(config: DictConfig) -> str | None:

@@ -177,8 +177,14 @@ def attempt(job: Job, queue: Queue, base: Base, reporter: Reporter) -> None:
     except Exception as error:
         log.error("%s: error: %s", job.id, explain(error), exc_info=base.config.traceback)
         fail(job.folder, explain(error))
-        if not isinstance(error, (ConfigError, OSError)):  # may be out of device memory: free everything
-            session.clear()
+        if not isinstance(error, (ConfigError, OSError)):
+            free()
+
+
+def free() -> None:
+    """Free everything: the devices may be out of memory."""
+    session.clear()
+    gc.unfreeze()  # see prepare: programs are in cycles
 
 
 def reserve(folder: Path) -> None:
@@ -229,7 +235,7 @@ def denoise_group(jobs: list[Job], base: Base, reporters: list[Reporter]) -> Non
         words = "%d videos are denoised one by one: %s"
         log.warning(words, len(jobs), explain(error), exc_info=base.config.traceback)
         if not isinstance(error, (ConfigError, OSError)):
-            session.clear()
+            free()
     for job, reporter in zip(jobs, reporters):
         reporter.together = [job]
 

@@ -172,7 +172,7 @@ class Denoise(Stage):
         shards = math.prod(self.mesh.shape[axis] for axis in widest.token_axes)
         if shards > 1:
             return LANES * shards
-        return EIGHT_BIT_ROWS if self.config.precision.weights else ROWS
+        return EIGHT_BIT_ROWS if self.config.precision.activations else ROWS
 
     def parallel(self, prompts: int) -> Parallel:
         """The mesh axes for heads, tokens, and prompts or videos. With one prompt of one video at a time there is no
