@@ -240,8 +240,8 @@ def test_a_tpus_kernels_compute_the_same(head_dim, axes):
             own, dtype, (1, 5, 7), flux.TOKENS, tuple(given), mesh_of(**axes, tp=1),
             Parallel(batch="dp", ring="sp"), kernel, kernel, products, make_config().precision,
         )
+        function = jax.jit(blocks.denoiser(blocks.build(own), forward))
         with torchax_on():
-            function = jax.jit(blocks.denoiser(blocks.build(own), forward))
             output = function(arrays, latents.astype(dtype), jnp.float32(700), inputs)
         made[name] = numpy.asarray(output.velocity, numpy.float32)
     errors = {name: relative_error(made[name], made["exact"]) for name in ("xla", "pallas")}
