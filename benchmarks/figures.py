@@ -397,9 +397,10 @@ def coarse_claims():
 
 
 def live_claims():
-    cases = {"1.3B": "1.3b-480p", "1.3B, `vae=tiny`": "1.3b-480p, tiny VAE"}
-    cases["14B, `precision=fp8`, a window of 6"] = "14b-480p, fp8, window 6"
-    for name, case in cases.items():
+    for name, case in (
+        ("1.3B", "1.3b-480p"), ("1.3B, `vae=tiny`", "1.3b-480p, tiny VAE"),
+        ("14B, `precision=fp8`, a window of 6", "14b-480p, fp8, window 6"),
+    ):
         (found,) = [row for row in read("live_gpu")["rows"] if row["case"] == case]
         rates = [f"{found[key]:.1f}" for key in ("frames_per_second", "frames_per_second_between_chunks")]
         figures = [*rates, f"{found['first_frames_seconds']:.2f}", f"{found['gap_ratio']:.2f}"]

@@ -122,9 +122,7 @@ def pad_tokens(array, shards):
 
 def divided(array, sharding):
     """(batch, tokens, width), padded if its tokens do not divide over the sharding's devices."""
-    axes = sharding.spec[1] or ()
-    axes = (axes,) if isinstance(axes, str) else axes
-    return pad_tokens(array, prod(sharding.mesh.shape[axis] for axis in axes))
+    return pad_tokens(array, prod(sharding.mesh.shape[axis] for axis in jax.tree.leaves(sharding.spec[1])))
 
 
 def exchange(attend, query, key, value, keys, beside=None, branch=(), others=None):

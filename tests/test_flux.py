@@ -16,15 +16,15 @@ from safetensors.torch import save_file
 
 from tests import flux
 from tests.conftest import ROOT, make_config, results, run_into
+from tests.denoisers import KERNELS, arrays_of, mesh_of
 from tests.reference import assert_same, psnr, relative_error
 from tests.serving import DEADLINE, Server
-from tests.test_hunyuan15 import arrays_of, mesh_of
 from wan_torchax.config.commandline import compose, rewrite
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.resolve import plain
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
-from wan_torchax.kernels.settings import Kernel, Parallel, Products
+from wan_torchax.kernels.settings import Parallel
 from wan_torchax.models.family import Forward, Rows
 from wan_torchax.models.flux import blocks
 from wan_torchax.models.flux.adapters import NAMES
@@ -226,13 +226,8 @@ def test_a_tpus_kernels_compute_the_same(head_dim, axes):
     given = {name: generator.normal(1, 1, shape).astype("float32") for name, shape in given.items()}
     given["guidance"] = numpy.float32([2, 4])  # times 1000 they are in bfloat16
     latents = generator.normal(0, 1, (2, 4, 1, 10, 14)).astype("float32")
-    splash = Kernel(kernel="splash", block_q=128, block_kv=128, tile_kv=128, sub_q=128, chunk_kv=128, interpret=True)
-    pallas = Products(kernel="pallas", rows=64, weights_mib=1, interpret=True)
     made = {}
-    for name, dtype, kernel, products in (
-        ("exact", "float32", Kernel(kernel="xla"), Products()), ("xla", "bfloat16", Kernel(kernel="xla"), Products()),
-        ("pallas", "bfloat16", splash, pallas),
-    ):
+    for name, (dtype, kernel, products) in KERNELS.items():
         arrays, inputs = (
             {key: jnp.asarray(value, dtype) for key, value in values.items()} for values in (stacked, given)
         )

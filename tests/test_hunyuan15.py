@@ -1,7 +1,4 @@
 """HunyuanVideo 1.5 against diffusers' modules and pipelines, on the same weights."""
-import math
-import re
-
 import diffusers
 import jax
 import jax.numpy as jnp
@@ -16,6 +13,7 @@ from PIL import Image
 
 from tests import hunyuan15
 from tests.conftest import make_config, results, run_into
+from tests.denoisers import KERNELS, arrays_of, mesh_of
 from tests.reference import distance, psnr, relative_error
 from tests.serving import DEADLINE, Server
 from wan_torchax.config.frames import read_frames
@@ -30,22 +28,6 @@ from wan_torchax.session import session
 
 GRID = 3, 4, 6
 COUNTS, GLYPH_COUNTS = (7, 10), (4, 0)  # of the prompt and of the negative prompt, of 10 and 6
-
-
-def arrays_of(module, *stacks) -> dict:
-    """A module's parameters as the loader hands them out: those of stacked blocks with a leading dimension."""
-    made: dict = {}
-    for name, parameter in module.named_parameters():
-        match = re.fullmatch(r"(\w+)\.\d+\.(.+)", name)
-        stacked = match is not None and match[1] in stacks
-        made.setdefault(f"{match[1]}.*.{match[2]}" if stacked else name, []).append(parameter.detach().numpy())
-    return {name: numpy.stack(parts) if ".*." in name else parts[0] for name, parts in made.items()}
-
-
-def mesh_of(**axes):
-    names, sizes = tuple(axes), tuple(axes.values())
-    kinds = (jax.sharding.AxisType.Auto,) * len(names)
-    return jax.make_mesh(sizes, names, axis_types=kinds, devices=jax.devices()[: math.prod(sizes)])
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["t2v", "i2v, two times"])
@@ -276,13 +258,8 @@ def test_a_tpus_kernels_compute_the_same():
     given = {name: torch.randn(shape, generator=generator).numpy() for name, shape in given.items()}
     given |= {"counts": numpy.array(COUNTS), "glyph_counts": numpy.array(GLYPH_COUNTS)}
     latents = numpy.repeat(torch.randn(1, 4, 3, 10, 11, generator=generator).numpy(), 2, axis=0)
-    splash = Kernel(kernel="splash", block_q=128, block_kv=128, tile_kv=128, sub_q=128, chunk_kv=128, interpret=True)
-    pallas = Products(kernel="pallas", rows=64, weights_mib=1, interpret=True)
     made = {}
-    for name, dtype, kernel, products in (
-        ("exact", "float32", Kernel(kernel="xla"), Products()), ("xla", "bfloat16", Kernel(kernel="xla"), Products()),
-        ("pallas", "bfloat16", splash, pallas),
-    ):
+    for name, (dtype, kernel, products) in KERNELS.items():
         arrays, inputs = (
             {key: jnp.asarray(value, dtype if value.dtype == numpy.float32 else None) for key, value in values.items()}
             for values in (arrays_of(module, "transformer_blocks"), given)

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from tests import hunyuan15
 from tests.conftest import make_config, results, run_into
-from tests.test_hunyuan15 import mesh_of
+from tests.denoisers import mesh_of
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.models.family import Rows
 from wan_torchax.models.hunyuan15 import FAMILY

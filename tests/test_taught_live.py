@@ -110,6 +110,16 @@ def test_changes_keep_to_the_combinations_that_are_seen():
 # ---------------------------------------------------------------- teaching the transformer
 
 
+def test_a_small_thing_counts_as_much_as_a_large_one():
+    """Of videos in which one thing is missing, of 3 x 3 cells or 8 x 8."""
+    def missing(side):
+        wanted = torch.zeros(1, 16, 2, 16, 16)
+        wanted[..., :side, :side] = 1
+        return teach_live.error(settings("teach_live"), torch.zeros_like(wanted), wanted)
+
+    assert missing(8) < 1.3 * missing(3)  # by their areas 7 times
+
+
 RUN = [
     "pipeline=live", "live=demo", "scheduler=euler", "scheduler.sigmas=[1,0.75,0.5,0.25]", "guidance_scale=1",
     "output.keep_frames=true",

@@ -74,8 +74,8 @@ KERNEL_SHARES = {
     "int8_product_share": 2, "int8_transposed_product_share": 2,
     "fp8_product_share": 2, "fp8_transposed_product_share": 2,
 }
-# Device kinds as JAX names them: TPUs before TPU7x, NVIDIA before Ada and Hopper.
-TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")  # chips whose cores are one JAX device
+# Device kinds as JAX names them: chips whose two cores are one device; TPUs before TPU7x, NVIDIA before Ada and Hopper.
+TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
 NO_FLOAT8 = r"TPU v|V100|T4|A100|A10\b|A10G|A16|A2\b|A30|A40|RTX A\d|RTX [23]0|GTX|Quadro|TITAN"
 VERIFY_CHECKS = ("kernels", "machine", "step", "weights")  # tasks/verify has a module for each
 SERVE_LEAST = {

@@ -198,8 +198,7 @@ def linear_of_all_blocks(arrays: Mapping[str, jax.Array], stack: str, name: str,
             out = out + jnp.einsum("lba,lca->lbc", jnp.einsum("ba,lca->lbc", array, own[DOWN]), own[UP])
         out = out + own["bias"][:, None].astype(out.dtype)
         batch, tokens = token_sharding(forward.mesh, forward.parallel, len(array)).spec
-        together = tuple(axis for one in (batch, tokens) if one for axis in (one if isinstance(one, tuple) else (one,)))
-        for axes in ((None, None, together or None), (None, batch)):
+        for axes in ((None, None, tuple(jax.tree.leaves((batch, tokens))) or None), (None, batch)):
             place = jax.sharding.NamedSharding(forward.mesh, jax.sharding.PartitionSpec(*axes))
             out = jax.lax.with_sharding_constraint(out, place)
         return out
@@ -269,7 +268,7 @@ def linear_by_kernel(inner: Callable, product: Linear, layer: Layer, name: str, 
     # The kernel quantizes tokens of one array only.
     if not options.kernel or (isinstance(array, tuple) and layer.has_eight_bits(name)):
         return inner(layer, name, array, options)
-    after = {name: getattr(options, name) for name in ("residual", "gate", "turn", "target")}
+    after = {step: getattr(options, step) for step in ("residual", "gate", "turn", "target")}
     # The kernel has no gate per token, and no heads other than of 128.
     apart = options.gate is not None and options.gate.ndim == 3
     apart |= options.turn is not None and options.turn.weight.size != LANES

@@ -3,7 +3,6 @@
 Double blocks have weights of their own for text and image, which attend together; single blocks take both as one
 sequence, and compute attention and feed-forward side by side.
 """
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy
 
+from wan_torchax.devices.sharding import ways
 from wan_torchax.kernels.attention import GUARDED, Attend
 from wan_torchax.kernels.product import Target
 from wan_torchax.kernels.rotary import Turn, normalized
@@ -91,7 +91,8 @@ def denoiser(
             own, other = tables()
             both = tuple(joined(first[None], second[None], parts)[0] for first, second in zip(own, other))
             placed = ((), (own, other, both)) if forward.products.kernel == "pallas" else (both, ())
-            context = Context(attend, *placed, texts, parts, parts == shards_of(forward), modulation)
+            divides = parts == ways(forward.parallel.token_axes, forward.mesh)
+            context = Context(attend, *placed, texts, parts, divides, modulation)
             image, counted = run_blocks(arrays, forward, context, (double, single), (text, image))
         velocity = unpacked(head(arrays, image, time), latents.shape, patch)
         return Output(velocity, pad_tokens(image - before, forward.multiple), counted)
@@ -201,15 +202,10 @@ def head(arrays: dict, hidden, time):
 # ---------------------------------------------------------------- text and image as one sequence
 
 
-def shards_of(forward: Forward) -> int:
-    """The number of devices that share tokens."""
-    return math.prod(forward.mesh.shape[axis] for axis in forward.parallel.token_axes)
-
-
 def parts_of(forward: Forward) -> int:
     """How many parts the sequence of both has: one for each device that shares tokens, which then holds its share of
     the text and of the image, so that joining them moves nothing; one if they do not divide."""
-    shards = shards_of(forward)
+    shards = ways(forward.parallel.token_axes, forward.mesh)
     return 1 if forward.text_tokens % shards or forward.tokens % shards else shards
 
 
