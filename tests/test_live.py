@@ -319,6 +319,8 @@ def test_chunks_are_decoded_and_shown_while_later_ones_are_made(tmp_path):
         heard.append(type(event))
         if isinstance(event, Part):
             there.append(sorted(path.name for path in tmp_path.glob("live.*.safetensors")))
+        if event == Queued("live", more=True):
+            heard.pop()  # frames may be ready then, or not
 
     arguments = [*tiny.model("text"), *LIVE, "resolution.frames=21"]
     generate_into(make_config(*arguments), tmp_path, arguments, listener=listener)
@@ -327,7 +329,9 @@ def test_chunks_are_decoded_and_shown_while_later_ones_are_made(tmp_path):
     between = [kind for kind in heard[first + 1 : second] if kind is not Advanced]
     assert between == [Queued, Decoded, Decoded, Asked, Queued, *steps], "nothing holds up the first frames"
     between = [kind for kind in heard[second + 1 : third] if kind is not Advanced]
-    assert between == [Asked, Queued, Decoded, Decoded, *steps], "a chunk is queued before one is fetched"
+    shown = [kind for kind in between if kind is Decoded]
+    assert shown == [Decoded] * 2 and [kind for kind in between if kind is not Decoded] == [Asked, Queued, *steps]
+    assert between.index(Decoded) <= between.index(Queued) + 1, "as soon as they are ready, or when a chunk is queued"
     assert there == [names[:1], names[:2], names]
     values, seconds = results(tmp_path), json.loads((tmp_path / "metrics.json").read_text())["seconds"]
     assert 0 < seconds["decode"] < seconds["total"]

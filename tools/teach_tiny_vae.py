@@ -130,8 +130,8 @@ def measure(cfg: DictConfig, vae, folder: Path) -> dict:
             errors = (made.clamp(-1, 1) - frames).square().mean((1, 2, 3, 4))
             ratios += [10 * math.log10(4 / max(error, 1e-10)) for error in errors.tolist()]
     rates = {"videos": len(tiny_ratios)}
-    for start, ratios in (("", tiny_ratios), ("own_", own_ratios)):
-        rates |= {f"{start}psnr_db": round(sum(ratios) / len(ratios), 2), f"{start}psnr_db_least": round(min(ratios), 2)}
+    for name, ratios in (("psnr_db", tiny_ratios), ("own_psnr_db", own_ratios)):
+        rates |= {name: round(sum(ratios) / len(ratios), 2), f"{name}_least": round(min(ratios), 2)}
     return rates
 
 

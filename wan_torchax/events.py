@@ -104,9 +104,10 @@ class Reencoded:
 
 @dataclass(frozen=True)
 class Queued:
-    """A stage has queued work on the devices and is about to wait for it: the time to fetch what they made before."""
+    """A stage has queued work on the devices: the time to fetch what they made before."""
 
     stage: str
+    more: bool = False  # it queues more at once: what is not ready yet is left for later
 
 
 @dataclass(frozen=True)

@@ -318,7 +318,7 @@ def with_follower(following: Following, emit: Listener) -> Listener:
             following.do("add", event.values)
         emit(event)
         if isinstance(event, Queued):
-            following.do("fetch")
+            following.do("fetch", event.more)
 
     return listener
 

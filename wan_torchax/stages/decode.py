@@ -100,7 +100,7 @@ class Decode(Stage):
             decoding.go_on(values)
         for latent in numpy.split(values["latents"], values["latents"].shape[2], axis=2):
             decoding.add({"latents": latent})
-            decoding.fetch(waiting=1)  # copied to the host while the device computes the next
+            decoding.fetch(but=1)  # copied to the host while the device computes the next
         return decoding.result()
 
     def following(self, view, emit):
@@ -158,9 +158,12 @@ class Decoding:
             self.recent.pop(0)
         return frames, finite
 
-    def fetch(self, waiting: int = 0) -> None:
-        """Emit the frames of all latents that were added, but for so many of the last."""
-        while len(self.computed) > waiting:
+    def fetch(self, ready: bool = False, but: int = 0) -> None:
+        """Emit the frames of all latents that were added, but for so many of the last; if they are to be `ready`, only
+        once all of them are."""
+        if ready and self.computed and not self.computed[-1][0].is_ready():
+            return
+        while len(self.computed) > but:
             frames, finite = self.computed.popleft()
             if not bool(finite):
                 place = f"at latent frame {self.latents}"

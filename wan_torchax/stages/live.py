@@ -178,6 +178,8 @@ class Live(Denoise):
             for index in range(making.count if finished is None else 0):
                 slots, report = making.step(number, index, slots)
                 reports.append(report)
+                # On a GPU a program is queued when the last but one has run, so frames are ready before the last step.
+                emit(Queued(self.name, more=True))
             emit(Queued(self.name))  # the devices have a chunk to compute: frames of the one before are fetched
             rescued += self.wait_for(reports, number, chunks, view, emit)
             made = making.keep(number, numpy.array(slots)[0])
@@ -187,6 +189,7 @@ class Live(Denoise):
                 emit(Queued(self.name))  # on a CPU, what is queued now would hold up the first frames
             if number + 1 < chunks and not view.config.live.rebuild:
                 making.read(number, slots)
+                emit(Queued(self.name, more=True))
         log_rescued(rescued)
         whole = latents.array()
         return {} if whole is None else {"latents": whole.swapaxes(0, 2)}
