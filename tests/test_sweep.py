@@ -24,6 +24,7 @@ from tests import tiny
 from tests.conftest import ROOT, SMALL, listed, make_config, metrics
 from tests.fork import warm
 from wan_torchax import run
+from wan_torchax.config import inputs
 from wan_torchax.config.commandline import compose, rewrite
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.records import media, outputs, report, results
@@ -156,7 +157,7 @@ def batches(monkeypatch):
     seen = SimpleNamespace(together=[], made=[])
 
     def make(config, folder, overrides):
-        seen.made.append((folder.name, config.resume, config.steps, config.prompt.text))
+        seen.made.append((folder.name, config.resume, config.steps, inputs.with_texts(config).prompt.text))
         outputs.write_metrics(folder, {"config_hash": "", "stages": [], "output": {}})
 
     def attempt_all(folder, *overrides):
@@ -201,6 +202,16 @@ def test_a_broken_line_is_not_begun(tmp_path, batches):
     (failed, _) = batches.attempt(tmp_path, 'prompts=[{"seed": 1}, "a ball"]', "images=2")
     assert "line 1: no prompt" in failed
     assert [[config.prompt.text for config in group] for group in batches.together] == [["a ball"] * 2]
+
+
+@pytest.mark.parametrize("more", [(), ("images=2",)])
+def test_a_lists_prompts_come_before_a_prompts_file(tmp_path, batches, more):
+    (tmp_path / "prompt.txt").write_text("a star")
+    lines = '["a ball", {"prompt": "a cat", "negative_prompt": "a dog"}]'
+    files = f"prompt.file={tmp_path / 'prompt.txt'}", f"prompt.negative_file={tmp_path / 'prompt.txt'}"
+    assert not batches.attempt(tmp_path / "list", f"prompts={lines}", *files, *more)
+    assert list(dict.fromkeys(one[3] for one in batches.made)) == ["a ball", "a cat"]
+    assert {config.prompt.negative for group in batches.together for config in group} <= {"a star", "a dog"}
 
 
 @pytest.mark.full

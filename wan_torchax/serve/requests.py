@@ -105,6 +105,7 @@ class Base:
         if any(is_recipe(group, values[group]) for group in ("adapter", "sampling") if group in values):
             replaced += RECIPE_KEYS
         kept = [text for text in self.overrides if not is_under(key_of(text), replaced)]
+        kept = inputs.without_files(kept, said)
         every = 0 if live.is_on(self.config) else self.config.serve.preview_every  # a live video shows itself
         own = ["sweep.active=true", f"preview_every={every}"]
         own += [f"adapter.{name}.path={quote(str(one.path))}" for name, one in self.adapters.items()

@@ -96,7 +96,7 @@ def denoise_group(group: list[jobs.Job], folder: Path, shared: list[str]) -> boo
     videos = []
     try:
         for job in group:
-            overrides, path = [*shared, "sweep.active=true", *job.overrides], folder / job.name
+            overrides, path = overrides_of(job, shared), folder / job.name
             config = inputs.with_texts(compose(overrides))
             validation.validate(config)
             path.mkdir(parents=True, exist_ok=True)
@@ -113,12 +113,17 @@ def denoise_group(group: list[jobs.Job], folder: Path, shared: list[str]) -> boo
         return False
 
 
+def overrides_of(job: jobs.Job, shared: list[str]) -> list[str]:
+    """A video's overrides on top of the command line's."""
+    return [*inputs.without_files(shared, job.overrides), "sweep.active=true", *job.overrides]
+
+
 def attempt_one(job: jobs.Job, folder: Path, shared: list[str]) -> float | None:
-    """One video of a list: its overrides on top of the command line's."""
+    """One video of a list."""
     folder.mkdir(parents=True, exist_ok=True)
     if job.error is not None:
         return fail(folder, job.overrides, f"{job.error}; skipped")
-    overrides = [*shared, "sweep.active=true", *job.overrides]
+    overrides = overrides_of(job, shared)
     try:
         config = compose(overrides)
     except ConfigError as error:
