@@ -169,6 +169,17 @@ def test_a_wrong_width_is_told_of_the_factor_that_has_it(tmp_path):
     assert "lora_A" not in str(caught.value)
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity"])
+def test_an_alpha_that_is_no_number_is_the_adapters(tmp_path, peft, number):
+    """As a factor that is not finite, it would later be told of the checkpoint's latents."""
+    with pytest.raises(ConfigError, match="x.safetensors: an alpha is not a finite number"):
+        place(saved(tmp_path / "x.safetensors", pair() | {f"{MODULE}.alpha": numpy.array(number, "float32")}))
+    for settings in (f'"lora_alpha": {number}', f'"alpha_pattern": {{"to_q": {number}}}'):
+        (peft / "adapter_config.json").write_text(f'{{"r": 4, {settings}}}')
+        with pytest.raises(ConfigError, match="its settings cannot be read .an alpha is not a finite number"):
+            place(peft / "adapter_model.safetensors")
+
+
 TRAINERS = {
     "OneTrainer": pair("lora_transformer_", MODULE.replace(".", "_"), ends=("lora_down", "lora_up")),
     "DiffSynth": pair("pipe.dit.", "blocks.0.self_attn.q", ends=("lora_A.default", "lora_B.default")),

@@ -212,6 +212,8 @@ def peft_settings(path: Path) -> dict:
         alpha, rank = settings.get("lora_alpha", settings.get("alpha")), int(settings.get("r") or 1)
         flags = {name: settings.get(name) is True for name in ("use_dora", "use_rslora")}
         alpha = None if alpha is None else float(alpha)
+        if not all(map(math.isfinite, (alpha or 0, *patterns.values()))):
+            raise ValueError("an alpha is not a finite number")
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         remedy = f"{PEFT_FILE} needs the {PEFT_SETTINGS} that PEFT saved beside it"
         raise ConfigError(f"{path}: its settings cannot be read ({error}); {remedy}") from error
@@ -251,7 +253,10 @@ def read_number(stored: Stored) -> float:
     kind = STORED_DTYPES.get(stored.dtype) or INTEGERS.get(stored.dtype)
     if kind is None or math.prod(stored.shape) != 1:
         raise ConfigError(f"{stored.file}: an alpha of {stored.dtype} and shape {stored.shape}; it must be one number")
-    return float(numpy.fromfile(stored.file, kind, 1, offset=stored.offset)[0])
+    number = float(numpy.fromfile(stored.file, kind, 1, offset=stored.offset)[0])
+    if not math.isfinite(number):
+        raise ConfigError(f"{stored.file}: an alpha is not a finite number; download it again, or leave it out")
+    return number
 
 
 # ---------------------------------------------------------------- matching against the model
