@@ -71,8 +71,8 @@ def copies(folder: Path, key: str) -> list[Path]:
     """The copies of a key's files in a run folder, in order: inputs/image.png, inputs/references.0.png. Links out of
     the folder are ignored."""
     numbered = {}
-    for path in folder.glob(f"inputs/{key}.*"):
-        match = re.fullmatch(rf"{key}(?:\.(\d+))?\.\w+", path.name)
+    for path in folder.glob(f"inputs/{key}*"):
+        match = re.fullmatch(rf"{key}(?:\.(\d+))?(?:\.[^.]+)?", path.name)
         if match and path.resolve().is_relative_to(folder.resolve()):
             numbered[path] = int(match[1] or 0)
     return sorted(numbered, key=lambda path: numbered[path])
