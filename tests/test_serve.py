@@ -249,6 +249,18 @@ def test_what_requests_have_in_common_is_composed_and_checked_once(idle, monkeyp
     assert (own.prompt.negative, configs[0].prompt.negative) == ("b", idle.base.config.prompt.negative)
 
 
+def test_a_live_video_that_a_request_chooses_has_no_previews(tmp_path):
+    """Nor are they missing where the server's own videos are live."""
+    for number, (own, chosen) in enumerate([("demo", "demo_live"), ("demo_live", "demo")]):
+        server = Server(tmp_path / f"queue{number}", f"model={own}", f"+serve.choices.model=[{chosen}]")
+        try:
+            for fields, name in (({}, own), ({"model": chosen}, chosen)):
+                job = server.queue.get(server.post(prompt="a ball", **fields)["id"])
+                assert worker.configure(job, server.base)[0].preview_every == (name == "demo")
+        finally:
+            server.close()
+
+
 def test_what_a_request_says_comes_before_the_owners_prompt_files(tmp_path):
     (tmp_path / "prompt.txt").write_text("a star")
     own = [f"{key}={tmp_path / 'prompt.txt'}" for key in ("prompt.file", "prompt.negative_file")]
