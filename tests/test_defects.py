@@ -83,6 +83,16 @@ def test_references_keep_their_order_and_old_ones_go(tmp_path):
     assert sorted(path.name for path in (tmp_path / "inputs").iterdir()) == ["references.0.png", "references.1.png"]
 
 
+@pytest.mark.parametrize("name", ["photo", "photo.jpg~", "photo.1"])
+def test_a_picture_without_a_usual_suffix_is_found_again(tmp_path, name):
+    """Pillow reads its content, so a run starts from it, and its copy is what resume and replay start from."""
+    Image.new("RGB", (32, 32)).save(tmp_path / name, "PNG")
+    config = make_config("model=demo_i2v", f"image='{tmp_path / name}'")
+    (tmp_path / "run").mkdir()
+    outputs.copy_pictures(tmp_path / "run", config)
+    assert [path.read_bytes() for path in inputs.copies(tmp_path / "run", "image")] == [(tmp_path / name).read_bytes()]
+
+
 # ---------------------------------------------------------------- adapters
 
 

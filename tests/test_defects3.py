@@ -1,12 +1,16 @@
 """Untrue messages, trust that went too far and work that was thrown away: each a case that once was."""
+import contextlib
 import dataclasses
+import functools
 import inspect
 import json
 import math
+import operator
 import os
 import shutil
 import subprocess
 import sys
+import time
 import warnings
 from types import SimpleNamespace
 
@@ -167,6 +171,33 @@ def test_a_wrong_width_is_told_of_the_factor_that_has_it(tmp_path):
         place(saved(tmp_path / "x.safetensors", pair(up=(96, 4))))
     assert f"to_q.lora_B.weight: shape (96, 4), the model's tensor is ({WIDTH}, {WIDTH})" in str(caught.value)
     assert "lora_A" not in str(caught.value)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity"])
+def test_an_alpha_that_is_no_number_is_the_adapters(tmp_path, peft, number):
+    """As a factor that is not finite, it would later be told of the checkpoint's latents."""
+    with pytest.raises(ConfigError, match="x.safetensors: an alpha is not a finite number"):
+        place(saved(tmp_path / "x.safetensors", pair() | {f"{MODULE}.alpha": numpy.array(number, "float32")}))
+    for settings in (f'"lora_alpha": {number}', f'"alpha_pattern": {{"to_q": {number}}}'):
+        (peft / "adapter_config.json").write_text(f'{{"r": 4, {settings}}}')
+        with pytest.raises(ConfigError, match="its settings cannot be read .an alpha is not a finite number"):
+            place(peft / "adapter_model.safetensors")
+
+
+def test_an_alpha_for_each_of_many_modules_is_found_at_once(peft):
+    """Python remembers 512 regular expressions: of more, each was compiled again for every module, for a minute."""
+    names = [f"blocks.{number}.attn1.to_q" for number in range(400)]
+    pairs = [pair("base_model.model.", name, (1, 2), (2, 1)) for name in names]
+    saved(peft / "adapter_model.safetensors", functools.reduce(operator.or_, pairs))
+    row = adapters.File("style", peft / "adapter_model.safetensors", "", 1.0, False)
+    for others, allowed in ((700, True), (20_000, False)):
+        alphas = {f"none.{number}": 1 for number in range(others)} | {name: place for place, name in enumerate(names)}
+        (peft / "adapter_config.json").write_text(json.dumps({"r": 1, "alpha_pattern": alphas}))
+        began = time.perf_counter()
+        with contextlib.nullcontext() if allowed else pytest.raises(ConfigError, match="20400 entries; at most 10000"):
+            changes = adapters.place((row,), {f"{name}.weight": (2, 2) for name in names}, FAMILY)
+            assert [changes[f"{name}.weight"][0].scale for name in names] == list(range(400))
+        assert time.perf_counter() - began < 10
 
 
 TRAINERS = {

@@ -94,6 +94,19 @@ def test_shards_split_the_list_once_and_whole():
     assert parts == [["a", "d"], ["b", "e"], ["c"]]
 
 
+def test_together_are_those_that_differ_in_text_and_seed_alone(tmp_path):
+    """A share of a list has some seeds of a line, and then of another with settings of its own."""
+    file = tmp_path / "jobs.jsonl"
+    lines = [{"prompt": "a"}, {"prompt": "b", "negative_prompt": "c"}, {"prompt": "d", "steps": 3}, {"seed": 1}]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    for shard, sizes in ((None, [3] * 4), ("1/3", [2, 1, 1]), ("1/2", [3, 2, 1])):
+        config = make_config(f"prompts={file}", "images=3", *([f"shard={shard}"] if shard else []))
+        groups = list(jobs.groups(jobs.share(jobs.read(config), config.shard), 3))
+        assert [len(group) for group in groups] == sizes
+        assert all(len({"steps=3" in job.overrides for job in group}) == 1 for group in groups)
+        assert all(len({job.error for job in group}) == 1 for group in groups)
+
+
 def test_broken_lines_are_told_with_their_number_and_the_others_kept(tmp_path):
     file = tmp_path / "jobs.jsonl"
     file.write_text('{"prompt": "a"}\n{oops\n{"seed": 3}\n[1]\n{"prompt": "b"}\n')

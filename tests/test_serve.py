@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 from tests import given
 from tests.conftest import ROOT, SMALL, make_config
 from tests.serving import Server, wait_for
-from wan_torchax.config import clips, validation
+from wan_torchax.config import clips, inputs, validation
 from wan_torchax.config.commandline import compose
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
@@ -247,6 +247,31 @@ def test_what_requests_have_in_common_is_composed_and_checked_once(idle, monkeyp
     assert "seed=-1" in idle.post(400, **first | {"seed": -1})["error"]["message"]
     own = worker.configure(idle.queue.get(idle.post(**first | {"negative_prompt": "b"})["id"]), idle.base)[0]
     assert (own.prompt.negative, configs[0].prompt.negative) == ("b", idle.base.config.prompt.negative)
+
+
+def test_a_live_video_that_a_request_chooses_has_no_previews(tmp_path):
+    """Nor are they missing where the server's own videos are live."""
+    for number, (own, chosen) in enumerate([("demo", "demo_live"), ("demo_live", "demo")]):
+        server = Server(tmp_path / f"queue{number}", f"model={own}", f"+serve.choices.model=[{chosen}]")
+        try:
+            for fields, name in (({}, own), ({"model": chosen}, chosen)):
+                job = server.queue.get(server.post(prompt="a ball", **fields)["id"])
+                assert worker.configure(job, server.base)[0].preview_every == (name == "demo")
+        finally:
+            server.close()
+
+
+def test_what_a_request_says_comes_before_the_owners_prompt_files(tmp_path):
+    (tmp_path / "prompt.txt").write_text("a star")
+    own = [f"{key}={tmp_path / 'prompt.txt'}" for key in ("prompt.file", "prompt.negative_file")]
+    server = Server(tmp_path / "queue", *SMALL, *own)
+    try:
+        for fields, negative in (({}, "a star"), ({"negative_prompt": "a dog"}, "a dog")):
+            job = server.queue.get(server.post(prompt="a ball", **fields)["id"])
+            texts = inputs.with_texts(worker.configure(job, server.base)[0]).prompt
+            assert (texts.text, texts.negative) == ("a ball", negative)
+    finally:
+        server.close()
 
 
 def test_files_of_the_owner_are_looked_at_for_every_request_and_take_their_time(tmp_path, monkeypatch):

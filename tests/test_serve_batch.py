@@ -6,7 +6,7 @@ import numpy
 import pytest
 from safetensors.numpy import load_file
 
-from tests.conftest import SMALL, make_config, metrics
+from tests.conftest import SMALL, make_config, metrics, resolve_here
 from tests.serving import Server
 from wan_torchax.events import Stepped
 from wan_torchax.runtime.jobs import find_job
@@ -99,6 +99,11 @@ def test_videos_of_other_shapes_or_with_a_cache_are_not_put_together(crowd):
     assert together.takes_several(find_job(make_config()))
     for others in ("cache=easycache", "cache=guidance", "pipeline=i2v", "pipeline=v2v"):
         assert not together.takes_several(find_job(make_config(others)))
+
+
+def test_latents_that_nobody_keeps_or_asks_for_are_not_made_together(two_layers):
+    for setting, expected in (("seed=1", True), ("output.save_stages=false", False), ("stages=[text]", False)):
+        assert together.takes_several(resolve_here(*two_layers, setting)) is expected
 
 
 def test_each_has_its_own_events_and_preview(crowd):

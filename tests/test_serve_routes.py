@@ -13,7 +13,7 @@ from tests.conftest import SMALL, make_config
 from tests.serving import DEADLINE, Server, wait_for
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.validation import validate
-from wan_torchax.serve import estimate, page, requests
+from wan_torchax.serve import api, estimate, page, requests
 from wan_torchax.serve.errors import Refused
 from wan_torchax.serve.gallery import read_run
 from wan_torchax.serve.queue import append
@@ -101,6 +101,17 @@ def test_pictures_that_cannot_be_made_are_refused(idle, fields, words):
     answer = idle.client.post("/v1/images/generations", json={"prompt": "a"} | fields)
     assert answer.status_code == 400 and words in answer.json()["error"]["message"]
     assert not idle.queue.jobs()
+
+
+def test_a_null_is_what_is_not_said_of_pictures_too(idle, monkeypatch):
+    async def finished(request, jobs):
+        """Nobody makes them."""
+
+    monkeypatch.setattr(api, "finished", finished)
+    said = {"prompt": "a", "n": None, "frames": None, "steps": None, "response_format": None}
+    assert idle.client.post("/v1/images/generations", json=said).status_code == 200
+    (job,) = idle.queue.jobs()
+    assert job.request["frames"] == 1
 
 
 def test_pictures_are_all_taken_or_none(tmp_path):

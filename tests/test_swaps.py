@@ -2,13 +2,14 @@
 import functools
 import itertools
 import re
+import shlex
 
 import numpy
 import pytest
 from safetensors.torch import load_file
 
 from tests import flux, flux2, given, hunyuan15, lora, reference, tiny
-from tests.conftest import SMALL, make_config, results, run_into
+from tests.conftest import ROOT, SMALL, make_config, results, run_into
 from tests.reference import TEXTS, relative_error
 from tests.test_flux import ODD, on
 from wan_torchax.config.schema import ConfigError
@@ -275,6 +276,17 @@ def test_an_adapter_made_for_another_model_is_refused_and_not_offered(adapter):
     with pytest.raises(ConfigError, match=f"adapter.{adapter}: was made for model=demo.*, not for model=demo_live"):
         validate(config)
     assert at_hand(config) == {} and adapter in at_hand(make_config())["adapter"]
+
+
+def test_the_pages_commands_with_the_embedded_adapters_are_taken():
+    page = (ROOT / "docs" / "adapters.md").read_text().partition("## Beside the weights")[2]
+    commands = [shlex.split(line)[2:] for line in page.split("```")[1].strip().splitlines()]
+    for overrides in commands:
+        validate(make_config(*overrides, "task=plan", "mesh=gpu_1"))
+        if overrides[0].startswith("adapter=demo_"):
+            own = Session()
+            own.build(own.resolve(make_config(*overrides), ["denoise"]), ["denoise"])
+            assert own.components["transformer"].placement.rank
 
 
 def test_ranks_that_do_not_fit_and_strengths_of_diffs_are_told(files):

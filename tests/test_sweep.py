@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -22,12 +23,14 @@ from safetensors.numpy import load_file
 from tests import tiny
 from tests.conftest import ROOT, SMALL, listed, make_config, metrics
 from tests.fork import warm
-from wan_torchax.config.commandline import rewrite
+from wan_torchax import run
+from wan_torchax.config import inputs
+from wan_torchax.config.commandline import compose, rewrite
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.records import media, outputs, report, results
 from wan_torchax.records.stored import compare_replay, composed_from, read_stored, take_over
 from wan_torchax.session import session
-from wan_torchax.tasks import attempt
+from wan_torchax.tasks import attempt, together
 
 PROMPTS = ["a red circle, moving right", "a blue square"]
 KILLS = int(os.environ.get("KILLS", 1))
@@ -146,6 +149,69 @@ def test_one_failure_does_not_stop_the_others(tmp_path, two_layers):
     assert "multiple of 16" in errors[second] and "line 3: not JSON" in errors["line0003"]
     assert "nearest: steps" in errors["line0004"]
     assert "line 3: not JSON" in answer.output
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """Lists whose videos are not made: which would be denoised together, and from which settings each is made."""
+    seen = SimpleNamespace(together=[], made=[])
+
+    def make(config, folder, overrides):
+        seen.made.append((folder.name, config.resume, config.steps, inputs.with_texts(config).prompt.text))
+        outputs.write_metrics(folder, {"config_hash": "", "stages": [], "output": {}})
+
+    def attempt_all(folder, *overrides):
+        seen.together.clear(), seen.made.clear(), attempt.failures.clear()
+        overrides = rewrite(list(overrides))
+        attempt.attempt(compose(overrides), folder, overrides)
+        return attempt.failures
+
+    monkeypatch.setattr(attempt, "failures", [])
+    monkeypatch.setattr(attempt, "sweep_folders", {})
+    monkeypatch.setattr(run, "generate", make)
+    monkeypatch.setattr(together, "denoise_together", lambda videos: seen.together.append([v.config for v in videos]))
+    seen.attempt = attempt_all
+    return seen
+
+
+def test_several_at_once_of_a_preset(tmp_path, batches):
+    """Each goes on in its folder, which knows the preset."""
+    assert not batches.attempt(tmp_path, "preset=t2v_demo_128_cpu_v2", "steps=2", "images=2", "prompt=a ball")
+    assert [[config.seed for config in group] for group in batches.together] == [[2025, 2026]]
+    names = "seed2025", "seed2026"
+    assert batches.made == [(name, str(tmp_path / name), 2, "a ball") for name in names]
+
+
+def test_several_at_once_of_a_run_that_is_taken_over(tmp_path, batches, made):
+    """They are made one by one, of its settings and not of the defaults."""
+    for key in ("replay", "resume"):
+        assert not batches.attempt(tmp_path / key, f"{key}={made}", "images=2", *tiny.model())
+        assert not batches.together and [one[2:] for one in batches.made] == [(3, PROMPTS[0])] * 2
+
+
+def test_what_is_done_before_is_not_begun_together(tmp_path, batches, monkeypatch):
+    assert not batches.attempt(tmp_path, "images=2")
+    monkeypatch.setattr(attempt, "done_before", lambda config, folder: 1.0 if config.seed < 2027 else None)
+    for images, several in ((3, []), (4, [[2027, 2028]])):
+        assert not batches.attempt(tmp_path, f"images={images}", "sweep.resume=true")
+        assert [[config.seed for config in group] for group in batches.together] == several
+        assert [name for name, *_ in batches.made] == [f"seed{seed}" for seed in range(2027, 2025 + images)]
+
+
+def test_a_broken_line_is_not_begun(tmp_path, batches):
+    (failed, _) = batches.attempt(tmp_path, 'prompts=[{"seed": 1}, "a ball"]', "images=2")
+    assert "line 1: no prompt" in failed
+    assert [[config.prompt.text for config in group] for group in batches.together] == [["a ball"] * 2]
+
+
+@pytest.mark.parametrize("more", [(), ("images=2",)])
+def test_a_lists_prompts_come_before_a_prompts_file(tmp_path, batches, more):
+    (tmp_path / "prompt.txt").write_text("a star")
+    lines = '["a ball", {"prompt": "a cat", "negative_prompt": "a dog"}]'
+    files = f"prompt.file={tmp_path / 'prompt.txt'}", f"prompt.negative_file={tmp_path / 'prompt.txt'}"
+    assert not batches.attempt(tmp_path / "list", f"prompts={lines}", *files, *more)
+    assert list(dict.fromkeys(one[3] for one in batches.made)) == ["a ball", "a cat"]
+    assert {config.prompt.negative for group in batches.together for config in group} <= {"a star", "a dog"}
 
 
 @pytest.mark.full

@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from omegaconf import ListConfig
+
 from wan_torchax.config.wording import one_of
 
 if TYPE_CHECKING:  # not at run time: --help must be fast
@@ -47,8 +49,8 @@ def is_taken(config) -> bool:
 
 
 def moves_of(path) -> list[str]:
-    """The moves of a list, or of a text with commas."""
-    moves = (path or "").split(",") if isinstance(path, str) or path is None else path
+    """The moves of a list, or of a text with commas. What is neither is a move that nobody knows."""
+    moves = path if isinstance(path, (list, ListConfig)) else str("" if path is None else path).split(",")
     return [move for move in (str(move).replace(" ", "") for move in moves) if move]
 
 

@@ -66,7 +66,7 @@ def steps_skipped(config) -> int:
     if "strength" not in config.pipeline.inputs.values():
         return 0
     strength = DEFAULT_STRENGTH if config.strength is None else config.strength
-    return config.steps - min(int(config.steps * strength), config.steps)
+    return config.steps - int(config.steps * min(max(0, strength), 1))  # validation reports others, also NaN
 
 
 def previewer_of(config) -> str | None:

@@ -3,13 +3,13 @@ import contextlib
 import functools
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from wan_torchax.config import camera, clips, live, sounds
-from wan_torchax.config.commandline import literal
+from wan_torchax.config.commandline import key_of, literal
 from wan_torchax.config.frames import Timed, open_picture, read_frames
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import copied
@@ -27,6 +27,13 @@ SIZE_REMEDY = (
     "give image=photo.jpg, video=clip.mp4 or pose=pose.mp4 for a pipeline that takes it, or another resolution"
 )
 SHAPES = (16 / 9, 9 / 16, 1)  # of videos
+TEXT_FILES = {"prompt.text": "prompt.file", "prompt.negative": "prompt.negative_file"}
+
+
+def without_files(overrides: Iterable[str], said: Iterable[str]) -> list[str]:
+    """Overrides without the files of prompts whose texts others say."""
+    replaced = {TEXT_FILES.get(key_of(text)) for text in said}
+    return [text for text in overrides if key_of(text) not in replaced]
 
 
 def with_texts(config: DictConfig) -> DictConfig:
@@ -64,8 +71,8 @@ def copies(folder: Path, key: str) -> list[Path]:
     """The copies of a key's files in a run folder, in order: inputs/image.png, inputs/references.0.png. Links out of
     the folder are ignored."""
     numbered = {}
-    for path in folder.glob(f"inputs/{key}.*"):
-        match = re.fullmatch(rf"{key}(?:\.(\d+))?\.\w+", path.name)
+    for path in folder.glob(f"inputs/{key}*"):
+        match = re.fullmatch(rf"{key}(?:\.(\d+))?(?:\.[^.]+)?", path.name)
         if match and path.resolve().is_relative_to(folder.resolve()):
             numbered[path] = int(match[1] or 0)
     return sorted(numbered, key=lambda path: numbered[path])

@@ -10,24 +10,27 @@ columns image, last_image, video, pose, face, background, mask, references and a
 import csv
 import hashlib
 import io
+import itertools
 import json
 import logging
 import os
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from wan_torchax.config import inputs, trust
-from wan_torchax.config.commandline import TEXT_KEYS
+from wan_torchax.config.commandline import TEXT_KEYS, key_of
 from wan_torchax.config.geometry import device_count
 from wan_torchax.config.schema import ConfigError
 
 log = logging.getLogger("wan")
 MOST_JOBS = 100_000
 MOST_TOGETHER = 64  # denoised as one batch
+APART = ("prompt.text", "prompt.negative", "seed")  # may differ between videos of a batch
 NAME_LETTERS = 40  # of the prompt in a folder's name
 
 
@@ -241,6 +244,17 @@ def share(jobs: list[Job], shard: str | None) -> list[Job]:
     """This machine's jobs: with `3/12` every twelfth, from the third on."""
     part, parts = read_shard(shard)
     return jobs[part - 1 :: parts]
+
+
+def groups(jobs: list[Job], most: int) -> Iterator[list[Job]]:
+    """The jobs in order: at most so many together that follow each other and differ only in APART."""
+
+    def settings(job: Job) -> list[str | None]:
+        return [job.error, *(text for text in job.overrides if key_of(text) not in APART)]
+
+    for _, alike in itertools.groupby(jobs, settings):
+        while group := list(itertools.islice(alike, most)):
+            yield group
 
 
 def read_shard(shard: str | None) -> tuple[int, int]:

@@ -36,7 +36,7 @@ from wan_torchax.runtime.merging import Change, Form
 log = logging.getLogger("wan")
 PROBLEMS_SHOWN = 20
 EXAMPLES = 3
-PATTERN_LETTERS, PATTERN_REPEATS = 200, 3  # limits for a regular expression in a file
+PATTERN_LETTERS, PATTERN_REPEATS, MOST_PATTERNS = 200, 3, 10_000  # limits for regular expressions in a file
 INTEGERS = {"I64": "int64", "I32": "int32"}  # some trainers store alpha as an integer
 
 LOHA = "hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"
@@ -212,12 +212,18 @@ def peft_settings(path: Path) -> dict:
         alpha, rank = settings.get("lora_alpha", settings.get("alpha")), int(settings.get("r") or 1)
         flags = {name: settings.get(name) is True for name in ("use_dora", "use_rslora")}
         alpha = None if alpha is None else float(alpha)
+        if not all(map(math.isfinite, (alpha or 0, *patterns.values()))):
+            raise ValueError("an alpha is not a finite number")
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         remedy = f"{PEFT_FILE} needs the {PEFT_SETTINGS} that PEFT saved beside it"
         raise ConfigError(f"{path}: its settings cannot be read ({error}); {remedy}") from error
+    if len(patterns) > MOST_PATTERNS:
+        raise ConfigError(f"{path}: alpha_pattern has {len(patterns)} entries; at most {MOST_PATTERNS}")
     for pattern in patterns:
         check_pattern(path, pattern)
-    return {"lora_alpha": alpha, "alpha_pattern": patterns, "r": rank, **flags}
+    # As in PEFT: a pattern matches the end of a module's name, starting at a dot.
+    compiled = {re.compile(rf"(?:.*\.)?(?:{pattern})$"): value for pattern, value in patterns.items()}
+    return {"lora_alpha": alpha, "alpha_pattern": compiled, "r": rank, **flags}
 
 
 def check_pattern(path: Path, pattern: str) -> None:
@@ -238,10 +244,8 @@ def scale_of(contents: Contents, module: str, rank: int | None) -> float:
     if alpha is not None:
         return read_number(alpha) / rank if rank else 1.0
     rank = rank or settings.get("r", 1)
-    # As in PEFT: a pattern matches the end of a module's name, starting at a dot; the first match wins.
-    patterns = settings.get("alpha_pattern", {}).items()
-    named = [value for pattern, value in patterns if re.match(rf"(?:.*\.)?(?:{pattern})$", module)]
-    alpha = (*named, settings.get("lora_alpha"))[0]
+    named = (value for pattern, value in settings.get("alpha_pattern", {}).items() if pattern.match(module))
+    alpha = next(named, settings.get("lora_alpha"))  # as in PEFT, the first match wins
     if alpha is None:
         return 1.0
     return alpha / (math.sqrt(rank) if settings["use_rslora"] else rank)
@@ -251,7 +255,10 @@ def read_number(stored: Stored) -> float:
     kind = STORED_DTYPES.get(stored.dtype) or INTEGERS.get(stored.dtype)
     if kind is None or math.prod(stored.shape) != 1:
         raise ConfigError(f"{stored.file}: an alpha of {stored.dtype} and shape {stored.shape}; it must be one number")
-    return float(numpy.fromfile(stored.file, kind, 1, offset=stored.offset)[0])
+    number = float(numpy.fromfile(stored.file, kind, 1, offset=stored.offset)[0])
+    if not math.isfinite(number):
+        raise ConfigError(f"{stored.file}: an alpha is not a finite number; download it again, or leave it out")
+    return number
 
 
 # ---------------------------------------------------------------- matching against the model

@@ -87,7 +87,7 @@ async def create_and_wait(request: Request) -> FileResponse:
 async def create_images(request: Request) -> Answer:
     """Pictures: videos of one frame."""
     front, (fields, files) = request.app.state.front, await read(request)
-    fields = {"frames": 1} | requests.plain(fields)
+    fields = {"frames": 1} | {name: value for name, value in requests.plain(fields).items() if value is not None}
     said = {name: fields.pop(name, None) or usual[0] for name, usual in IMAGE_FIELDS.items()}
     for name, value in said.items():
         for problem in one_of(name, value, IMAGE_FIELDS[name]):

@@ -58,6 +58,7 @@ ADAPTER = "adapter."  # with the name of one in the owner's folder: its strength
 NESTED = ("extra_body", "extra_params", "extra_json")  # objects, or their JSON, with further fields of the request
 WITHOUT_EFFECT = ("user", "generator_device")  # accepted and ignored
 OWN = ("task", "serve", "prompt.text", "hydra")  # for the server itself, not for its videos
+PIPED = {"pipeline", "model", "preset"}  # groups that choose a pipeline
 LETTERS = 32_000  # limit of a prompt, the same as OpenAI's
 MOST_KEPT = 10_000  # letters of a request's overrides, beside its prompts, up to which its configuration is kept
 FORMATS = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp"}
@@ -105,7 +106,9 @@ class Base:
         if any(is_recipe(group, values[group]) for group in ("adapter", "sampling") if group in values):
             replaced += RECIPE_KEYS
         kept = [text for text in self.overrides if not is_under(key_of(text), replaced)]
-        every = 0 if live.is_on(self.config) else self.config.serve.preview_every  # a live video shows itself
+        kept = inputs.without_files(kept, said)
+        config = compose([*kept, *said]) if PIPED & values.keys() else self.config
+        every = 0 if live.is_on(config) else self.config.serve.preview_every  # a live video shows itself
         own = ["sweep.active=true", f"preview_every={every}"]
         own += [f"adapter.{name}.path={quote(str(one.path))}" for name, one in self.adapters.items()
                 if f"adapter.{name}.strength" in values]

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from wan_torchax.config import inputs, live
 from wan_torchax.config.commandline import compose
+from wan_torchax.config.jobs import APART
 from wan_torchax.config.registry import STAGES
 from wan_torchax.config.schema import ConfigError, FolderError
 from wan_torchax.events import Advanced, Asked, Began, Event, Listener, Previewed, Stepped
@@ -40,7 +41,6 @@ RESERVED_BYTES = 4096  # preallocated for the error message, in case the disk fi
 # Session phases that are not stages -> their label for clients.
 PHASES = {"start": "loading", "build": "loading", "load_": "loading", "compile_": "compiling", "write": "writing"}
 FIRST, LAST = 2, 98  # progress in per cent when the first stage begins and when the last ends
-APART = ("prompt.text", "prompt.negative", "seed")  # may differ between videos of a batch
 
 
 class Cancelled(Exception):

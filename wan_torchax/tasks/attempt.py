@@ -71,13 +71,15 @@ def attempt_list(config, folder: Path, overrides: list[str]) -> float | None:
     sweep_folders[folder] = False
     seconds = []
     with bar(len(listed), "videos", unit="video", position=1) as progress:
-        for first in range(0, len(listed), config.images or 1):
-            group = listed[first : first + (config.images or 1)]
-            begun = len(group) > 1 and denoise_group(group, folder, shared)
+        for group in jobs.groups(listed, config.images or 1):
+            whole = len(group) > 1 and group[0].error is config.resume is config.replay is None
+            begun = whole and denoise_group(group, folder, shared)
+            # A preset is in the folder that it goes on in.
+            said = [text for text in shared if not (begun and commandline.key_of(text) == "preset")]
             for job in group:
                 path = folder / job.name
                 more = [f"resume={trust.written(str(path.resolve()))}"] if begun else []
-                seconds.append(attempt_one(job, path, [*shared, *more]))
+                seconds.append(attempt_one(job, path, [*said, *more]))
                 progress.update(1)
     made = [value for value in seconds if value is not None]
     return sum(made) / len(made) if made else None
@@ -94,13 +96,16 @@ def denoise_group(group: list[jobs.Job], folder: Path, shared: list[str]) -> boo
     videos = []
     try:
         for job in group:
-            overrides, path = [*shared, "sweep.active=true", *job.overrides], folder / job.name
+            overrides, path = overrides_of(job, shared), folder / job.name
             config = inputs.with_texts(compose(overrides))
             validation.validate(config)
             path.mkdir(parents=True, exist_ok=True)
+            if config.sweep.resume and distributed.from_first("done before", done_before(config, path)):
+                continue
             write_config(path, settle(config), overrides)
             videos.append(Video(config, path, silence, Clock()))
-        denoise_together(videos)
+        if len(videos) > 1:
+            denoise_together(videos)
         return True
     except Exception as error:
         interruption.check()
@@ -108,12 +113,17 @@ def denoise_group(group: list[jobs.Job], folder: Path, shared: list[str]) -> boo
         return False
 
 
+def overrides_of(job: jobs.Job, shared: list[str]) -> list[str]:
+    """A video's overrides on top of the command line's."""
+    return [*inputs.without_files(shared, job.overrides), "sweep.active=true", *job.overrides]
+
+
 def attempt_one(job: jobs.Job, folder: Path, shared: list[str]) -> float | None:
-    """One video of a list: its overrides on top of the command line's."""
+    """One video of a list."""
     folder.mkdir(parents=True, exist_ok=True)
     if job.error is not None:
         return fail(folder, job.overrides, f"{job.error}; skipped")
-    overrides = [*shared, "sweep.active=true", *job.overrides]
+    overrides = overrides_of(job, shared)
     try:
         config = compose(overrides)
     except ConfigError as error:

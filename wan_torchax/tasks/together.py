@@ -60,9 +60,10 @@ def denoise_together(videos: list[Video]) -> None:
 
 
 def takes_several(job: Job) -> bool:
-    """Whether videos like this can be denoised together."""
-    name = main_stage(job.graph)
-    return not job.is_segmented and find(name).takes_several(name, job)
+    """Whether videos like this can be denoised together, and what is made of each can be left in its folder."""
+    name, config = main_stage(job.graph), job.config
+    is_left = name in config.stages and config.output.save_stages
+    return is_left and not job.is_segmented and find(name).takes_several(name, job)
 
 
 def encode(video: Video) -> None:
