@@ -39,7 +39,7 @@ from wan_torchax.events import Background, silence
 from wan_torchax.tasks.attempt import attempt, explain, failures, report
 
 
-def generate(config, folder: Path, overrides=(), listener=silence, clock=None) -> float:
+def generate(config, folder: Path, overrides=(), listener=silence, clock=None, claims=True) -> float:
     """From a composed and validated config to a video. Returns the median seconds per step.
 
     Results of finished stages stay in the folder however the run ends; `listener` receives all events.
@@ -48,7 +48,7 @@ def generate(config, folder: Path, overrides=(), listener=silence, clock=None) -
     from wan_torchax.session import session
     from wan_torchax.tasks.generate import Making, keeps_frames, read_results
 
-    with Making(config, folder, overrides, listener, clock) as video:
+    with Making(config, folder, overrides, listener, clock, claims) as video:
         job = find_job(video.config)  # checkpoints, adapters, images: each located and hashed once
         at_hand = read_results(job)  # results of an earlier run
         resolved = session.resolve(job, at_hand.missing, video.emit)  # downloads weights, starts devices

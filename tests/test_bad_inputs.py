@@ -226,6 +226,7 @@ scheduler.target=DDPMScheduler  =>  scheduler.target=DDPMScheduler: unknown; nea
 scheduler.target=os.system  =>  scheduler.target=os.system: unknown; one of:
 scheduler.target=  =>  scheduler.target=: unknown; one of:
 scheduler.arguments=5  =>  scheduler.arguments: must be a mapping, e.g. {name: value}
+prompt=a prompt.file={tmp}/one.txt  =>  prompt.text and prompt.file: both are given; leave one of them out
 prompt.file=/no/such/file  =>  prompt.file=/no/such/file: no such file
 prompt.file={tmp}/latin1.txt  =>  prompt.file={tmp}/latin1.txt: not UTF-8 text; convert it
 prompt.file={tmp}  =>  prompt.file={tmp}: no such file

@@ -260,7 +260,8 @@ def test_a_server_and_its_page_take_any_number_of_frames(tmp_path):
 def test_progress_is_that_of_all_segments(tmp_path):
     """Of three the first is a third of the video, and its steps are a third of them."""
     config, job, heard = make_config(*arguments_of(12)), Job("video_0", tmp_path, {"segments": 3}), []
-    reporter = Reporter(job, lambda: False, config.pipeline.stages)
+    reporter = Reporter(job, lambda: False)
+    reporter.expect(config.pipeline.stages)
     resolved = SimpleNamespace(config=config)
     for segment in range(3):
         emit = joined(RunStep("denoise", resolved, segment), resolved, to_all(heard.append, reporter))

@@ -49,31 +49,31 @@ def test_a_read_only_store_is_read(tmp_path, monkeypatch):
 def job(tmp_path, monkeypatch):
     """A video of the queue with one finished stage."""
     (tmp_path / "text.safetensors").write_bytes(b"x")
-    config = SimpleNamespace(resume=str(tmp_path))
+    config = SimpleNamespace(resume=str(tmp_path), pipeline=SimpleNamespace(stages={}))
     monkeypatch.setattr(worker, "configure", lambda job, base: (config, []))
     return SimpleNamespace(id="video_1", folder=tmp_path)
 
 
 def test_a_hub_out_of_reach_costs_no_finished_stage(job, monkeypatch):
-    def generate(*_):
+    def generate(*_, **__):
         raise ConfigError("model.path=a/b: the Hub cannot be reached")
 
     monkeypatch.setattr(worker, "generate", generate)
     with pytest.raises(ConfigError, match="Hub"):
-        worker.make(job, None, SimpleNamespace(clock=None))
+        worker.make(job, None, SimpleNamespace(clock=None, expect=list))
     assert (job.folder / "text.safetensors").exists()
 
 
 def test_results_that_do_not_fit_are_made_again(job, monkeypatch):
     resumed = []
 
-    def generate(config, *_):
+    def generate(config, *_, **__):
         resumed.append(config.resume)
         if config.resume:
             results.read(job.folder / "text.safetensors", {"embeddings": (1,)})
 
     monkeypatch.setattr(worker, "generate", generate)
-    worker.make(job, None, SimpleNamespace(clock=None))
+    worker.make(job, None, SimpleNamespace(clock=None, expect=list))
     assert resumed == [str(job.folder), None] and not (job.folder / "text.safetensors").exists()
     with pytest.raises(results.Misfit, match="other settings"):
         results.compare(job.folder, {"steps": 3}, {"steps": 4})

@@ -2,6 +2,7 @@
 import base64
 import functools
 import io
+import json
 import re
 
 import diffusers
@@ -93,6 +94,8 @@ def test_several_pictures_are_denoised_as_one(tmp_path, caplog):
         assert relative_error(values["latents"], alone["latents"]) < 1e-4
         picture = numpy.asarray(Image.open(tmp_path / "both" / f"seed{seed}" / "picture.png"))
         assert psnr(picture, alone["frames"][0]) > 55
+        metrics = json.loads((tmp_path / "both" / f"seed{seed}" / "metrics.json").read_text())
+        assert len(metrics["step_seconds"]) == metrics["denoised_together"] == 2
 
 
 # ---------------------------------------------------------------- adapters

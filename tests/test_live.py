@@ -521,7 +521,7 @@ def test_a_video_does_not_run_away_from_those_who_watch(server, monkeypatch):
             os.utime(watched.file, (now, now))
 
     monkeypatch.setattr(worker.time, "sleep", sleep)
-    reporter = worker.Reporter(job, bool, server.base.config.pipeline.stages, ahead=5)
+    reporter = worker.Reporter(job, bool, ahead=5)
     reporter(Asked(100.0))
     assert watched.seconds() is None and not slept, "nobody watches"
     watched.now()
@@ -536,7 +536,7 @@ def test_a_video_does_not_run_away_from_those_who_watch(server, monkeypatch):
     with pytest.raises(worker.Cancelled):
         reporter(Asked(1000.0))
     before = now
-    worker.Reporter(job, bool, server.base.config.pipeline.stages).wait_for_viewers(1000.0)
+    worker.Reporter(job, bool).wait_for_viewers(1000.0)
     assert now == before
 
 

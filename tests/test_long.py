@@ -209,6 +209,7 @@ def test_a_video_that_fits_a_window_is_made_as_without(generate):
 
 REFUSED = [
     (["windows.frames=80"], "windows.frames=80: must be 4n.1"),
+    (["windows.frames=1"], "windows.frames=1: must be 4n.1, 5 or more"),
     (["windows.frames=125"], "windows.frames=125: wan21_t2v_14b takes at most 121"),
     (["windows.overlap=81"], "windows.overlap=81: must be from 0 to 77"),
     (["windows.weights=round"], "windows.weights=round"),

@@ -249,7 +249,7 @@ def test_what_requests_have_in_common_is_composed_and_checked_once(idle, monkeyp
     assert (own.prompt.negative, configs[0].prompt.negative) == ("b", idle.base.config.prompt.negative)
 
 
-def test_a_live_video_that_a_request_chooses_has_no_previews(tmp_path):
+def test_a_live_video_that_a_request_chooses_has_no_previews(tmp_path, monkeypatch):
     """Nor are they missing where the server's own videos are live."""
     for number, (own, chosen) in enumerate([("demo", "demo_live"), ("demo_live", "demo")]):
         server = Server(tmp_path / f"queue{number}", f"model={own}", f"+serve.choices.model=[{chosen}]")
@@ -257,6 +257,10 @@ def test_a_live_video_that_a_request_chooses_has_no_previews(tmp_path):
             for fields, name in (({}, own), ({"model": chosen}, chosen)):
                 job = server.queue.get(server.post(prompt="a ball", **fields)["id"])
                 assert worker.configure(job, server.base)[0].preview_every == (name == "demo")
+                monkeypatch.setattr(worker, "generate", lambda *_, **__: None)
+                reporter = worker.Reporter(job, bool)
+                worker.make(job, server.base, reporter)
+                assert ("live" in reporter.bounds) == (name == "demo_live"), "progress is that of its own stages"
         finally:
             server.close()
 

@@ -154,9 +154,10 @@ def test_one_failure_does_not_stop_the_others(tmp_path, two_layers):
 @pytest.fixture
 def batches(monkeypatch):
     """Lists whose videos are not made: which would be denoised together, and from which settings each is made."""
-    seen = SimpleNamespace(together=[], made=[])
+    seen = SimpleNamespace(together=[], made=[], clocks=[])
 
-    def make(config, folder, overrides):
+    def make(config, folder, overrides, clock=None):
+        seen.clocks.append(clock)
         seen.made.append((folder.name, config.resume, config.steps, inputs.with_texts(config).prompt.text))
         outputs.write_metrics(folder, {"config_hash": "", "stages": [], "output": {}})
 
@@ -180,6 +181,7 @@ def test_several_at_once_of_a_preset(tmp_path, batches):
     assert [[config.seed for config in group] for group in batches.together] == [[2025, 2026]]
     names = "seed2025", "seed2026"
     assert batches.made == [(name, str(tmp_path / name), 2, "a ball") for name in names]
+    assert len(set(batches.clocks)) == 2 and None not in batches.clocks, "its metrics count the batch"
 
 
 def test_several_at_once_of_a_run_that_is_taken_over(tmp_path, batches, made):

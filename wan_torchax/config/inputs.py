@@ -12,7 +12,7 @@ from wan_torchax.config import camera, clips, live, sounds
 from wan_torchax.config.commandline import key_of, literal
 from wan_torchax.config.frames import Timed, open_picture, read_frames
 from wan_torchax.config.registry import family_of
-from wan_torchax.config.schema import copied
+from wan_torchax.config.schema import ConfigError, copied
 from wan_torchax.config.wording import one_of
 
 log = logging.getLogger("wan")
@@ -34,6 +34,13 @@ def without_files(overrides: Iterable[str], said: Iterable[str]) -> list[str]:
     """Overrides without the files of prompts whose texts others say."""
     replaced = {TEXT_FILES.get(key_of(text)) for text in said}
     return [text for text in overrides if key_of(text) not in replaced]
+
+
+def check_texts(overrides: Iterable[str]) -> None:
+    said = set(map(key_of, overrides))
+    for text, file in TEXT_FILES.items():
+        if {text, file} <= said:
+            raise ConfigError(f"{text} and {file}: both are given; leave one of them out")
 
 
 def with_texts(config: DictConfig) -> DictConfig:

@@ -16,7 +16,7 @@ from wan_torchax.config.commandline import options
 from wan_torchax.config.geometry import Geometry, is_segmented
 from wan_torchax.config.registry import family_of
 from wan_torchax.config.schema import Resolution
-from wan_torchax.config.wording import nearest_multiple, one_of
+from wan_torchax.config.wording import one_of
 
 if TYPE_CHECKING:  # imported where it is used: most commands need none
     import numpy
@@ -156,8 +156,8 @@ def window_problems(config) -> Iterator[str]:
     yield from one_of("windows.weights", windows.weights, WEIGHTS)
     geometry = family.geometry(config.model.architecture)
     scale = geometry.frame_scale
-    if windows.frames < 1 or (windows.frames - 1) % scale:
-        yield f"windows.frames={windows.frames}: must be {scale}n+1; {nearest_multiple(windows.frames, scale, 1)}"
+    if windows.frames <= scale or (windows.frames - 1) % scale:
+        yield f"windows.frames={windows.frames}: must be {scale}n+1, {scale + 1} or more"
     elif windows.frames > config.model.max_frames:
         yield f"windows.frames={windows.frames}: {config.model.name} takes at most {config.model.max_frames}"
     elif not 0 <= windows.overlap <= windows.frames - scale:

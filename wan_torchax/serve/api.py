@@ -102,7 +102,7 @@ async def create_images(request: Request) -> Answer:
             for number in range(1, int(count)):
                 seed = (jobs[0].request["seed"] + number) % SEEDS
                 jobs.append(submitted(front, fields | {"seed": seed}, files, None))
-        except Refused:  # the queue is full: all or none
+        except Exception:  # the queue is full, or the disk: all or none
             for job in jobs:
                 front.queue.delete(job)
             raise

@@ -54,8 +54,9 @@ class Parked(Exception):
 class Reporter:
     """A listener that writes events to a job's folder, and raises if the job is cancelled or the worker must stop."""
 
-    def __init__(self, job: Job, must_end: Callable[[], bool], stages: Iterable[str], ahead: float | None = None):
-        self.bounds, self.ahead = bounds_of(stages), ahead
+    def __init__(self, job: Job, must_end: Callable[[], bool], ahead: float | None = None):
+        self.bounds: dict[str, tuple[float, float]] = {}  # of the video's stages
+        self.ahead = ahead
         self.job, self.must_end, self.looked = job, must_end, 0.0
         said, self.begun = job.request.get("segments"), Counter[str]()
         self.segments = said if type(said) is int and said > 0 else 1  # an earlier version's request says none
@@ -63,6 +64,10 @@ class Reporter:
         self.together = [job]  # the batch: it continues while any of its jobs is not cancelled
         self.now = {"event": "loading", "progress": last_event(job.folder).progress}
         self.total, self.done = None, 0
+
+    def expect(self, stages: Iterable[str]) -> None:
+        """Know the video's stages: a request may choose another pipeline than the server's own."""
+        self.bounds = bounds_of(stages)
 
     def __call__(self, event: Event) -> None:
         self.stop_if_unwanted(at_once=isinstance(event, Stepped))
@@ -131,14 +136,15 @@ def bounds_of(stages: Iterable[str]) -> dict[str, tuple[float, float]]:
 def make(job: Job, base: Base, reporter: Reporter) -> None:
     """Make a video, or resume one that an earlier worker left unfinished."""
     config, overrides = configure(job, base)
+    reporter.expect(config.pipeline.stages)
     try:
-        generate(config, job.folder, overrides, reporter, reporter.clock)
+        generate(config, job.folder, overrides, reporter, reporter.clock, claims=False)
     except results.Misfit as error:
         log.warning("%s: begins again: %s", job.id, error)
         for path in stage_results(job.folder):
             path.unlink()
         config.resume = None
-        generate(config, job.folder, overrides, reporter, Clock())
+        generate(config, job.folder, overrides, reporter, Clock(), claims=False)
 
 
 def configure(job: Job, base: Base):
@@ -227,7 +233,11 @@ def denoise_group(jobs: list[Job], base: Base, reporters: list[Reporter]) -> Non
     for reporter in reporters:
         reporter.together = jobs
     try:
-        videos = [Video(configure(job, base)[0], job.folder, one, one.clock) for job, one in zip(jobs, reporters)]
+        videos = []
+        for job, reporter in zip(jobs, reporters):
+            config, _ = configure(job, base)
+            reporter.expect(config.pipeline.stages)
+            videos.append(Video(config, job.folder, reporter, reporter.clock))
         denoise_together(videos)
     except (Cancelled, Parked):
         pass
@@ -282,8 +292,7 @@ def take(jobs: list[Job], queue: Queue, base: Base, must_end: Callable[[], bool]
     """Run those of the jobs that this worker can claim and whose model it serves; returns whether there were any."""
     with contextlib.ExitStack() as claims:
         held = [job for job in jobs if job.request["model"] in base.models and hold(job, queue, claims)]
-        names, ahead = base.config.pipeline.stages, base.config.serve.live_ahead
-        reporters = [Reporter(job, must_end, names, ahead) for job in held]
+        reporters = [Reporter(job, must_end, base.config.serve.live_ahead) for job in held]
         if len(held) > 1:
             denoise_group(held, base, reporters)
         worked = [try_one(job, queue, base, reporter) for job, reporter in zip(held, reporters)]

@@ -3,6 +3,7 @@ import errno
 import logging
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from wan_torchax import interruption
 from wan_torchax.config import clips, commandline, inputs, jobs, registry, trust, validation
@@ -10,19 +11,24 @@ from wan_torchax.config.commandline import compose, sweep_folders
 from wan_torchax.config.schema import ConfigError, FolderError
 from wan_torchax.devices import distributed
 
+if TYPE_CHECKING:  # not at run time: --help must be fast
+    from wan_torchax.records.clock import Clock
+
 log = logging.getLogger("wan")
 LIST_KEYS = ("prompts", "seeds", "images", "shard")
 failures: list[str] = []  # one line for each job of this process that failed
 
 
-def attempt(config, folder: Path, overrides: list[str]) -> float | None:
-    """Run a config's task, or every job of a list. An error is logged and recorded, and does not stop later jobs."""
+def attempt(config, folder: Path, overrides: list[str], **more) -> float | None:
+    """Run a config's task (`more` is for it), or every job of a list. An error is recorded and does not stop later
+    jobs."""
     from wan_torchax.records.stored import composed_from, take_over
 
     interruption.check()
     try:
         distributed.join(config)
         distributed.begin()
+        inputs.check_texts(overrides)
         config = take_over(config, overrides)
         distributed.compare(config)
         if jobs.are_listed(config):
@@ -33,7 +39,7 @@ def attempt(config, folder: Path, overrides: list[str]) -> float | None:
         validation.validate(config)
         if config.sweep.resume and (before := distributed.from_first("done before", done_before(config, folder))):
             return before
-        return registry.load(registry.TASKS, config.task)(config, folder, overrides)
+        return registry.load(registry.TASKS, config.task)(config, folder, overrides, **more)
     except Exception as error:
         interruption.check()  # Ctrl-C also reaches ffmpeg; its error is then not a failure of the job
         fail(folder, overrides, explain(error), record=not isinstance(error, FolderError))
@@ -73,27 +79,24 @@ def attempt_list(config, folder: Path, overrides: list[str]) -> float | None:
     with bar(len(listed), "videos", unit="video", position=1) as progress:
         for group in jobs.groups(listed, config.images or 1):
             whole = len(group) > 1 and group[0].error is config.resume is config.replay is None
-            begun = whole and denoise_group(group, folder, shared)
-            # A preset is in the folder that it goes on in.
-            said = [text for text in shared if not (begun and commandline.key_of(text) == "preset")]
+            begun = denoise_group(group, folder, shared) if whole else {}
             for job in group:
-                path = folder / job.name
-                more = [f"resume={trust.written(str(path.resolve()))}"] if begun else []
-                seconds.append(attempt_one(job, path, [*said, *more]))
+                seconds.append(attempt_one(job, folder / job.name, shared, begun.get(job.name)))
                 progress.update(1)
     made = [value for value in seconds if value is not None]
     return sum(made) / len(made) if made else None
 
 
-def denoise_group(group: list[jobs.Job], folder: Path, shared: list[str]) -> bool:
+def denoise_group(group: list[jobs.Job], folder: Path, shared: list[str]) -> dict[str, "Clock"]:
     """Denoise several videos of a list as a batch: each one's folder is then that of a run which was interrupted behind
-    its latents. Whether that was done; if not, they are made one by one, which tells what is wrong with each."""
+    its latents. Returns their clocks by name; if it fails none, and they are made one by one, which tells what is wrong
+    with each."""
     from wan_torchax.events import silence
     from wan_torchax.records.clock import Clock
     from wan_torchax.records.outputs import settle, write_config
     from wan_torchax.tasks.together import Video, denoise_together
 
-    videos = []
+    videos: dict[str, Video] = {}
     try:
         for job in group:
             overrides, path = overrides_of(job, shared), folder / job.name
@@ -103,14 +106,14 @@ def denoise_group(group: list[jobs.Job], folder: Path, shared: list[str]) -> boo
             if config.sweep.resume and distributed.from_first("done before", done_before(config, path)):
                 continue
             write_config(path, settle(config), overrides)
-            videos.append(Video(config, path, silence, Clock()))
+            videos[job.name] = Video(config, path, silence, Clock())
         if len(videos) > 1:
-            denoise_together(videos)
-        return True
+            denoise_together(list(videos.values()))
+        return {name: video.clock for name, video in videos.items()}
     except Exception as error:
         interruption.check()
         log.warning("%d videos are made one by one: %s", len(group), explain(error))
-        return False
+        return {}
 
 
 def overrides_of(job: jobs.Job, shared: list[str]) -> list[str]:
@@ -118,17 +121,21 @@ def overrides_of(job: jobs.Job, shared: list[str]) -> list[str]:
     return [*inputs.without_files(shared, job.overrides), "sweep.active=true", *job.overrides]
 
 
-def attempt_one(job: jobs.Job, folder: Path, shared: list[str]) -> float | None:
-    """One video of a list."""
+def attempt_one(job: jobs.Job, folder: Path, shared: list[str], clock: "Clock | None") -> float | None:
+    """One video of a list. With the clock of a batch it goes on in its folder, which has its preset."""
     folder.mkdir(parents=True, exist_ok=True)
     if job.error is not None:
         return fail(folder, job.overrides, f"{job.error}; skipped")
+    more = {}
+    if clock:
+        shared = [text for text in shared if commandline.key_of(text) != "preset"]
+        shared, more = [*shared, f"resume={trust.written(str(folder.resolve()))}"], {"clock": clock}
     overrides = overrides_of(job, shared)
     try:
         config = compose(overrides)
     except ConfigError as error:
         return fail(folder, overrides, f"{folder.name}: {error}; skipped")
-    return attempt(config, folder, overrides)
+    return attempt(config, folder, overrides, **more)
 
 
 def fail(folder: Path, overrides: list[str], message: str, record: bool = True) -> None:

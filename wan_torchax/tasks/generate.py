@@ -42,9 +42,12 @@ class Making:
     Only the first of several processes writes. `claims`: whether to claim the folder; a server already has.
     """
 
-    def __init__(self, config, folder: Path, overrides=(), listener: Listener = silence, clock: Clock | None = None):
+    def __init__(
+        self, config, folder: Path, overrides=(), listener: Listener = silence, clock: Clock | None = None,
+        claims: bool = True,
+    ):
         self.config, self.folder, self.overrides = inputs.with_texts(config), folder, list(overrides)
-        self.clock, self.claims, self.first = clock or Clock(), clock is None, distributed.is_first()
+        self.clock, self.claims, self.first = clock or Clock(), claims, distributed.is_first()
         self.settled = outputs.settle(self.config)
         self.video, self.pictures = outputs.open_video(folder, self.config), Pictures(config.resolution.frames)
         self.emit = self.clock
