@@ -130,6 +130,18 @@ def test_it_is_diffusers(frames, overrides, tmp_path, monkeypatch):
     assert made.shape == expected.shape and made.std() > 1 and psnr(made, expected) > 55
 
 
+@pytest.mark.system
+def test_the_kernel_of_tpus_reads_the_same(tmp_path):
+    """It keeps values with tokens last; what is read is handed on with tokens first."""
+    arguments = [*driven(5), *tiny.model("driven_wide"), *DISTILLED, "steps=2", "model.dtype.transformer=bfloat16"]
+    blocks = "block_q: 256, block_kv: 512, tile_kv: 256, sub_q: 128, chunk_kv: 128, interpret: true"
+    made = []
+    for name, more in (("xla", []), ("splash", [f"attention.self={{kernel: splash, {blocks}}}"])):
+        run_into(tmp_path / name, *arguments, *more)
+        made.append(load_file(tmp_path / name / "driven.0.safetensors")["latents"])
+    assert relative_error(*made[::-1]) < 0.01
+
+
 def test_the_driving_video_has_no_negative_prompt():
     """With NAG it is read as without; the video alone is pushed away from a negative prompt."""
     job, read = [*driven(9), "guidance_scale=1"], []

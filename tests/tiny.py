@@ -38,6 +38,7 @@ SHOWN = {  # what conf/model/demo.yaml says of itself, and this model says other
 }
 PICTURE = dict(in_channels=36)  # 16 of noise, 4 of the mask, 16 of the picture
 SEEN = PICTURE | dict(image_dim=24, added_kv_proj_dim=128)  # and a picture's tokens
+DRIVEN = SEEN | dict(refer_offset_t=1, refer_offset_h=0, refer_offset_w=-1, refer_stride=1)
 KINDS = {  # what is special about the transformer
     "text": {},
     "pictured": PICTURE,
@@ -50,7 +51,8 @@ KINDS = {  # what is special about the transformer
         motion_style_dim=12, motion_dim=3, motion_encoder_dim=10, face_encoder_hidden_dim=6, face_encoder_num_heads=3,
         inject_face_latents_blocks=2,
     ),
-    "driven": SEEN | dict(num_layers=11, refer_offset_t=1, refer_offset_h=0, refer_offset_w=-1, refer_stride=1),
+    "driven": DRIVEN | dict(num_layers=11),
+    "driven_wide": DRIVEN | dict(num_layers=2, attention_head_dim=64, added_kv_proj_dim=512),
     # VideoX-Fun's: control latents and a reference, or a camera's path; of the A14B and of the 5B.
     "fun_control": dict(in_channels=52, add_ref_conv=True, in_dim_ref_conv=16),
     "fun_control_5b": dict(in_channels=76, out_channels=24, add_ref_conv=True, in_dim_ref_conv=24),

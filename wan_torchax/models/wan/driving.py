@@ -38,8 +38,11 @@ def reader(module, forward: Forward) -> Callable[..., dict]:
             "embeddings": conditions["driving_embeddings"], "image_embeddings": conditions["driving_picture"],
             "condition": jnp.concatenate([given, latents], axis=1),
         }
-        chunk = Chunk(**empty, start=jnp.int32(0), filling=jnp.int32(0), positions=None)
+        chunk = Chunk(empty["key"], turned(empty["value"]), start=jnp.int32(0), filling=jnp.int32(0), positions=None)
         _, chunk = denoise(arrays, latents.astype(forward.dtype), jnp.float32(TIME), taken, chunk)
-        return {"key": chunk.key, "value": chunk.value}
+        return {"key": chunk.key, "value": turned(chunk.value)}
+
+    def turned(value):  # a chunk is kept as its kernel takes it, what is read as all of them do
+        return value.swapaxes(2, 3) if forward.self_attention.turns_values else value
 
     return read
