@@ -191,6 +191,12 @@ def test_several_at_once_of_a_run_that_is_taken_over(tmp_path, batches, made):
         assert not batches.together and [one[2:] for one in batches.made] == [(3, PROMPTS[0])] * 2
 
 
+def test_plans_of_a_list_denoise_nothing(tmp_path, batches, monkeypatch):
+    monkeypatch.setitem(attempt.registry.TASKS, "plan", attempt.registry.TASKS["generate"])  # which is not made here
+    assert not batches.attempt(tmp_path, "task=plan", "mesh=v6e_1", 'prompts=["a ball","a star"]', "images=2")
+    assert not batches.together and set(batches.clocks) == {None} and len(batches.made) == 4
+
+
 def test_what_is_done_before_is_not_begun_together(tmp_path, batches, monkeypatch):
     assert not batches.attempt(tmp_path, "images=2")
     monkeypatch.setattr(attempt, "done_before", lambda config, folder: 1.0 if config.seed < 2027 else None)

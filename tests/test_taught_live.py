@@ -196,6 +196,13 @@ def test_stored_weights_follow_their_prompts():
         assert min(metrics[part][aspect] for part in ("held_out", "after_change")) >= least, aspect
 
 
+def test_what_stored_models_say_of_their_training_names_no_machine():
+    for path in (ROOT / "models").rglob("metrics.json"):
+        metrics = json.loads(path.read_text())
+        assert metrics["settings"]["output"].startswith("outputs/") and " /" not in metrics["command"], path
+        assert "=/" not in metrics["command"], path
+
+
 @pytest.mark.system
 def test_the_stored_model_follows_what_it_is_told(tmp_path):
     """Four seconds of one thing, then four of another, in both of which everything is right."""

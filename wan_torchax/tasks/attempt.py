@@ -75,11 +75,12 @@ def attempt_list(config, folder: Path, overrides: list[str]) -> float | None:
     if distributed.is_first():
         write_order(folder, [job.name for job in everywhere])
     sweep_folders[folder] = False
+    together = config.task == "generate" and config.resume is config.replay is None
     seconds = []
     with bar(len(listed), "videos", unit="video", position=1) as progress:
         for group in jobs.groups(listed, config.images or 1):
-            whole = len(group) > 1 and group[0].error is config.resume is config.replay is None
-            begun = denoise_group(group, folder, shared) if whole else {}
+            several = together and len(group) > 1 and group[0].error is None
+            begun = denoise_group(group, folder, shared) if several else {}
             for job in group:
                 seconds.append(attempt_one(job, folder / job.name, shared, begun.get(job.name)))
                 progress.update(1)
