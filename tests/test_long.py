@@ -327,7 +327,7 @@ def test_the_process_does_not_grow_over_a_long_live_video(tmp_path, monkeypatch)
 
     def enlarged(decoding, latent):
         frames, finite = decode(decoding, latent)
-        return numpy.asarray(frames).repeat(scale, 1).repeat(scale, 2), finite
+        return jax.device_put(numpy.asarray(frames).repeat(scale, 1).repeat(scale, 2)), finite
 
     def listener(event):
         if isinstance(event, (events.Part, events.Finished)) and event.stage in ("live", "decode"):
