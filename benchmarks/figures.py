@@ -318,7 +318,7 @@ def plan_claims():
         text = f"(`preset={name}`) a step takes {{}} s by estimate ({{}} to {{}}), so four take {{}} s"
         yield "docs/sparse.md", text, [*spread(steps[name]), f"{4 * steps[name]['likely']:.1f}"]
     text = "{} s ({} to {}) at 720p where bfloat16 takes {} ({} to {})"
-    both = steps["t2v_14b_720p_int8_v6e8_v3"], steps["t2v_14b_720p_v6e8_v4"]
+    both = steps["t2v_14b_720p_int8_v6e8_v4"], steps["t2v_14b_720p_v6e8_v5"]
     yield "docs/precision.md", text, [figure for each in both for figure in spread(each)]
     coarse = steps[f"{exact} resolution.height=352 resolution.width=640"]
     both = [f"{38 * coarse[end] + 12 * steps[exact][end]:.0f}" for end in ("likely", "low", "high")]
@@ -328,11 +328,11 @@ def plan_claims():
     peer, scripts = TPU["steps"]["maxdiffusion"], TPU["steps"]["replaced scripts"]
     measured = {size: [f"{value:.2f}" for value in scripts[size]["seconds_per_step"]] for size in ("720p", "480p")}
     v6e, v7x = (f"{peer[chips]['seconds_per_step']:.2f}" for chips in ("v6e-8", "v7x-8"))
-    yield page, text, [*spread(steps["t2v_14b_720p_v6e8_v4"]), v6e, *measured["720p"]]
+    yield page, text, [*spread(steps["t2v_14b_720p_v6e8_v5"]), v6e, *measured["720p"]]
     text = "| 14B, 480p, v6e-8 | {} s ({} to {}) | {} to {} s (the scripts it replaces) |"
     yield page, text, [*spread(steps["t2v_14b_480p_v6e8_v3"]), *measured["480p"]]
     text = "| 14B, 720p, four TPU7x chips | {} s ({} to {}) | {} s (maxdiffusion, Wan 2.2) |"
-    yield page, text, [*spread(steps["t2v_14b_720p_v7x8_v3"]), v7x]
+    yield page, text, [*spread(steps["t2v_14b_720p_v7x8_v4"]), v7x]
     yield from accuracy_claims(page, steps, PLANS[exact]["estimate"]["assumed"])
     for name, row in read("plan_memory_v6e8")["vmem_bytes"].items():
         shown = f"`{name}`" if name.endswith("_kernel") else name

@@ -219,7 +219,7 @@ def linear(text, products):
     def function(*arrays):
         return product.product(dict(zip(shapes, arrays)), settings=settings, **how)
 
-    before = [rows / product.LANES] if how["transpose_in"] else []
+    before = [rows / product.LANES] if how["transpose_in"] and (small or settings.upright) else []
     before += [rows / product.STRIP] if small else []
     return Candidate(
         name=f"linear {text}, blocks {rows} x {columns}",
@@ -228,7 +228,7 @@ def linear(text, products):
         flops=2 * tokens * inputs * outputs,
         blocks=ceil(tokens / rows) * ceil(outputs / columns),
         steps=1,
-        trips=(product.parts_of(rows, how["transpose_out"]),),
+        trips=(1 if settings.unrolled else product.parts_of(rows, how["transpose_out"]),),
         before=tuple(trips / ceil(outputs / columns) for trips in before),
     )
 

@@ -7,10 +7,11 @@ layers it reads a layer's weights through the slice of their stack, without pref
 VMEM while blocks of weights are fetched directly from the stack; GELU, or gate and residual, overlap the products.
 
 The attention kernel has values and outputs with tokens along the lanes. The product that computes values writes them in
-that layout; the one that consumes outputs transposes its block of tokens in VMEM, once.
+that layout; the one that consumes outputs transposes its block of tokens in VMEM, once, or for every product, beside it
+(`products.upright`).
 
 Quantized (kernels/quantized.py), the kernel rounds its block of tokens itself, once: in separate passes, maxima and
-rounding would take as long as the products gain.
+rounding would take as long as the products gain. It transposes them before.
 """
 from dataclasses import dataclass
 from functools import partial
@@ -146,7 +147,8 @@ def product(arrays, settings, gelu=False, transpose_in=False, transpose_out=Fals
     if transpose_in:
         arrays["array"] = arrays["array"].swapaxes(1, 2)
         blocks["array"] = pl.BlockSpec((None, inputs, rows), lambda b, i, j, layer: (b, 0, i))
-        scratch["upright"] = pltpu.VMEM((rows, inputs), dtype)
+        if settings.upright or "scale" in arrays:
+            scratch["upright"] = pltpu.VMEM((rows, inputs), dtype)
     if "scale" in arrays:
         scratch["quantized"] = pltpu.VMEM((rows, inputs), arrays["weight"].dtype)
         scratch["own"] = pltpu.VMEM((rows, 1), jnp.float32)
@@ -157,7 +159,7 @@ def product(arrays, settings, gelu=False, transpose_in=False, transpose_out=Fals
         blocks[name] = pl.BlockSpec(memory_space=pl.ANY)
     kernel = partial(
         product_kernel, names=(*names, "out", *scratch), gelu=gelu, transposed=transpose_out, epsilon=epsilon,
-        upright_in=not transpose_in,
+        upright_in=not transpose_in, unrolled=settings.unrolled,
         # As many heads as fill the MXU; each alone if some are beyond the outputs, and may be NaN.
         groups=COLUMNS // LANES if outputs % COLUMNS else 1,
     )
@@ -219,14 +221,14 @@ def evenly(count: int, most: int, multiple: int) -> int:
     return pl.cdiv(parts, pl.cdiv(parts, max(most // multiple, 1))) * multiple
 
 
-def product_kernel(layer, *refs, names, gelu, transposed, epsilon, upright_in, groups):
+def product_kernel(layer, *refs, names, gelu, transposed, epsilon, upright_in, groups, unrolled):
     """array (rows, inputs)   weight (columns, inputs)   out (rows, columns)   residual (rows, columns)
     bias, scale, gate (1, columns)   second (rows, the last of the inputs), if array has not all of them
     cosine, sine (rows, 128)   norm (1, 128), of heads of 128 columns
 
-    With transposed, out (columns, rows). With upright (rows, inputs), array (inputs, rows) is transposed into it at the
-    first block of weights; with quantized (rows, inputs) and own (rows, 1), tokens are quantized into it, with scales
-    in own."""
+    With transposed, out (columns, rows). Unless upright_in, array (inputs, rows); with upright (rows, inputs), it is
+    transposed into that at the first block of weights; with quantized (rows, inputs) and own (rows, 1), tokens are
+    quantized into it, with scales in own."""
     given = dict(zip(names, refs))
     given |= {name: fetched(given, name, upright_in or name != "array") for name in TOKENS if f"{name} ahead" in given}
     array, weight, out, upright, quantized = map(given.get, ("array", "weight", "out", "upright", "quantized"))
@@ -236,22 +238,25 @@ def product_kernel(layer, *refs, names, gelu, transposed, epsilon, upright_in, g
         source = array if upright is None else upright
         pl.when(pl.program_id(2) == 0)(lambda: quantize_tokens(source, quantized, given["own"]))
     tokens = next(ref for ref in (quantized, upright, array) if ref is not None)
-    parts, first = parts_of(tokens.shape[0], transposed), slice(tokens.shape[1])
-    part = tokens.shape[0] // parts
+    lying = tokens is array and not upright_in
+    size, inputs = reversed(tokens.shape) if lying else tokens.shape
+    parts, first = parts_of(size, transposed), slice(inputs)
+    part = size // parts
 
     def along(row):
         return row.T if transposed else row
 
-    @pl.loop(0, parts)
+    @pl.loop(0, parts, unroll=parts if unrolled else 1)
     def one_part(number):
-        rows = pl.ds(pl.multiple_of(number * part, LANES if transposed else PACKED[weight.dtype.itemsize]), part)
+        multiple = LANES if transposed or lying else PACKED[weight.dtype.itemsize]
+        rows = pl.ds(pl.multiple_of(number * part, multiple), part)
         for begin in range(0, weight.shape[0], COLUMNS):
             columns = pl.ds(begin, COLUMNS)
             place = (columns, rows) if transposed else (rows, columns)
-            factors = tokens[rows, :], weight[columns, first]
-            result = dot(*(reversed(factors) if transposed else factors))
+            factors, axes = [tokens[:, rows] if lying else tokens[rows, :], weight[columns, first]], (0 if lying else 1, 1)
+            result = dot(*factors[::-1], axes[::-1]) if transposed else dot(*factors, axes)
             if "second" in given:
-                result += dot(given["second"][rows, :], weight[columns, tokens.shape[1]:])
+                result += dot(given["second"][rows, :], weight[columns, inputs:])
             if quantized is not None:
                 result = result * along(given["own"][rows, :]) * along(given["scale"][:, columns])
             result += along(given["bias"][:, columns].astype(jnp.float32))
@@ -318,10 +323,11 @@ def quantize_tokens(array, quantized, own):
         own[rows, :] = factor
 
 
-def dot(left, right):
-    """left · rightᵀ, accumulated in int32 or float32, as float32."""
+def dot(left, right, axes=(1, 1)):
+    """The products over these axes, by default left · rightᵀ, accumulated in int32 or float32, as float32."""
     wide = jnp.int32 if left.dtype == jnp.int8 else jnp.float32
-    return lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=wide).astype(jnp.float32)
+    over = [(axis,) for axis in axes], ((), ())
+    return lax.dot_general(left, right, over, preferred_element_type=wide).astype(jnp.float32)
 
 
 def outline(inputs, *refs):

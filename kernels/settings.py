@@ -107,6 +107,8 @@ class Products:
     weights_mib: int = 16  # of a block of weights
     vmem_mib: int = 112
     ahead: bool = False
+    unrolled: bool = False
+    upright: bool = True
     interpret: bool = False  # as in Kernel
     outline: bool = False
 

@@ -23,6 +23,7 @@ from wan_torchax.stages.denoise import Denoise
 from wan_torchax.tasks import plan
 
 SMALL = Products(kernel="pallas", rows=64, weights_mib=1, interpret=True)
+UNROLLED = replace(SMALL, unrolled=True, upright=False)
 PLAN = "model=wan21_t2v_14b", "resolution=480p", "mesh=v6e_8", "attention=auto", "task=plan", "plan.compiler=none"
 
 
@@ -40,17 +41,19 @@ def exact(array, weight, bias, gelu):
     return result / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (result + 0.044715 * result**3)))
 
 
+@pytest.mark.parametrize("settings", [SMALL, UNROLLED], ids=["loop", "unrolled"])
 @pytest.mark.parametrize("gelu, transposed", [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("batch, tokens, inputs, outputs", [(1, 1, 128, 1), (1, 100, 96, 300), (2, 377, 256, 1100)])
-def test_it_is_a_linear_layer_at_odd_sizes(batch, tokens, inputs, outputs, gelu, transposed):
+def test_it_is_a_linear_layer_at_odd_sizes(batch, tokens, inputs, outputs, gelu, transposed, settings):
     array, weight, bias = make_inputs(batch, tokens, inputs, outputs)
-    out = Linear(SMALL)(array, weight[1], bias[1], gelu=gelu, transpose_out=transposed)
+    out = Linear(settings)(array, weight[1], bias[1], gelu=gelu, transpose_out=transposed)
     np.testing.assert_allclose(np.asarray(out, float), exact(array, weight[1], bias[1], gelu), rtol=2**-8, atol=2e-3)
 
 
+@pytest.mark.parametrize("settings", [SMALL, UNROLLED], ids=["loop", "unrolled"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("small, gated", [(False, True), (False, False), (True, True)])
-def test_a_residual_is_joined_and_attention_s_outputs_are_taken_as_they_lie(transposed, small, gated):
+def test_a_residual_is_joined_and_attention_s_outputs_are_taken_as_they_lie(transposed, small, gated, settings):
     array, weight, bias = make_inputs(2, 377, 256, 1100)
     generator = np.random.default_rng(1)
     residual = jnp.asarray(generator.normal(0, 1, (2, 377, 1100)), jnp.bfloat16)
@@ -58,7 +61,7 @@ def test_a_residual_is_joined_and_attention_s_outputs_are_taken_as_they_lie(tran
     weight, scale = quantized.quantize(weight, "int8") if small else (weight, [None] * 3)
     plain = Linear(SMALL)(array, weight[1], bias[1], scale=scale[1]).astype(jnp.float32)
     given = dict(scale=scale[1], residual=residual, gate=gate, transpose_in=transposed)
-    out = Linear(SMALL)(array, weight[1], bias[1], **given)
+    out = Linear(settings)(array, weight[1], bias[1], **given)
     expected = residual.astype(jnp.float32) + plain * (gate[:, None] if gated else 1)
     assert np.abs(out - expected).max() < 2**-7 * np.abs(expected).max()  # both are rounded
     assert np.linalg.norm(out - expected) < 4e-3 * np.linalg.norm(expected)

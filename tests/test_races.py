@@ -114,6 +114,7 @@ def test_sla_and_its_pass_over_the_keys(checked):
 @pytest.mark.parametrize("options, small, settings", [
     ({"gelu": True}, None, replace(PRODUCTS, interpret=TWO_CORES)),
     ({"transpose_in": True, "residual": True, "gate": True}, None, PRODUCTS),
+    ({"transpose_in": True, "residual": True}, None, replace(PRODUCTS, upright=False, unrolled=True)),
     ({"transpose_out": True}, "int8", PRODUCTS),
     ({"residual": True, "transpose_in": True}, "float8_e4m3fn", PRODUCTS),
 ])
@@ -132,10 +133,10 @@ def test_linear_layers(checked, options, small, settings):
     assert relative_error(out, truth + how.get("residual", 0)) < 5e-3
 
 
-@pytest.mark.parametrize("tokens", [384, 300])
-def test_linear_layers_that_fetch_the_next_tokens_ahead(checked, tokens):
+@pytest.mark.parametrize("tokens, upright", [(384, True), (300, True), (512, False)])
+def test_linear_layers_that_fetch_the_next_tokens_ahead(checked, tokens, upright):
     """Of two arrays, the first transposed; with 300 tokens blocks overhang, and are not fetched ahead."""
-    settings = replace(PRODUCTS, rows=128, ahead=True)
+    settings = replace(PRODUCTS, rows=128, ahead=True, upright=upright, unrolled=not upright)
     array, second, weight, bias = draw(2, tokens, 128), draw(2, tokens, 256), draw(2, 512, 384, seed=1), draw(512)
     residual = draw(2, tokens, 512, seed=2)
     layer = partial(Linear(settings), transpose_in=True)
