@@ -253,7 +253,8 @@ def product_kernel(layer, *refs, names, gelu, transposed, epsilon, upright_in, g
         for begin in range(0, weight.shape[0], COLUMNS):
             columns = pl.ds(begin, COLUMNS)
             place = (columns, rows) if transposed else (rows, columns)
-            factors, axes = [tokens[:, rows] if lying else tokens[rows, :], weight[columns, first]], (0 if lying else 1, 1)
+            factors = tokens[:, rows] if lying else tokens[rows, :], weight[columns, first]
+            axes = 0 if lying else 1, 1
             result = dot(*factors[::-1], axes[::-1]) if transposed else dot(*factors, axes)
             if "second" in given:
                 result += dot(given["second"][rows, :], weight[columns, inputs:])

@@ -43,9 +43,9 @@ def exact(array, weight, bias, gelu):
 
 @pytest.mark.parametrize("settings", [SMALL, UNROLLED], ids=["loop", "unrolled"])
 @pytest.mark.parametrize("gelu, transposed", [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize("batch, tokens, inputs, outputs", [(1, 1, 128, 1), (1, 100, 96, 300), (2, 377, 256, 1100)])
-def test_it_is_a_linear_layer_at_odd_sizes(batch, tokens, inputs, outputs, gelu, transposed, settings):
-    array, weight, bias = make_inputs(batch, tokens, inputs, outputs)
+@pytest.mark.parametrize("sizes", [(1, 1, 128, 1), (1, 100, 96, 300), (2, 377, 256, 1100)])
+def test_it_is_a_linear_layer_at_odd_sizes(sizes, gelu, transposed, settings):
+    array, weight, bias = make_inputs(*sizes)
     out = Linear(settings)(array, weight[1], bias[1], gelu=gelu, transpose_out=transposed)
     np.testing.assert_allclose(np.asarray(out, float), exact(array, weight[1], bias[1], gelu), rtol=2**-8, atol=2e-3)
 
