@@ -253,9 +253,9 @@ def product_kernel(layer, *refs, names, gelu, transposed, epsilon, upright_in, g
         for begin in range(0, weight.shape[0], COLUMNS):
             columns = pl.ds(begin, COLUMNS)
             place = (columns, rows) if transposed else (rows, columns)
-            factors = tokens[:, rows] if lying else tokens[rows, :], weight[columns, first]
-            axes = 0 if lying else 1, 1
-            result = dot(*factors[::-1], axes[::-1]) if transposed else dot(*factors, axes)
+            some, axis = (tokens[:, rows], 0) if lying else (tokens[rows, :], 1)
+            outer = weight[columns, first]
+            result = dot(outer, some, (1, axis)) if transposed else dot(some, outer, (axis, 1))
             if "second" in given:
                 result += dot(given["second"][rows, :], weight[columns, inputs:])
             if quantized is not None:
@@ -265,7 +265,7 @@ def product_kernel(layer, *refs, names, gelu, transposed, epsilon, upright_in, g
                 result = jax.nn.gelu(result, approximate=True)
             if "norm" in given:
                 turn = given["norm"][...].astype(jnp.float32), given["cosine"][rows, :], given["sine"][rows, :], epsilon
-                heads = [turn_heads(some, *turn) for some in jnp.split(result, groups, axis=1)]
+                heads = [turn_heads(few, *turn) for few in jnp.split(result, groups, axis=1)]
                 result = jnp.concatenate(heads, axis=1)
             if "gate" in given:
                 result *= given["gate"][:, columns]

@@ -1,5 +1,6 @@
 """The kernel of linear layers equals linear layers, on one device and spread over eight, and lowers for TPU."""
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -65,6 +66,15 @@ def test_a_residual_is_joined_and_attention_s_outputs_are_taken_as_they_lie(tran
     expected = residual.astype(jnp.float32) + plain * (gate[:, None] if gated else 1)
     assert np.abs(out - expected).max() < 2**-7 * np.abs(expected).max()  # both are rounded
     assert np.linalg.norm(out - expected) < 4e-3 * np.linalg.norm(expected)
+
+
+def test_every_setting_changes_the_program():
+    """The results are the same."""
+    structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 512, 256), (512, 256), (512,))]
+    changes = {}, {"ahead": True}, {"unrolled": True}, {"upright": False}, {"rows": 256}, {"vmem_mib": 50}
+    layers = [partial(Linear(replace(SMALL, **({"rows": 512} | change))), transpose_in=True) for change in changes]
+    programs = {re.sub("0x[0-9a-f]+", "", str(jax.jit(layer).trace(*structs).jaxpr)) for layer in layers}
+    assert len(programs) == len(changes)
 
 
 def test_a_layer_of_a_stack_is_that_layer():
