@@ -24,7 +24,10 @@ import families_gpu
 import gpu
 
 WIDE = ["model.architecture.transformer.num_layers=2", "model.architecture.transformer.num_attention_heads=2"]
-SMALL = [*WIDE, "resolution=480p", "resolution.height=256", "resolution.width=256", "resolution.frames=5"]
+SMALL = [
+    *WIDE, "resolution=480p", "resolution.height=256", "resolution.width=256", "resolution.frames=5", "mesh=auto",
+    "attention=auto",
+]
 TURBO = ["sampling=rcm_4step"]
 CASES = {
     "turbo-14b-720p": ["model=turbowan21_t2v_14b", "resolution=720p", *TURBO],

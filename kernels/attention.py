@@ -174,6 +174,8 @@ class Attend:
     def both(self, query, key, value, keys, beside, branch=(), others=None):
         """(out, rescued) on one device; with `beside`, ((out, out for the extra tokens), rescued)."""
         if self.kernel.sparse:
+            # Read by lists, by what chooses them and by a branch: XLA would apply RoPE again for each.
+            query, key = lax.optimization_barrier((query, key))
             return SPARSE[self.kernel.sparse.kind](self, query, key, value, keys, *branch)
         if others is not None:
             before, first = self.to_frames(query, others)

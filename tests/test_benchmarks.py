@@ -65,7 +65,7 @@ def test_a_smoke_test_runs_through(script, tmp_path):
     if script == "sparse_gpu.py":
         measured = {row["what"] for row in report["rows"]}
         assert {"kernel given lists", "attention: lists", "attention: vsa lists of tiles"} <= measured
-        assert {"denoising, 4 steps", "denoising, 3 steps", "a coarse step", "50 steps by these"} <= measured
+        assert {"denoising, 4 steps", "denoising, 3 steps", "a coarse step", "50 steps by these, shift 5"} <= measured
     if script == "adapter_swap.py":
         rows = {row["what"]: row for row in report["rows"]}
         assert {"GGUF Q4_K, from disk", "guided step, beside"} < rows.keys()
