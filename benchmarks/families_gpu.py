@@ -50,7 +50,7 @@ CASES = {
     ),
     ANIMATE: (["model=wan22_animate_14b", "resolution.height=720", "resolution.width=1280"], SMALL_ANIMATE),
     "hunyuan15-480p": (["model=hunyuan15_t2v_480p", "guidance_scale=1"], SMALL_HUNYUAN),
-    "flux1-dev": (["model=flux1_dev"], SMALL_FLUX),
+    "flux1-dev": (["model=flux1_dev", "compile.xla_flags=['--xla_gpu_dot_merger_threshold_mb=0']"], SMALL_FLUX),
 }
 
 
