@@ -313,7 +313,7 @@ def test_a_video_in_parts_takes_the_memory_of_a_few(tmp_path, monkeypatch, kind)
         sizes = [one[place] for one in held]
         assert min(sizes[-3:]) < sizes[2] + part + 3 * 64 * 64, f"{name}: {sizes}"  # besides what is being encoded
     tracemalloc.start()
-    at_hand = read_results(find_job(make_config(*asked, f"resume={tmp_path / 'run'}")))
+    at_hand = read_results(find_job(make_config(*asked, f"resume={tmp_path / 'run'}")), tmp_path)
     assert len([*at_hand.segments, *at_hand.finished.get("live", ())]) >= 9 and bytes_of_arrays()[0] < 6 * part
     tracemalloc.stop()
 

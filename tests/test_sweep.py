@@ -21,12 +21,14 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from tests import tiny
-from tests.conftest import ROOT, SMALL, listed, make_config, metrics
+from tests.conftest import ROOT, SMALL, generate_into, listed, make_config, metrics, run_into
 from tests.fork import warm
 from wan_torchax import run
 from wan_torchax.config import inputs
 from wan_torchax.config.commandline import compose, rewrite
 from wan_torchax.config.schema import ConfigError
+from wan_torchax.devices import distributed
+from wan_torchax.events import Stepped
 from wan_torchax.records import media, outputs, report, results
 from wan_torchax.records.stored import compare_replay, composed_from, read_stored, take_over
 from wan_torchax.session import session
@@ -220,6 +222,51 @@ def test_a_lists_prompts_come_before_a_prompts_file(tmp_path, batches, more):
     assert not batches.attempt(tmp_path / "list", f"prompts={lines}", *files, *more)
     assert list(dict.fromkeys(one[3] for one in batches.made)) == ["a ball", "a cat"]
     assert {config.prompt.negative for group in batches.together for config in group} <= {"a star", "a dog"}
+
+
+DENOISED, AGAIN = ["stages=[text,denoise]", "steps=2"], ["steps=2", "sweep.resume=true", "output.keep_frames=true"]
+
+
+def test_a_job_that_was_interrupted_goes_on_in_a_sweep(tmp_path, two_layers, monkeypatch):
+    """Behind its finished stages; from the beginning if they are of other settings or damaged, or not on all hosts."""
+    folder, alone = tmp_path / "0", run_into(tmp_path / "alone", *two_layers, "steps=2", "output.keep_frames=true")
+    run_into(folder, *two_layers, *DENOISED)
+
+    def steps(*overrides):
+        events = []
+        generate_into(make_config(*two_layers, *AGAIN, *overrides), folder, listener=events.append)
+        return sum(isinstance(event, Stepped) for event in events)
+
+    assert steps() == 0 and numpy.array_equal(frames(folder), frames(alone))
+    assert steps("sweep.resume=false") == 2
+    with monkeypatch.context() as patch:
+        other = {"left": [["text", "denoise", "decode"]]}  # another process finds nothing there
+        patch.setattr(distributed, "gather", lambda what, value: [value, *other.get(what, [])])
+        assert steps() == 2
+    assert steps("seed=8") == 2 and not numpy.array_equal(frames(folder), frames(alone))
+    file = folder / "denoise.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert steps("seed=8") == 2
+
+
+@pytest.mark.system
+def test_videos_of_a_batch_that_was_interrupted_go_on(tmp_path, two_layers, monkeypatch):
+    """One that has its latents is not denoised again; the other two are, together."""
+    monkeypatch.setattr(attempt, "failures", [])
+    monkeypatch.setattr(attempt, "sweep_folders", {})
+    asked, batches = rewrite([*two_layers, *AGAIN, "images=3", "prompt=a ball"]), []
+    run_into(tmp_path / "seed2026", *two_layers, *DENOISED, "prompt=a ball", "seed=2026")
+    whole = together.session.run
+    monkeypatch.setattr(together.session, "run", lambda job, *more: batches.append(job.seeds) or whole(job, *more))
+    attempt.attempt(compose(asked), tmp_path, asked)
+    assert not attempt.failures and (2025, 2027) in batches
+    rest = "steps=2", "output.keep_frames=true", "prompt=a ball", "seed=2026"
+    alone = run_into(tmp_path / "alone", *two_layers, *rest)
+    assert numpy.array_equal(frames(tmp_path / "seed2026"), frames(alone))
+    assert "denoise" not in metrics(tmp_path / "seed2026")["seconds"]
+    assert {path.name for path in tmp_path.glob("seed*") if (path / "video.mp4").is_file()} == {
+        "seed2025", "seed2026", "seed2027"
+    }
 
 
 @pytest.mark.full

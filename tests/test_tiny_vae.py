@@ -145,7 +145,7 @@ def test_a_preview_of_several_frames_moves(generate, file, two_layers):
     with Image.open(folder / "preview.png") as preview:
         assert (preview.n_frames, preview.size) == (5, (64, 64))
     config = make_config(*two_layers, f"resume={folder}", "stages=[decode]")  # previews are no part of what was made
-    assert not read_results(find_job(config)).missing
+    assert not read_results(find_job(config), folder).missing
 
 
 def test_it_is_recognized(tmp_path):

@@ -216,11 +216,33 @@ def joined_parts(parts: list[Mapping[str, Any]], job: Job, name: str) -> dict[st
     return find(name).joined_parts(parts)
 
 
-def read_results(job: Job) -> AtHand:
-    """The values in the folder named by `resume`, of the video and of its segments. Raises if they were made with other
-    settings."""
-    at_hand, folder = AtHand(), job.config.resume and Path(job.config.resume)
-    parts = job.segments()
+def read_results(job: Job, own: Path) -> AtHand:
+    """The values in the folder named by `resume`, or with sweep.resume those in the job's own; nothing else."""
+    if job.config.sweep.resume and job.config.resume is None:
+        at_hand = read_left(job, own)
+    else:
+        at_hand = read_from(job, job.config.resume and Path(job.config.resume))
+    weights = fingerprints(job)
+    texts = {key: job.config.prompt[key] for key in ("text", "negative")}
+    distributed.agree("stages", {"inputs": texts, "stages to run": at_hand.missing, "weights": weights})
+    return at_hand
+
+
+def read_left(job: Job, folder: Path) -> AtHand:
+    """What a job of a sweep left in its folder when it was interrupted; nothing if it was made with other settings, or
+    if not every process sees it."""
+    try:
+        at_hand = read_from(job, folder)
+    except ConfigError:
+        log.info("%s: what is there is damaged, or was made with other settings: made again", folder)
+        at_hand = read_from(job, None)
+    alike = len({tuple(missing) for missing in distributed.gather("left", at_hand.missing)}) == 1
+    return at_hand if alike else read_from(job, None)
+
+
+def read_from(job: Job, folder: Path | None) -> AtHand:
+    """The values in a folder, of the video and of its segments. Raises if they were made with other settings."""
+    at_hand, parts = AtHand(), job.segments()
     for name in job.graph.stages if folder else ():
         several = name in job.graph.repeated and job.is_segmented
         for part, path in zip(parts if several else [job], stage_files(folder, job, name)):
@@ -248,9 +270,6 @@ def read_results(job: Job) -> AtHand:
     giver = job.graph.giver("frames")
     if job.is_segmented and giver in job.config.stages and giver not in at_hand.missing:
         at_hand.missing.append(giver)  # nothing is left to compute, but its steps join the segments' frames
-    weights = fingerprints(job)
-    texts = {key: job.config.prompt[key] for key in ("text", "negative")}
-    distributed.agree("stages", {"inputs": texts, "stages to run": at_hand.missing, "weights": weights})
     return at_hand
 
 

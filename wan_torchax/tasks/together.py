@@ -69,7 +69,7 @@ def takes_several(job: Job) -> bool:
 def encode(video: Video) -> None:
     """Run the stages before denoising, or read their results from an earlier attempt."""
     job = find_job(inputs.with_texts(video.config))
-    values = read_results(job).values
+    values = read_results(job, video.folder).values
     video.resolved = session.resolve(job, list(job.graph.stages), video.listener)
     video.emit = to_all(video.clock, saver(lambda: video.resolved, video.folder), video.listener)
     main = main_stage(job.graph)
