@@ -478,6 +478,7 @@ def test_a_server_sends_a_video_as_it_grows(server):
 def test_the_first_frames_are_not_waited_for(server, monkeypatch):
     """While a video is made, its stream looks for them often; a worker takes a job when it comes."""
     monkeypatch.setattr(api, "TAIL_SECONDS", DEADLINE)
+    monkeypatch.setattr(api, "QUICK_LOOKS", DEADLINE / api.FIRST_SECONDS)
     video = server.post(prompt="a red circle", frames=33)
     folder = server.queue.folder / video["id"]
     append(folder, {"event": "loading"})
@@ -488,11 +489,14 @@ def test_the_first_frames_are_not_waited_for(server, monkeypatch):
         server.front.stopping = True
 
 
-def test_the_first_frames_are_looked_for_often_only_so_long(server, monkeypatch):
-    """A model may take minutes to load."""
+@pytest.mark.parametrize("is_there", [False, True], ids=["no file", "an empty file"])
+def test_the_first_frames_are_looked_for_often_only_so_long(server, monkeypatch, is_there):
+    """A model may take minutes to load; a file is empty for a moment before its first frames are in it."""
     video, slept = server.post(prompt="a red circle", frames=33), []
     job = server.queue.get(video["id"])
     append(job.folder, {"event": "loading"})
+    if is_there:
+        (job.folder / "live.mp4").touch()
 
     async def sleep(seconds):
         slept.append(seconds)

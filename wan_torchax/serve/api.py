@@ -336,7 +336,7 @@ async def growing(front, job: Job):
                 Watched(job.folder).now()
             if over or (file is not None and os.fstat(file.fileno()).st_size < file.tell()):
                 return
-            soon = file is None and state.status == "in_progress" and quick > 0
+            soon = (file is None or file.tell() == 0) and state.status == "in_progress" and quick > 0
             quick -= soon
             await asyncio.sleep(FIRST_SECONDS if soon else TAIL_SECONDS)
     finally:
