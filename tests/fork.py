@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+STOPS = signal.SIGINT, signal.SIGTERM
 HEAVY = (
     "wan_torchax.session", "wan_torchax.tasks.generate", "wan_torchax.models.loop", "wan_torchax.patches",
     *(f"wan_torchax.stages.{name}" for name in ("text", "image", "encode", "denoise", "decode")),
@@ -147,9 +148,11 @@ def serve(warm: bool) -> None:
             waiting = bool(line)
             if line:
                 order = json.loads(line)
+                signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # one for the child waits for its handlers
                 child = os.fork()
                 if child == 0:
                     alone(run, order)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
                 children[child] = Path(order["folder"])
                 print(child, flush=True)
         reap(children)
@@ -181,6 +184,7 @@ def alone(run, order) -> None:
         os.dup2(writer, 1)
     sys.argv = ["run.py", *order["arguments"]]
     os._exit = functools.partial(end, folder, os._exit)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     try:
         exec(order["code"], {"__name__": "__main__", "run": run}) if order["code"] else run.main()
         os._exit(0)

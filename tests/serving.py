@@ -1,6 +1,7 @@
 """A server inside the test's process: the front in a thread and, where a test wants videos, the worker in another."""
 import ctypes
 import multiprocessing
+import socket
 import threading
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import uvicorn
 
 from tests.conftest import make_config
 from wan_torchax.config.commandline import rewrite
+from wan_torchax.events import Stepped
 from wan_torchax.serve import worker
 from wan_torchax.serve.connections import connection_class
 from wan_torchax.serve.front import Front, make_app
@@ -17,7 +19,7 @@ from wan_torchax.serve.processes import bind
 from wan_torchax.serve.queue import Queue
 from wan_torchax.serve.requests import Base
 
-DEADLINE = 120
+DEADLINE = 300
 
 
 class Server:
@@ -61,6 +63,22 @@ class Server:
 
     def finished(self, identifier: str) -> dict:
         return wait_for(lambda: (video := self.get(f"/v1/videos/{identifier}").json())["completed_at"] and video)
+
+
+def connect(server: Server) -> socket.socket:
+    """A connection without a client's ways."""
+    return socket.create_connection(server.url.removeprefix("http://").split(":"), timeout=DEADLINE)
+
+
+def at_step(monkeypatch, number: int, action) -> None:
+    """Do something when a step of any video is done, before its worker goes on."""
+
+    def listen(self, event, original=worker.Reporter.__call__):
+        if isinstance(event, Stepped) and event.step == number:
+            action()
+        original(self, event)
+
+    monkeypatch.setattr(worker.Reporter, "__call__", listen)
 
 
 def wait_for(condition, seconds: float = DEADLINE):

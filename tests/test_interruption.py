@@ -83,7 +83,7 @@ def test_a_compiler_is_not_waited_for(tmp_path, two_layers):
     progress = tmp_path / "progress.json"
     wait_for(lambda: progress.exists() and "compile_text" in progress.read_text())
     process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 130, process.output
+    assert process.wait(60) == 130, process.output
     assert "interrupted: finished stages are in the run folder" in process.stderr and "Traceback" not in process.stderr
 
 
@@ -123,7 +123,7 @@ def test_a_signal_at_any_moment_ends_a_run(tmp_path, two_layers):
         time.sleep(chance.uniform(0, 5))
         asked = chance.choice([signal.SIGINT, signal.SIGTERM])
         process.send_signal(asked)
-        assert process.wait(30) in (0, 128 + asked), process.output
+        assert process.wait(60) in (0, 128 + asked), process.output
         assert "Traceback" not in process.output, process.output
 
 
@@ -147,7 +147,7 @@ def test_a_second_signal_ends_what_hangs(asked, status):
     wait_for(lambda: "interrupted: ends after the work in hand; once more ends at once\n" in process.stderr)
     assert process.poll() is None
     process.send_signal(asked)
-    assert process.wait(5) == status
+    assert process.wait(60) == status
 
 
 CHILD = """
@@ -166,4 +166,4 @@ time.sleep(0.5)  # its signal is not our second
 
 
 def test_a_forked_child_has_its_own_signals():
-    assert warm().start([], code=CHILD).wait(20) == 0
+    assert warm().start([], code=CHILD).wait(60) == 0

@@ -46,7 +46,7 @@ def workers(folder) -> list[int]:
 @pytest.mark.system
 def test_a_lost_worker_loses_its_running_job_and_a_restart_makes_it(tmp_path):
     """Two workers of submitit's local launcher, one of them killed while it makes a video."""
-    sweep = ["shard=1/2,2/2", "steps=8", "sweep.resume=true", f"hydra.sweep.dir={tmp_path}"]
+    sweep = ["shard=1/2,2/2", "steps=60", "sweep.resume=true", f"hydra.sweep.dir={tmp_path}"]
     command = ["-m", "hydra/launcher=workers", *sweep]
     process = start(*command)
     while not done(tmp_path):

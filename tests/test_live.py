@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import threading
+import time
 from concurrent.futures import wait
 from functools import partial
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from tests import causal, given, tiny
 from tests.conftest import generate_into, make_config, resolve_there, results, run_into
 from tests.fork import warm
 from tests.reference import TEXTS, relative_error
-from tests.serving import DEADLINE, Server, wait_for
+from tests.serving import DEADLINE, Server, at_step, wait_for
 from wan_torchax.config import trust
 from wan_torchax.config.clips import ffmpeg, read_frames
 from wan_torchax.config.commandline import rewrite
@@ -352,13 +353,25 @@ def test_a_video_is_decoded_again_from_its_chunks(tmp_path):
 
 KILLED = """
 import os, signal
-from wan_torchax.events import Stepped
+from concurrent.futures import wait
+from wan_torchax.records.growing import Growing
 from wan_torchax.tasks import generate
 
+kind, left, *encoded = os.environ["MOMENT"].split()
+left, growing, begin = int(left), [], Growing.__init__
+
+def begin_noted(self, *given):
+    begin(self, *given)
+    growing.append(self)
+
 def listener(event):
-    if isinstance(event, Stepped) and event.step == int(os.environ["LAST_STEP"]):
+    global left
+    left -= kind in (type(event).__name__, getattr(event, "phase", None))
+    if left == 0:
+        wait([chunk for video in growing for chunk in video.queued if encoded])
         os.kill(os.getpid(), signal.SIGKILL)
 
+Growing.__init__ = begin_noted
 generate.Bars = lambda: listener
 run.main()
 """
@@ -376,14 +389,14 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize("step", [6, pytest.param(16, marks=FULL)])  # of 16, in four chunks
 def test_a_killed_run_leaves_its_chunks_and_goes_on_with_the_same_bits(tmp_path, undisturbed, step):
     arguments, folder = [*tiny.model("text"), *LIVE, "resolution.frames=29"], tmp_path / "killed"
-    process = warm().start([*arguments, f"hydra.run.dir={folder}"], {"LAST_STEP": str(step)}, KILLED)
+    moment = {"MOMENT": f"Stepped {step} encoded"}
+    process = warm().start([*arguments, f"hydra.run.dir={folder}"], moment, KILLED)
     assert process.wait(120) == -signal.SIGKILL, process.output
     parts = sorted(folder.glob("live.*.safetensors"))
     assert len(parts) == (step - 1) // 4 and not (folder / "video.mp4").exists()
-    if len(parts) > 1:  # the last one may still have been encoded
-        shown = frames_in(folder / "live.mp4")
-        assert len(shown) in [5 + 8 * (len(parts) - 1), 5 + 8 * (len(parts) - 2)]
-        assert (shown == frames_in(undisturbed / "video.mp4")[: len(shown)]).all()
+    shown = frames_in(folder / "live.mp4")
+    assert len(shown) == 5 + 8 * (len(parts) - 1)
+    assert (shown == frames_in(undisturbed / "video.mp4")[: len(shown)]).all()
     process = warm().start([*AGAIN, f"resume={folder}", f"hydra.run.dir={tmp_path / 'again'}"])
     assert process.wait(120) == 0, process.output
     values, expected = results(tmp_path / "again"), results(undisturbed)
@@ -393,25 +406,9 @@ def test_a_killed_run_leaves_its_chunks_and_goes_on_with_the_same_bits(tmp_path,
         assert f"its first {len(parts)} parts are taken" in process.output
 
 
-KILLED_AT = """
-import os, signal
-from wan_torchax.tasks import generate
-
-kind, left = os.environ["MOMENT"].split()
-left = int(left)
-
-def listener(event):
-    global left
-    left -= kind in (type(event).__name__, getattr(event, "phase", None))
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-generate.Bars = lambda: listener
-run.main()
-"""
 MOMENTS = [  # an event or a phase, and which of its kind, each in a run that goes on from the one before
     "Began 2", "Queued 1", "Stepped 4", "Part 1", "Asked 1", "Stepped 3", "Part 2", "Decoded 4", "Finished 2",
-    "write 1",
+    "write 1 encoded",  # once all chunks are; the others may come while one is
 ]
 
 
@@ -423,10 +420,10 @@ def test_a_run_that_is_killed_ten_times_ends_with_the_same_bits(tmp_path, undist
     most = 0
     for number, moment in enumerate([*MOMENTS, None]):
         folder = tmp_path / str(number // 2)
-        process = warm().start([*arguments, f"hydra.run.dir={folder}"], {"MOMENT": moment or "None 1"}, KILLED_AT)
+        process = warm().start([*arguments, f"hydra.run.dir={folder}"], {"MOMENT": moment or "None 1"}, KILLED)
         assert process.wait(120) == (-signal.SIGKILL if moment else 0), f"{moment}: {process.output}"
         parts = 4 if (folder / "live.safetensors").exists() else len([*folder.glob("live.*.safetensors")])
-        if moment and (folder / "live.mp4").exists():
+        if moment and (folder / "live.mp4").exists() and (folder / "live.mp4").stat().st_size:  # begun, and written to
             shown = frames_in(folder / "live.mp4")
             assert len(shown) in [5 + 8 * chunk for chunk in range(parts)], moment
             assert (shown == expected[: len(shown)]).all(), moment
@@ -479,6 +476,7 @@ def test_the_first_frames_are_not_waited_for(server, monkeypatch):
     """While a video is made, its stream looks for them often; a worker takes a job when it comes."""
     monkeypatch.setattr(api, "TAIL_SECONDS", DEADLINE)
     monkeypatch.setattr(api, "QUICK_LOOKS", DEADLINE / api.FIRST_SECONDS)
+    monkeypatch.setattr(queue, "WATCHED_SECONDS", DEADLINE)
     video = server.post(prompt="a red circle", frames=33)
     folder = server.queue.folder / video["id"]
     append(folder, {"event": "loading"})
@@ -510,11 +508,26 @@ def test_the_first_frames_are_looked_for_often_only_so_long(server, monkeypatch,
     assert slept == [api.FIRST_SECONDS] * api.QUICK_LOOKS + [api.TAIL_SECONDS] * 2
 
 
+def test_a_file_that_goes_before_it_is_opened_ends_the_stream(server, monkeypatch):
+    """The video is finished in that moment."""
+    job = server.queue.get(server.post(prompt="a red circle", frames=33)["id"])
+
+    def gone(folder, name):
+        (folder / "metrics.json").write_text('{"step_seconds": [0.1]}')
+        return folder / name
+
+    async def watch():
+        return [content async for content in api.growing(server.front, job)]
+
+    monkeypatch.setattr(api, "own_file", gone)
+    assert asyncio.run(asyncio.wait_for(watch(), DEADLINE)) == []
+
+
 def test_a_video_does_not_run_away_from_those_who_watch(server, monkeypatch):
     """It waits for them, unless nobody watches any more; a cancelled one waits no longer."""
     video = server.post(prompt="a red circle", frames=33)
     job, now = server.queue.get(video["id"]), 1000.0
-    monkeypatch.setattr(queue.time, "time", lambda: now)
+    monkeypatch.setattr(queue, "time", SimpleNamespace(time=lambda: now))  # the server's thread goes on as it is
     watched, slept = queue.Watched(job.folder), []
 
     def sleep(seconds, leaves=1e9):
@@ -524,7 +537,7 @@ def test_a_video_does_not_run_away_from_those_who_watch(server, monkeypatch):
         if len(slept) * seconds < leaves:
             os.utime(watched.file, (now, now))
 
-    monkeypatch.setattr(worker.time, "sleep", sleep)
+    monkeypatch.setattr(worker, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     reporter = worker.Reporter(job, bool, ahead=5)
     reporter(Asked(100.0))
     assert watched.seconds() is None and not slept, "nobody watches"
@@ -587,14 +600,19 @@ def test_prompts_are_applied_once_each(server):
 
 
 @pytest.mark.system
-def test_a_prompt_given_while_a_video_is_made_is_part_of_it(tmp_path):
-    settings = [*tiny.model("text"), *LIVE, "resolution.frames=29"]
+def test_a_prompt_given_while_a_video_is_made_is_part_of_it(tmp_path, monkeypatch):
+    settings, answers = [*tiny.model("text"), *LIVE, "resolution.frames=29"], []
+
+    def say():
+        (job,) = server.queue.jobs()
+        answers.append(server.client.post(f"/v1/videos/{job.id}/prompt", json={"prompt": "a green star"}).status_code)
+
+    at_step(monkeypatch, 1, say)
     server = Server(tmp_path / "queue", *settings, works=True)
     try:
         video = server.post(prompt=TEXTS[0].removeprefix("prompt="))
-        path = f"/v1/videos/{video['id']}/prompt"
-        assert server.client.post(path, json={"prompt": "a green star"}).status_code == 200
         server.finished(video["id"])
+        assert answers == [200]
     finally:
         server.close()
         session.clear()

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 
 from tests import given
 from tests.conftest import ROOT, SMALL, make_config
-from tests.serving import Server, wait_for
+from tests.serving import Server, at_step, connect, wait_for
 from wan_torchax.config import clips, inputs, validation
 from wan_torchax.config.commandline import compose
 from wan_torchax.config.schema import ConfigError
@@ -420,10 +420,6 @@ def test_a_request_is_bounded_in_size_and_time(tmp_path):
         server.close()
 
 
-def connect(server) -> socket.socket:
-    return socket.create_connection(server.url.removeprefix("http://").split(":"), timeout=30)
-
-
 @pytest.fixture
 def locked(tmp_path, monkeypatch):
     (tmp_path / "keys").write_text("first-key\n\nsecond-key\n")
@@ -630,12 +626,11 @@ def test_what_a_worker_has_prepared_is_freed_after_an_error(idle, monkeypatch):
 
 
 @pytest.mark.system
-def test_told_to_stop_a_worker_finishes_what_it_has_and_begins_nothing(tmp_path, two_layers):
+def test_told_to_stop_a_worker_finishes_what_it_has_and_begins_nothing(tmp_path, two_layers, monkeypatch):
     """As between SIGTERM and the deadline."""
     server = Server(tmp_path / "queue", *two_layers, works=True)
+    at_step(monkeypatch, 3, lambda: setattr(server, "ends", True))
     first, second = (server.post(prompt="a", steps=30)["id"] for _ in range(2))
-    wait_for(lambda: server.get(f"/v1/videos/{first}").json()["step"] >= 1)
-    server.ends = True
     wait_for(lambda: not server.threads[1].is_alive())
     assert [server.get(f"/v1/videos/{name}").json()["status"] for name in (first, second)] == ["completed", "queued"]
     server.close()
@@ -645,13 +640,13 @@ def read_request(folder):
     return json.loads((folder / "request.json").read_text())
 
 
-def test_a_parked_video_goes_on_behind_its_last_finished_stage(tmp_path, two_layers):
+def test_a_parked_video_goes_on_behind_its_last_finished_stage(tmp_path, two_layers, monkeypatch):
     """As after SIGTERM: another worker takes it up, and encodes no text."""
     server = Server(tmp_path / "queue", *two_layers, works=True)
-    video = server.post(prompt="a red circle", steps=150)
-    wait_for(lambda: server.get(f"/v1/videos/{video['id']}").json()["step"] >= 2)
-    server.parks = True
-    wait_for(lambda: not server.threads[1].is_alive())
+    with monkeypatch.context() as patch:
+        at_step(patch, 3, lambda: setattr(server, "parks", True))
+        video = server.post(prompt="a red circle", steps=150)
+        wait_for(lambda: not server.threads[1].is_alive())
     parked = server.get(f"/v1/videos/{video['id']}").json()
     server.close()
     folder = server.queue.folder / video["id"]

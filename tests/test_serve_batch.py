@@ -7,8 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.conftest import SMALL, make_config, metrics, resolve_here
-from tests.serving import Server
-from wan_torchax.events import Stepped
+from tests.serving import Server, at_step
 from wan_torchax.runtime.jobs import find_job
 from wan_torchax.serve import worker
 from wan_torchax.serve.queue import Queue, append
@@ -57,17 +56,6 @@ def frames(folder: Path):
 def decibels(one: Path, other: Path) -> float:
     error = numpy.mean((frames(one) - frames(other)) ** 2)
     return numpy.inf if error == 0 else 10 * numpy.log10(255**2 / error)
-
-
-def at_step(monkeypatch, number: int, action) -> None:
-    """Do something when a step of any video is done."""
-
-    def listen(self, event, original=worker.Reporter.__call__):
-        if isinstance(event, Stepped) and event.step == number:
-            action()
-        original(self, event)
-
-    monkeypatch.setattr(worker.Reporter, "__call__", listen)
 
 
 @pytest.mark.parametrize("settings", [

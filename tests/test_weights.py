@@ -328,7 +328,7 @@ def test_readers_that_wait_hold_no_memory(tmp_path):
     (part,) = next(reading_on).values()
     memory = weakref.ref(part.base)  # numpy names the one array that all views of the buffer share
     del part
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while memory() is not None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert memory() is None
@@ -359,11 +359,11 @@ def test_an_interruption_waits_for_no_reader(tmp_path, monkeypatch):
     """A disk on the network may never answer."""
     save_file({"a": numpy.arange(8.0)}, tmp_path / "model.safetensors")
     answer = threading.Event()
-    monkeypatch.setattr(reading, "read_rows", lambda *_: answer.wait(60))
+    monkeypatch.setattr(reading, "read_rows", lambda *_: answer.wait(120))
     monkeypatch.setattr(interruption, "asked", None)
     threading.Timer(0.3, interruption.remember, [signal.SIGINT, None]).start()
     began = time.monotonic()
     with pytest.raises(interruption.Interrupted):
         list(reading.read_ahead(loads_of(tmp_path)))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     answer.set()

@@ -1,6 +1,7 @@
 """OpenAI's former video API, which other servers have adopted, on top of the queue; with additions."""
 import asyncio
 import base64
+import contextlib
 import itertools
 import json
 import os
@@ -329,7 +330,8 @@ async def growing(front, job: Job):
             state = front.queue.state(job)
             over = state.is_over or front.queue.get(job.id) is None
             if file is None and (path := own_file(job.folder, GROWING)):
-                file = path.open("rb")
+                with contextlib.suppress(FileNotFoundError):  # the video has just been finished
+                    file = path.open("rb")
             while file is not None and (content := file.read(READ_BYTES)):
                 yield content
             if file is not None and not over:
