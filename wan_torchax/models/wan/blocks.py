@@ -13,6 +13,7 @@ from a voice (voice.py).
 """
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -124,21 +125,17 @@ def denoiser(module, forward: Forward) -> Callable[..., Output]:
     attention = attention_of(forward)
 
     def velocity(arrays, latents, time, conditions, residual=None) -> Output:
-        hidden = patches(module.patch_embedding, part_of(arrays, "patch_embedding"), joined(latents, conditions))
+        hidden = patches(arrays, "patch_embedding", joined(latents, conditions))
         for name in POSES & conditions.keys():
-            pose = patches(module.pose_patch_embedding, part_of(arrays, "pose_patch_embedding"),
-                           repeated(conditions[name], latents))
+            pose = patches(arrays, "pose_patch_embedding", repeated(conditions[name], latents))
             hidden = hidden + jnp.pad(pose, [(0, 0), (hidden.shape[1] - pose.shape[1], 0), (0, 0)])
         if "camera" in conditions:
             hidden = hidden + fun.camera_tokens(arrays, conditions["camera"], forward).astype(hidden.dtype)
         tokens, hidden = hidden.shape[1], attention.tiled(hidden, axis=1)
         if "motion_latents" in conditions:
-            hidden = voice.with_behind(
-                lambda name, video: patches(module.get_submodule(name), part_of(arrays, name), video), arrays, hidden,
-                conditions,
-            )
+            hidden = voice.with_behind(functools.partial(patches, arrays), arrays, hidden, conditions)
         elif "reference_latent" in conditions:
-            shown = patches(module.ref_conv, part_of(arrays, "ref_conv"), conditions["reference_latent"][:, :, 0])
+            shown = patches(arrays, "ref_conv", conditions["reference_latent"][:, :, 0])
             hidden = jnp.concatenate([hidden, repeated(shown, hidden)], axis=1)
         time, context = embed(module, arrays, forward, attention, time, conditions)
         hidden = pad_tokens(hidden, forward.multiple)
@@ -149,8 +146,8 @@ def denoiser(module, forward: Forward) -> Callable[..., Output]:
         if residual is not None:
             hidden = hidden + residual
         elif "control" in conditions:
-            control = patches(module.vace_patch_embedding, part_of(arrays, "vace_patch_embedding"),
-                              repeated(conditions["control"], latents).astype(forward.dtype))
+            control = repeated(conditions["control"], latents).astype(forward.dtype)
+            control = patches(arrays, "vace_patch_embedding", control)
             control = pad_tokens(control, forward.multiple), conditions["conditioning_scale"].astype(forward.dtype)
             hidden, counted = run_controlled(arrays, forward, attention, context, hidden, control)
         else:
@@ -200,10 +197,19 @@ def repeated(array, like):
     return jnp.tile(array, (like.shape[0] // array.shape[0],) + (1,) * (array.ndim - 1))
 
 
-def patches(module, arrays: dict, video):
-    """(batch, channels, frames, height, width) to tokens (batch, tokens, channels)."""
-    video = video.astype(arrays["weight"].dtype)
-    return call_module(module, arrays, video).reshape(video.shape[0], len(arrays["weight"]), -1).swapaxes(1, 2)
+def patches(arrays: dict, name: str, video):
+    """(batch, channels, frames, height, width), or a picture, to tokens (batch, tokens, channels), by a convolution of
+    this name whose stride is its kernel. As a product it gives tokens as they lie: XLA would copy those of a
+    convolution several times."""
+    weight, bias = (arrays[f"{name}.{kind}"] for kind in ("weight", "bias"))
+    with jax.named_scope(name):
+        counts = [length // size for length, size in zip(video.shape[2:], weight.shape[2:])]
+        sizes = list(itertools.chain.from_iterable(zip(counts, weight.shape[2:])))
+        whole = (slice(count * size) for count, size in zip(counts, weight.shape[2:]))
+        split = video[:, :, *whole].astype(weight.dtype).reshape(*video.shape[:2], *sizes)
+        axes = range(2, split.ndim)
+        rows = split.transpose(0, *axes[::2], 1, *axes[1::2]).reshape(len(video), math.prod(counts), -1)
+        return jnp.einsum("bti,oi->bto", rows, weight.reshape(len(weight), -1)) + bias
 
 
 def embed(module, arrays: dict, forward: Forward, attention: Attention, time, conditions) -> tuple[Any, Context]:
@@ -346,7 +352,7 @@ def chunk_denoiser(module, forward: Forward) -> Callable[..., tuple[Output, Chun
     attention = attention_of(forward)
 
     def velocity(arrays, latents, time, conditions, chunk: Chunk) -> tuple[Output, Chunk]:
-        hidden = patches(module.patch_embedding, part_of(arrays, "patch_embedding"), joined(latents, conditions))
+        hidden = patches(arrays, "patch_embedding", joined(latents, conditions))
         conditions = conditions | {"positions": chunk.positions}
         time, context = embed(module, arrays, forward, attention, time, conditions)
         tokens, hidden = hidden.shape[1], pad_tokens(hidden, forward.multiple)
