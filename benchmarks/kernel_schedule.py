@@ -43,6 +43,7 @@ wan_torchax.leave_sys_path()
 from wan_torchax import ROOT  # noqa: E402
 from wan_torchax.config.commandline import compose  # noqa: E402
 from wan_torchax.kernels import norm, product, splash, splash_lists  # noqa: E402
+from wan_torchax.kernels.parallel import Pieces  # noqa: E402
 from wan_torchax.kernels.settings import Kernel, Products  # noqa: E402
 from wan_torchax.kernels.sparse import Blocks  # noqa: E402
 from wan_torchax.tasks import compiler  # noqa: E402
@@ -50,6 +51,7 @@ from wan_torchax.tasks.plan import VERSIONS  # noqa: E402
 
 UNITS = ("MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL", "SALU")
 SHOWN = ("MXU", "VALU", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL")
+DEVICES, RUN = 4, 512  # of an all-to-all, and tokens that stay together in it
 DELAY = 5  # a branch takes effect after the next four bundles
 # The smallest slice that libtpu compiles for, and the cores per JAX device; a kernel runs on one core.
 CHIPS = {"v6e": ("v6e:2x2", 1), "v5e": ("v5e:2x2", 1), "v5p": ("v5p:2x2x1", 2), "v7x": ("tpu7x:2x2x1", 1)}
@@ -81,15 +83,19 @@ def arguments():
     parser.add_argument("--part", choices=("self", "cross"), default="self", help=part)
     going_on = "as in a ring's later steps: continue from the float32 output of other keys"
     parser.add_argument("--going-on", action="store_true", help=going_on)
+    parts = "values in so many parts, as many as queries with padding, and the result in pieces: heads in groups"
+    parser.add_argument("--parts", type=int, default=1, help=parts)
     blocks = "block_q/block_kv/tile_kv/sub_q/chunk_kv …; default: the shipped ones"
     parser.add_argument("--blocks", nargs="*", help=blocks)
     product = (
         "linear layers instead: TOKENSxINPUTSxOUTPUTS, +gelu, +int8 or +fp8, +residual (with a gate), "
-        "+transpose_out (the result has tokens last), +transpose_in (the input has), +joined (of two arrays, the first "
-        "as wide as the result), +turn (norm and RoPE of each head)"
+        "+transpose_out (the result has tokens last), +transpose_in (the input has), +pieces (and is in pieces, of "
+        "three groups of heads of four devices), +joined (of two arrays, the first as wide as the result), +turn (norm "
+        "and RoPE of each head)"
     )
     parser.add_argument("--product", nargs="*", help=product)
-    parser.add_argument("--products", default="pallas", help="whose blocks: a file of conf/products")
+    blocks = "their blocks: a file of conf/products, and settings that differ, e.g. products.rows=1024"
+    parser.add_argument("--products", nargs="+", default=["pallas"], help=blocks)
     parser.add_argument("--norm", nargs="*", help="layer norms instead: TOKENSxCHANNELS; they have no share of peak")
     parser.add_argument("--lists", type=int, help="attention to lists of this many blocks of 128 keys instead")
     linear = "with --lists: SLA's linear branch, in the kernel's end and in a pass before it"
@@ -139,12 +145,20 @@ def ours(kernel, options):
         trips = (1, *again(options.keys))
     before = [(1, options.head_dim, options.queries), (1, 1, 1, options.queries)] if options.going_on else []
     dtype = jnp.float32 if options.going_on else None
+
+    parts, in_pieces = options.parts, options.parts > 1
+    keys = options.queries if in_pieces else options.keys  # with padding
+
+    def function(query, key, values, *before):
+        arrays = query, key, splash.Values(values, 0, options.head_dim), *before
+        return splash.call(splash.fast_kernel, arrays, options.keys, options.head_dim, kernel, dtype, in_pieces)
+
     return Candidate(
         name=f"ours {kernel.block_q}/{kernel.block_kv}/{kernel.tile_kv}/{kernel.sub_q}/{kernel.chunk_kv}",
-        function=lambda *arrays: splash.call(splash.fast_kernel, arrays, options.keys, options.head_dim, kernel, dtype),
+        function=function,
         shapes=bfloat16(
-            (1, options.queries, options.head_dim), (1, options.keys, options.head_dim),
-            (1, options.head_dim, options.keys),
+            (1, options.queries, options.head_dim), (1, keys, options.head_dim),
+            (parts, 1, options.head_dim, keys // parts),
         ) + [jax.ShapeDtypeStruct(shape, dtype) for shape in before],
         flops=flops_of(options),
         blocks=ceil(options.queries / splash.fitting(kernel.block_q, kernel.sub_q, options.queries)),
@@ -200,7 +214,7 @@ def sums(kernel, options):
 def linear(text, products):
     sizes, *features = text.split("+")
     tokens, inputs, outputs = map(int, sizes.split("x"))
-    settings = Products(**compose([f"products={products}"]).products)
+    settings = Products(**compose([f"products={products[0]}", *products[1:]]).products)
     small = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}.get(next((name for name in features if "8" in name), None))
     how = {name: name in features for name in ("gelu", "transpose_in", "transpose_out")}
     width = outputs if "joined" in features else inputs
@@ -215,8 +229,14 @@ def linear(text, products):
     dtypes |= {"layer": jnp.int32} | ({"weight": small} if small else {})
     shapes = {name: jax.ShapeDtypeStruct(shape, dtypes.get(name, jnp.bfloat16)) for name, shape in shapes.items()}
     rows, columns = product.block_sizes(shapes, settings, how["transpose_in"], how["transpose_out"])
+    structs = list(shapes.values())
+    if "pieces" in features:
+        widths = [inputs // DEVICES // 10 * share for share in (1, 8, 1)]
+        structs[:1] = bfloat16(*[(DEVICES, tokens // RUN, 1, width, RUN) for width in widths])
 
     def function(*arrays):
+        if "pieces" in features:
+            arrays = Pieces(arrays[:3]), *arrays[3:]
         return product.product(dict(zip(shapes, arrays)), settings=settings, **how)
 
     before = [rows / product.LANES] if how["transpose_in"] and (small or settings.upright) else []
@@ -224,7 +244,7 @@ def linear(text, products):
     return Candidate(
         name=f"linear {text}, blocks {rows} x {columns}",
         function=function,
-        shapes=list(shapes.values()),
+        shapes=structs,
         flops=2 * tokens * inputs * outputs,
         blocks=ceil(tokens / rows) * ceil(outputs / columns),
         steps=1,

@@ -80,18 +80,20 @@ class Attend:
 
     def counted(
         self, query, key, value, rotary=(), norms=(), beside: Beside | None = None, branch=(),
-        others: OfFrames | None = None,
+        others: OfFrames | None = None, in_pieces=False,
     ):
         """Attention, and the number of rescued rows per device, (devices,) int32; None if the kernel has no guard. With
         `beside`, the output is a pair: for the tokens and for the extra tokens; with VSA: of the lists and, per tile,
         of the coarse branch. `branch` is the weight and bias of SLA's linear branch, or whether lists that need no
-        training are left aside; `others` are attended to besides the tokens themselves."""
+        training are left aside; `others` are attended to besides the tokens themselves. The output may be parallel's
+        `Pieces` if that is asked for."""
         keys = self.keys or key.shape[1]
         if norms and not self.joins_norms(norms):
             query, key = (self.normalized(array, weight) for array, weight in zip((query, key), norms))
             norms = ()
         if self.mesh is not None:
-            out, rescued = schemes.spread(self, (query, key, value), rotary, norms, keys, beside, branch, others)
+            arrays, more = (query, key, value), (beside, branch, others, in_pieces)
+            out, rescued = schemes.spread(self, arrays, rotary, norms, keys, *more)
         else:
             query, key = self.prepare(query, key, rotary, norms, keys)
             out, rescued = self.both(query[0], key[0], value, keys, beside, branch, others)
@@ -151,6 +153,17 @@ class Attend:
     def takes_one_array(self, keys) -> bool:
         """Whether queries and keys may be the same array, which has the heads of both."""
         return self.name(keys) == "splash" and self.kernel.sparse.kind in ("none", "sla")
+
+    def takes_parts(self, tokens, keys) -> bool:
+        """Whether `of_parts` serves values in parts of so many tokens."""
+        dense = self.name(keys) == "splash" and not self.kernel.sparse and self.kernel.window is None
+        return dense and splash.takes_parts(tokens, keys, self.head_dim, self.kernel)
+
+    def of_parts(self, query, key, parts, first, width, keys, pieces):
+        """(out with tokens last, rescued) of attention to some heads of values in parts: splash.Values."""
+        values = splash.Values(parts, first, width)
+        out_t, _, rescued = splash.attention(query, key, values, keys, self.head_dim, self.kernel, pieces=pieces)
+        return out_t, rescued
 
     def rotated_together(self, query, key, rotary, norms, parts, sizes):
         """Queries and keys after norms and RoPE, as rotary.rotate_both returns them."""

@@ -30,9 +30,37 @@ class Place:
     parts: int = 1  # parts of its heads: one per device of the Ulysses axis
 
 
-def spread(attend, tokens, rotary, norms, keys, beside=None, branch=(), others=None):
+@partial(jax.tree_util.register_dataclass, data_fields=["groups"], meta_fields=[])
+@dataclass(frozen=True)
+class Pieces:
+    """Attention's output as all-to-alls deliver it, in runs of tokens, tokens last: for each group of heads an array
+    (devices whose heads they are, runs, batch, width of the group, tokens of a run). A linear layer's kernel puts a
+    block of tokens together as it fetches it."""
+
+    groups: tuple[jax.Array, ...]
+
+    @property
+    def run(self) -> int:
+        return self.groups[0].shape[4]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of what they are pieces of: (batch, tokens, heads * head_dim)."""
+        _, runs, batch, *_ = self.groups[0].shape
+        return batch, runs * self.run, sum(group.shape[0] * group.shape[3] for group in self.groups)
+
+    @property
+    def dtype(self):
+        return self.groups[0].dtype
+
+    def joined(self) -> jax.Array:
+        return jnp.concatenate(self.groups, axis=3).transpose(2, 1, 4, 0, 3).reshape(self.shape)
+
+
+def spread(attend, tokens, rotary, norms, keys, beside=None, branch=(), others=None, in_pieces=False):
     """Run `attend` (attention.Attend) on every device's shard of `tokens`: queries, keys and values. In cross-attention
-    keys and values are replicated. Returns the output, and the rescued rows of each device."""
+    keys and values are replicated. Returns the output, in `Pieces` if asked for and possible, and the rescued rows of
+    each device."""
     parallel, mesh, cross = attend.parallel, attend.mesh, attend.cross
     token_axes = parallel.token_axes
     shards = prod(mesh.shape[axis] for axis in token_axes)
@@ -45,6 +73,9 @@ def spread(attend, tokens, rotary, norms, keys, beside=None, branch=(), others=N
     others_specs = others and type(others)(*[kept_spec(parallel, whole_batch=True)] * 2, PartitionSpec())
     pair = attend.gives_pair(beside)
     out_spec = (tokens_spread, tokens_whole) if pair else tokens_spread
+    in_pieces = in_pieces and parallel.groups and queries % shards == 0 and attend.takes_parts(queries // shards, keys)
+    if in_pieces:
+        out_spec = Pieces((PartitionSpec(None, token_axes, parallel.batch),) * len(parallel.groups))
 
     def on_device(tokens, rotary, norms, beside, branch, others):
         query, key, value = tokens
@@ -53,7 +84,7 @@ def spread(attend, tokens, rotary, norms, keys, beside=None, branch=(), others=N
             out, _, rescued = attend.local(query[0], key[0], value, keys)
             return out, rescued[None]
         if parallel.groups:
-            out, rescued = exchange_in_groups(attend, query, key, value, rotary, norms, keys, branch)
+            out, rescued = exchange_in_groups(attend, query, key, value, rotary, norms, keys, branch, in_pieces)
             return out, rescued[None]
         first = lax.axis_index(token_axes) * key.shape[1] if token_axes else 0
         place = Place(first, token_axes, lax.axis_size(parallel.ulysses) if parallel.ulysses else 1)
@@ -71,6 +102,8 @@ def spread(attend, tokens, rotary, norms, keys, beside=None, branch=(), others=N
     padded = tuple(array if cross and place else pad_tokens(array, shards) for place, array in enumerate(tokens))
     tables = [pad_tokens(table[None], shards)[0] for table in rotary]
     out, rescued = sharded(padded, tables, list(norms), beside, branch, others)
+    if in_pieces:
+        return out, rescued
     return ((out[0][:, :queries], out[1]) if pair else out[:, :queries]), rescued
 
 
@@ -148,7 +181,7 @@ def exchange(attend, query, key, value, keys, beside=None, branch=(), others=Non
     return (out, lax.all_gather(other, axis, axis=2, tiled=True) if axis else other), rescued
 
 
-def exchange_in_groups(attend, query, key, value, rotary, norms, keys, branch):
+def exchange_in_groups(attend, query, key, value, rotary, norms, keys, branch, in_pieces):
     """Ulysses, one group of heads after the other: beside attention to one, the next one's queries and keys travel, and
     the outputs of the one before. XLA has one all-to-all under way at a time, so queries and keys are one array;
     values, which are computed first, are sent whole while queries and keys are computed."""
@@ -168,13 +201,19 @@ def exchange_in_groups(attend, query, key, value, rotary, norms, keys, branch):
         query = key = join(here)
         if not attend.takes_one_array(keys):
             query, key = query[:, :, :width], key[:, :, width:]
-        value_t = lanes.join(value, kernel, begin, width)
-        out, rescued = attend.both(query, key, value_t.swapaxes(1, 2), keys, None, branch)
-        out, here, outs[-1:] = lax.optimization_barrier((out, following, last))
-        outs.append(lanes.cut(out.swapaxes(1, 2), parts, kernel))
+        if attend.takes_parts(value.shape[3], keys):
+            out_t, rescued = attend.of_parts(query, key, value, begin, width, keys, in_pieces)
+        else:
+            value_t = lanes.join(value, kernel, begin, width)
+            out, rescued = attend.both(query, key, value_t.swapaxes(1, 2), keys, None, branch)
+            out_t = out.swapaxes(1, 2)
+        out_t, here, outs[-1:] = lax.optimization_barrier((out_t, following, last))
+        outs.append(out_t.reshape(parts, -1, *out_t.shape[1:]) if in_pieces else lanes.cut(out_t, parts, kernel))
         here, later = here[0] if here else None, later[1:]
         total, begin = total + rescued, begin + width
     outs[-1] = travel(outs[-1], axis)
+    if in_pieces:
+        return Pieces(tuple(outs)), total
     return lanes.stack(outs, kernel).swapaxes(1, 2), total
 
 

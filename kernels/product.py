@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
-from wan_torchax.kernels.parallel import divided
+from wan_torchax.kernels.parallel import Pieces, divided
 from wan_torchax.kernels.quantized import LARGEST
 from wan_torchax.kernels.rotary import rotate_pairs, signed
 from wan_torchax.kernels.settings import Products
@@ -58,7 +58,7 @@ class Linear:
     """array (batch, tokens, inputs) · weight (outputs, inputs)ᵀ + bias (outputs,), with batch and tokens sharded by
     `sharding` and weights replicated. With `layer`, weight is a stack and that layer is used.
 
-    array       or two arrays, whose inputs follow each other in the weight
+    array       or two arrays, whose inputs follow each other in the weight, or Pieces
     scale       one per output: weight is quantized, and tokens, of one array, are quantized to the same dtype
     residual    added to the result, after multiplying it by gate (batch, outputs) if given
     turn        norm and RoPE of each head, of 128 outputs
@@ -77,9 +77,10 @@ class Linear:
             weight, layer = weight[None], 0
         spread = None if self.sharding is None else self.sharding.spec
         array, second = array if isinstance(array, tuple) else (array, None)
-        tokens = array.shape[1]
+        tokens, in_pieces = array.shape[1], isinstance(array, Pieces)
+        array_spread = spread and PartitionSpec(None, spread[1], spread[0]) if in_pieces else spread
         given = {  # with partition specs
-            "array": (array, spread), "weight": (weight, WHOLE), "layer": (jnp.asarray(layer, jnp.int32), WHOLE),
+            "array": (array, array_spread), "weight": (weight, WHOLE), "layer": (jnp.asarray(layer, jnp.int32), WHOLE),
             "bias": (bias, WHOLE), "scale": (scale, WHOLE), "residual": (residual, spread),
             "gate": (gate, spread and PartitionSpec(spread[0])), "second": (second, spread),
         }
@@ -98,7 +99,10 @@ class Linear:
         compute = partial(product, settings=self.settings, **how)
         if spread is None:
             return compute(arrays)
-        arrays |= {name: divided(arrays[name], self.sharding) for name in (*TOKENS, "residual") if name in arrays}
+        arrays |= {
+            name: divided(arrays[name], self.sharding) for name in (*TOKENS, "residual")
+            if name in arrays and not (in_pieces and name == "array")
+        }
         arrays |= {name: divided(arrays[name][None], self.sharding)[0] for name in TABLES if name in arrays}
         return jax.shard_map(
             compute, mesh=self.sharding.mesh, in_specs=(specs,), out_specs=spread,
@@ -111,6 +115,12 @@ def product(arrays, settings, gelu=False, transpose_in=False, transpose_out=Fals
     the inputs."""
     (batch, tokens, inputs), (_, outputs, total) = arrays["array"].shape, arrays["weight"].shape
     dtype, (rows, columns) = arrays["array"].dtype, block_sizes(arrays, settings, transpose_in, transpose_out)
+    ahead, pieces = fetches_ahead(settings, tokens, rows, transpose_in), ()
+    if isinstance(arrays["array"], Pieces):
+        if ahead and rows % arrays["array"].run == 0:
+            pieces, run = list(arrays["array"].groups), arrays["array"].run
+        else:
+            arrays = arrays | {"array": arrays["array"].joined()}
     blocks = {
         "array": pl.BlockSpec((None, rows, inputs), lambda b, i, j, layer: (b, i, 0)),
         "weight": pl.BlockSpec((None, columns, total), lambda b, i, j, layer: (layer[0], j, 0)),
@@ -130,9 +140,8 @@ def product(arrays, settings, gelu=False, transpose_in=False, transpose_out=Fals
     first, total_tokens = (0, tokens) if target is None else (target.first // rows, target.total)
     out_shape = batch, total_tokens, outputs
     out_block = pl.BlockSpec((None, rows, columns), lambda b, i, j, layer: (b, first + i, j))
-    ahead = fetches_ahead(settings, tokens, rows)
     # Else a loop over blocks of one residual each would copy it. Interpreters cannot, where blocks overhang.
-    in_place = "residual" in arrays and tokens % rows == outputs % columns == 0
+    in_place = "residual" in arrays and (not settings.interpret or tokens % rows == outputs % columns == 0)
     aliased = "into" if "into" in arrays else "residual" if in_place else None
     if transpose_out:
         out_shape = batch, outputs, total_tokens
@@ -145,18 +154,21 @@ def product(arrays, settings, gelu=False, transpose_in=False, transpose_out=Fals
         arrays["into"] = arrays["into"].swapaxes(1, 2) if transpose_out else arrays["into"]
         blocks["into"] = pl.BlockSpec(memory_space=pl.ANY)
     if transpose_in:
-        arrays["array"] = arrays["array"].swapaxes(1, 2)
+        arrays["array"] = pieces or arrays["array"].swapaxes(1, 2)
         blocks["array"] = pl.BlockSpec((None, inputs, rows), lambda b, i, j, layer: (b, 0, i))
-        if settings.upright or "scale" in arrays:
+        if settings.upright or "scale" in arrays or pieces:
             scratch["upright"] = pltpu.VMEM((rows, inputs), dtype)
     if "scale" in arrays:
         scratch["quantized"] = pltpu.VMEM((rows, inputs), arrays["weight"].dtype)
         scratch["own"] = pltpu.VMEM((rows, 1), jnp.float32)
     names = [name for name in blocks if name in arrays]
     for name in [name for name in TOKENS if ahead and name in names]:
-        scratch[f"{name} ahead"] = pltpu.VMEM((2, *(size for size in blocks[name].block_shape if size)), dtype)
+        shape = [size for size in blocks[name].block_shape if size]
+        if pieces and name == "array":
+            shape = [rows // run, inputs, run]
+        scratch[f"{name} ahead"] = pltpu.VMEM((2, *shape), dtype)
         scratch[f"{name} copied"] = pltpu.SemaphoreType.DMA((2,))
-        blocks[name] = pl.BlockSpec(memory_space=pl.ANY)
+        blocks[name] = jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), arrays[name])
     kernel = partial(
         product_kernel, names=(*names, "out", *scratch), gelu=gelu, transposed=transpose_out, epsilon=epsilon,
         upright_in=not transpose_in, unrolled=settings.unrolled,
@@ -173,7 +185,7 @@ def product(arrays, settings, gelu=False, transpose_in=False, transpose_out=Fals
             scratch_shapes=list(scratch.values()),
         ),
         out_shape=jax.ShapeDtypeStruct(out_shape, dtype),
-        input_output_aliases={1 + names.index(aliased): 0} if aliased else {},
+        input_output_aliases={1 + names.index(aliased) + max(len(pieces) - 1, 0): 0} if aliased else {},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=(*["arbitrary" if ahead else "parallel"] * 2, "arbitrary"),
             vmem_limit_bytes=settings.vmem_mib * 2**20,
@@ -202,9 +214,10 @@ def parts_of(rows: int, transpose_out: bool) -> int:
     return 3 if transpose_out and rows % (2 * COLUMNS) and rows % (3 * COLUMNS) == 0 else 2
 
 
-def fetches_ahead(settings: Products, tokens: int, rows: int) -> bool:
-    """Whether the next block of tokens is fetched during all blocks of weights: if it is a whole one."""
-    return settings.ahead and tokens % rows == 0
+def fetches_ahead(settings: Products, tokens: int, rows: int, along_lanes=False) -> bool:
+    """Whether the next block of tokens is fetched during all blocks of weights: if also the last consists of whole
+    tiles."""
+    return settings.ahead and tokens % rows % (LANES if along_lanes else PACKED[2]) == 0
 
 
 def closely(count: int, most: int, multiples: tuple[int, ...], cost: float = 0) -> int:
@@ -226,9 +239,10 @@ def product_kernel(layer, *refs, names, gelu, transposed, epsilon, upright_in, g
     bias, scale, gate (1, columns)   second (rows, the last of the inputs), if array has not all of them
     cosine, sine (rows, 128)   norm (1, 128), of heads of 128 columns
 
-    With transposed, out (columns, rows). Unless upright_in, array (inputs, rows); with upright (rows, inputs), it is
-    transposed into that at the first block of weights; with quantized (rows, inputs) and own (rows, 1), tokens are
-    quantized into it, with scales in own."""
+    With transposed, out (columns, rows). Unless upright_in, array (inputs, rows) or, in pieces, (runs, inputs, rows of
+    a run); with upright (rows, inputs), it is transposed into that at the first block of weights; with quantized (rows,
+    inputs) and own (rows, 1), tokens are quantized into it, with scales in own. What is fetched ahead is given as it
+    lies in HBM."""
     given = dict(zip(names, refs))
     given |= {name: fetched(given, name, upright_in or name != "array") for name in TOKENS if f"{name} ahead" in given}
     array, weight, out, upright, quantized = map(given.get, ("array", "weight", "out", "upright", "quantized"))
@@ -277,19 +291,46 @@ def product_kernel(layer, *refs, names, gelu, transposed, epsilon, upright_in, g
 def fetched(given, name, upright):
     """The block of tokens, which was fetched while the one before was in use; fetching of the next begins."""
     source, blocks, copied = (given[key] for key in (name, f"{name} ahead", f"{name} copied"))
-    down, rows = pl.num_programs(1), blocks.shape[1 if upright else 2]
+    axis = 1 if upright or isinstance(source, list) else 2
+    down, size = pl.num_programs(1), blocks.shape[axis]
+    rest = jax.tree.leaves(source)[0].shape[axis] % size  # in the last block
     number = pl.program_id(0) * down + pl.program_id(1)
 
-    def copy(number):
-        place = pl.ds(pl.multiple_of(number % down * rows, rows), rows)
-        block = source.at[number // down, *((place, slice(None)) if upright else (slice(None), place))]
-        return pltpu.make_async_copy(block, blocks.at[number % 2], copied.at[number % 2])
+    def copy(number, act):
+        """Start to copy a block, or wait for it."""
+        batch, index, into = number // down, number % down, number % 2
+        some = pl.multiple_of(index * size, size)
+
+        def part(block, *place):
+            act(pltpu.make_async_copy(block, blocks.at[into, *place], copied.at[into]))
+
+        def tokens(count):
+            here, there = pl.ds(0, count), pl.ds(some, count)
+            if isinstance(source, list):
+                pl.loop(0, source[0].shape[0])(lambda device: pieces(device, here, there))
+            elif upright:
+                part(source.at[batch, there], here)
+            else:
+                part(source.at[batch, :, there], slice(None), here)
+
+        def pieces(device, here, there):
+            begin = device * sum(group.shape[3] for group in source)
+            for group in source:
+                width = group.shape[3]
+                part(group.at[device, there, batch], here, pl.ds(pl.multiple_of(begin, LANES), width))
+                begin += width
+
+        if rest:
+            pl.when(index == down - 1)(lambda: tokens(rest))
+            pl.when(index != down - 1)(lambda: tokens(size))
+        else:
+            tokens(size)
 
     @pl.when(pl.program_id(2) == 0)
     def at_the_first_weights():
-        pl.when(number == 0)(lambda: copy(number).start())
-        copy(number).wait()
-        pl.when(number + 1 < pl.num_programs(0) * down)(lambda: copy(number + 1).start())
+        pl.when(number == 0)(lambda: copy(number, lambda one: one.start()))
+        copy(number, lambda one: one.wait())
+        pl.when(number + 1 < pl.num_programs(0) * down)(lambda: copy(number + 1, lambda one: one.start()))
 
     return blocks.at[number % 2]
 
@@ -305,11 +346,13 @@ def turn_heads(heads, weight, cosine, sine, epsilon):
 
 
 def transpose_tokens(array, upright):
-    """(inputs, rows) into (rows, inputs), by tiles of 128 rows."""
+    """(inputs, rows), or (runs, inputs, rows of a run), into (rows, inputs), by tiles of 128 rows."""
     @pl.loop(0, upright.shape[0] // LANES)
     def one_tile(index):
-        rows = pl.ds(pl.multiple_of(index * LANES, LANES), LANES)
-        upright[rows, :] = array[:, rows].T
+        first, run = index * LANES, array.shape[-1]
+        lying = pl.ds(pl.multiple_of(first % run, LANES), LANES)
+        tile = array[:, lying] if len(array.shape) == 2 else array[first // run, :, lying]
+        upright[pl.ds(pl.multiple_of(first, LANES), LANES), :] = tile.T
 
 
 def quantize_tokens(array, quantized, own):

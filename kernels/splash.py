@@ -11,6 +11,8 @@
     keys     how many of the keys are valid; the rest is padding
 
 Query and key may have more heads than the values: their first and their last ones count. So one array can be both.
+Values may be `Values`, in parts as devices send them, and the output be in `pieces` to be sent, (pieces, batch, heads *
+head_dim, sub_q): then nothing is copied before an all-to-all and after it.
 
 Scores are transposed, (keys, queries): softmax reductions then run over sublanes, a query's statistics are along the
 lanes, and both matrix products reach the MXU without a transpose inside the loop.
@@ -45,56 +47,82 @@ def reference(query, key, value, head_dim, window=None):
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), split[2]).reshape(query.shape)
 
 
-def attention(query, key, value_t, keys, head_dim, kernel, before=(), dtype=None):
+class Values(NamedTuple):
+    """Values with tokens last, of which each part has as many; attention is to `width` of their rows from `first` on.
+    """
+
+    parts: jax.Array  # (parts, batch, heads * head_dim, tokens of a part)
+    first: int
+    width: int
+
+    @classmethod
+    def whole(cls, value_t):
+        return cls(value_t[None], 0, value_t.shape[1])
+
+
+def takes_parts(tokens: int, keys: int, head_dim: int, kernel) -> bool:
+    """Whether the kernel can read values in parts of so many tokens, and write pieces to be sent to as many devices: no
+    chunk of keys and no piece crosses their borders, and all keys are one block."""
+    whole = tokens % kernel.chunk_kv == 0 and tokens % kernel.sub_q == 0 and keys <= kernel.block_kv
+    return whole and head_dim % 128 == 0
+
+
+def attention(query, key, value_t, keys, head_dim, kernel, before=(), dtype=None, pieces=False):
     """The fast kernel, with the exact one as fallback if the result is not finite."""
-    (batch, queries, _), width = query.shape, value_t.shape[1]
+    values = value_t if isinstance(value_t, Values) else Values.whole(value_t)
+    (batch, queries, _), width = query.shape, values.width
     heads = width // head_dim
     if head_dim % 128:
         query, key, value_t = heads_as_rows(query, key, value_t, head_dim)
+        values = Values.whole(value_t)
     if before:
         out_t, log_sum = before
         before = out_t.reshape(len(query), -1, queries), log_sum.reshape(len(query), -1, 1, queries)
-    arrays = query, key, value_t, *before
-    exact = partial(call, exact_kernel, arrays, keys, head_dim, kernel, dtype)
+    arrays = query, key, values, *before
+    exact = partial(call, exact_kernel, arrays, keys, head_dim, kernel, dtype, pieces)
     if kernel.window is not None:
         out_t, rows = exact()
         rescued = jnp.int32(0)
     else:
-        out_t, rows = call(fast_kernel, arrays, keys, head_dim, kernel, dtype)
+        out_t, rows = call(fast_kernel, arrays, keys, head_dim, kernel, dtype, pieces)
         lost = ~jnp.isfinite(rows[:, :, 0])
         rescued = jnp.sum(lost | (rows[:, :, 1] > 0), dtype=jnp.int32)
         # A loop that runs at most once instead of lax.cond: it reuses its input buffers without a copy.
         start = jnp.any(lost), out_t, rows
         _, out_t, rows = lax.while_loop(lambda state: state[0], lambda state: (False, *exact()), start)
-    return out_t.reshape(batch, width, queries), rows[:, :, 0].reshape(batch, heads, queries), rescued
+    out_t = out_t if pieces else out_t.reshape(batch, width, queries)
+    return out_t, rows[:, :, 0].reshape(batch, heads, queries), rescued
 
 
-def call(body, arrays, keys, head_dim, kernel, dtype=None):
+def call(body, arrays, keys, head_dim, kernel, dtype=None, pieces=False):
     """Run a kernel over all queries, with a smaller last block if a full one would be mostly empty."""
     queries = arrays[0].shape[1]
     block_q = fitting(kernel.block_q, kernel.sub_q, queries)
     blocks, rest = divmod(queries, block_q)
     last_block = fitting(block_q, kernel.sub_q, rest)
-    run = partial(call_blocks, body, arrays, keys, head_dim, kernel, dtype or arrays[0].dtype)
+    run = partial(call_blocks, body, arrays, keys, head_dim, kernel, dtype or arrays[0].dtype, pieces)
     if last_block in (0, block_q) or blocks * block_q % last_block:
         return run(block_q, range(pl.cdiv(queries, block_q)))
     first = blocks * block_q // last_block
     return run(last_block, range(first, first + 1), run(block_q, range(blocks)))
 
 
-def call_blocks(body, arrays, keys, head_dim, kernel, dtype, block_q, blocks, into=()):
+def call_blocks(body, arrays, keys, head_dim, kernel, dtype, pieces, block_q, blocks, into=()):
     """One Pallas call; its grid is batch, heads, query blocks and, innermost, key blocks; edge blocks overhang. `into`
     are the results of other blocks, which this call updates in place."""
-    (query, key, value_t), given = arrays[:3], len(arrays)
-    (batch, queries, _), width = query.shape, value_t.shape[1]
-    heads = width // head_dim
+    (query, key, (values, first_row, width), *before), given = arrays, len(arrays)
+    (batch, queries, _), heads, (parts, *_, part) = query.shape, width // head_dim, values.shape
     before_keys = key.shape[2] // head_dim - heads
     block_kv = fitting(kernel.block_kv, kernel.chunk_kv, keys)
     first, name = blocks.start, ("last_" if into else "") + body.__name__
+    size = kernel.sub_q if pieces else queries  # of a piece
     body = outline if kernel.outline else partial(body, first_block=first, queries=queries, keys=keys, kernel=kernel)
     block_out_t = pl.BlockSpec((None, head_dim, block_q), lambda b, h, i, j: (b, h, i + first))
     block_log_sum = pl.BlockSpec((None, None, 1, block_q), lambda b, h, i, j: (b, h, 0, i + first))
-    out_specs = [block_out_t, pl.BlockSpec((None, None, 2, block_q), lambda b, h, i, j: (b, h, 0, i + first))]
+    block_out = pl.BlockSpec((1, None, head_dim, block_q), lambda b, h, i, j: (0, b, h, i + first))
+    if pieces:
+        block_out = pl.BlockSpec((block_q // size, None, head_dim, size), lambda b, h, i, j: (i + first, b, h, 0))
+    out_specs = [block_out, pl.BlockSpec((None, None, 2, block_q), lambda b, h, i, j: (b, h, 0, i + first))]
     # Aliased outputs need not be fetched; plain interpret mode wants them with the blocks of the result.
     into_specs = out_specs if kernel.interpret is True else [pl.BlockSpec(memory_space=pl.ANY)] * 2
     return pl.pallas_call(
@@ -103,13 +131,16 @@ def call_blocks(body, arrays, keys, head_dim, kernel, dtype, block_q, blocks, in
         in_specs=[
             pl.BlockSpec((None, block_q, head_dim), lambda b, h, i, j: (b, i + first, h)),
             pl.BlockSpec((None, block_kv, head_dim), lambda b, h, i, j: (b, j, h + before_keys)),
-            pl.BlockSpec((None, head_dim, block_kv), lambda b, h, i, j: (b, h, j)),
+            pl.BlockSpec(
+                (parts, None, head_dim, block_kv if parts == 1 else part),
+                lambda b, h, i, j: (0, b, first_row // head_dim + h, j),
+            ),
             *[block_out_t, block_log_sum][: given - 3],
             *into_specs[: len(into)],
         ],
         out_specs=out_specs,
         out_shape=[
-            jax.ShapeDtypeStruct((batch, width, queries), dtype),
+            jax.ShapeDtypeStruct((pl.cdiv(queries, size), batch, width, size), dtype),
             jax.ShapeDtypeStruct((batch, heads, 2, queries), jnp.float32),
         ],
         input_output_aliases={given + index: index for index in range(len(into))},
@@ -126,7 +157,7 @@ def call_blocks(body, arrays, keys, head_dim, kernel, dtype, block_q, blocks, in
         ),
         interpret=kernel.interpret,
         name=name,
-    )(*arrays, *into)
+    )(query, key, values, *before, *into)
 
 
 def outline(query, key, value_t, before, out_t, rows, *scratch):
@@ -158,7 +189,8 @@ def fast_kernel(
     """One block of keys, tile by tile, with a softmax reference that is corrected only between tiles.
 
     first_block: the index of the grid's first block of queries
-    query (block_q, head_dim)   key (block_kv, head_dim)   value_t (head_dim, block_kv)   out_t (head_dim, block_q)
+    query (block_q, head_dim)   key (block_kv, head_dim)   value_t (parts, head_dim, block_kv or tokens of a part)
+    out_t (pieces, head_dim, queries of a piece), by default one piece
     before: (), or out_t in float32 and log_sum (1, block_q) of earlier keys
     rows (2, block_q): each row's log_sum, and 1 if it was ever out of range
     Carried from tile to tile: query_t (head_dim or twice that, block_q), and in float32 sums (head_dim, block_q),
@@ -231,7 +263,7 @@ def fast_kernel(
     def finish():
         result = sums[...] / total[...]
         sound = jnp.isfinite(jnp.sum(jnp.abs(result), axis=0, keepdims=True))
-        out_t[...] = result.astype(out_t.dtype)
+        put(result, out_t)
         rows[:1] = jnp.where(sound, (reference[...] + jnp.log2(total[...])) / LOG2_E, jnp.nan)
 
     def end(first, size):
@@ -284,7 +316,7 @@ def add_keys(key, value_t, state, kernel, first, real, careful):
         return key[pl.ds(first + begin, kernel.chunk_kv), :]
 
     def values_at(begin, part):
-        values = value_t[:, pl.ds(first + begin, kernel.chunk_kv)]
+        values = values_of(value_t, first + begin, kernel.chunk_kv)
         if begin + kernel.chunk_kv > real:  # overhanging values may be NaN, which a zero weight would not cancel
             values = jnp.where(lax.broadcasted_iota(jnp.int32, (1, kernel.chunk_kv), 1) < real - begin, values, 0)
         return values
@@ -292,6 +324,20 @@ def add_keys(key, value_t, state, kernel, first, real, careful):
     chunks = Chunks(keys_at, values_at, lambda scores, begin, part: hide_tail(scores, real - begin))
     columns = parts_of(state.query_t.shape[1], kernel.sub_q)
     add_chunks(chunks, range(0, real, kernel.chunk_kv), columns, state, kernel, careful)
+
+
+def values_of(value_t, begin, size):
+    """`size` values from `begin` on, which are in one part."""
+    parts, _, tokens = value_t.shape
+    part = sum((begin >= tokens * number).astype(jnp.int32) for number in range(1, parts)) if parts > 1 else 0
+    return value_t[part, :, pl.ds(pl.multiple_of(begin - part * tokens, size), size)]
+
+
+def put(result, out_t):
+    """(head_dim, block_q) into pieces."""
+    pieces, _, size = out_t.shape
+    for piece in range(pieces):
+        out_t[piece] = result[:, piece * size : (piece + 1) * size].astype(out_t.dtype)
 
 
 class Chunks(NamedTuple):
@@ -413,7 +459,7 @@ def exact_kernel(
     def add_chunk(index):
         begin = pl.multiple_of(index * kernel.chunk_kv, kernel.chunk_kv)
         positions = first_key + begin + lax.broadcasted_iota(jnp.int32, (1, kernel.chunk_kv), 1)
-        values = jnp.where(positions < keys, value_t[:, pl.ds(begin, kernel.chunk_kv)], 0)
+        values = jnp.where(positions < keys, values_of(value_t, begin, kernel.chunk_kv), 0)
         for columns in parts_of(block_q, kernel.sub_q):
             scores = scores_of(key[pl.ds(begin, kernel.chunk_kv), :], query_t[:, columns], kernel)
             seen = visible(scores.shape, first_key + begin, first_query + columns.start, keys, kernel.window)
@@ -434,7 +480,7 @@ def exact_kernel(
 
     @pl.when(pl.program_id(3) == last)
     def finish():
-        out_t[...] = means[...].astype(out_t.dtype)
+        put(means[...], out_t)
         rows[:1] = (maximum[...] + jnp.log2(total[...])) / LOG2_E
         rows[1:] = jnp.zeros_like(total)
 

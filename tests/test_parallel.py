@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from wan_torchax.config.attention import attention_problems
 from wan_torchax.config.schema import Attention
 from wan_torchax.kernels.attention import Attend
-from wan_torchax.kernels.settings import Kernel, Parallel, Question, Sparse
+from wan_torchax.kernels.parallel import Pieces
+from wan_torchax.kernels.product import Linear
+from wan_torchax.kernels.settings import Kernel, Parallel, Products, Question, Sparse
 
 QUICK = {"xla_backend_optimization_level": 0}  # each program is compiled once and run once
 XLA = Kernel(kernel="xla", block_q=16, block_kv=16)
@@ -124,6 +127,39 @@ def test_heads_in_groups_give_the_same(kernel, head_dim, tokens, groups):
     np.testing.assert_array_equal(rescued if lost is not None else (), () if lost is None else lost)
     sent = [len(re.findall(r" all-to-all\(", program.as_text())) for program in programs]
     assert sent == [4, 1 + 2 * len(groups)]
+
+
+@pytest.mark.parametrize("tokens, rows, in_pieces", [
+    (1536, 256, True),  # three runs of tokens a device, the second block of which is not full
+    pytest.param(1536, 192, True, marks=pytest.mark.system),  # a block of the layer is no whole number of runs
+    pytest.param(1500, 256, False, marks=pytest.mark.system),  # runs would cross the devices' borders
+])
+def test_a_layer_puts_attention_s_pieces_together(tokens, rows, in_pieces):
+    """Two prompts, two devices for the tokens of each, six heads in groups of one and two of each device."""
+    generator, width = np.random.default_rng(tokens), 6 * 128
+    arrays = [jnp.asarray(generator.normal(0.5, 1, (2, tokens, width)), jnp.bfloat16) for _ in range(3)]
+    weight, bias, residual, gate = (
+        jnp.asarray(generator.normal(0, 0.1, shape), jnp.bfloat16)
+        for shape in ((3, 256, width), (256,), (2, tokens, 256), (2, 256))
+    )
+    mesh, kernel = make_mesh({"d": 2, "u": 2}), replace(SPLASH, block_q=512, block_kv=2048, sub_q=256)
+    whole = Attend(128, kernel, Parallel(batch="d", ulysses="u"), mesh, keys=tokens - 36)
+    divided = replace(whole, parallel=replace(whole.parallel, groups=(1, 2)))
+    layer = Linear(
+        Products(kernel="pallas", rows=rows, weights_mib=1, ahead=True, interpret=True),
+        NamedSharding(mesh, PartitionSpec("d", "u")),
+    )
+
+    def after(attend, **asked):
+        out, rescued = attend.counted(*arrays, **asked)
+        return out, layer(out, weight, bias, 1, residual=residual, gate=gate, transpose_in=True), rescued
+
+    out, result, rescued = jax.jit(partial(after, divided, in_pieces=True))()
+    assert isinstance(out, Pieces) == in_pieces and out.shape == (2, tokens, width)
+    expected, expected_result, lost = jax.jit(partial(after, whole))()
+    np.testing.assert_array_equal(out.joined() if in_pieces else out, expected)
+    np.testing.assert_array_equal(result, expected_result)
+    np.testing.assert_array_equal(rescued, lost)
 
 
 @pytest.mark.parametrize("told, options", [

@@ -345,6 +345,15 @@ ENTRY %main.2 (a: bf16[8,4]) -> bf16[8,4] {
 """
 
 
+def test_linear_layers_of_pieces_are_counted_as_of_whole_tokens():
+    """Two groups of heads of two devices, three runs of four tokens, a batch of two."""
+    shapes = "s32[1]{0}, bf16[2,3,2,4,4]{4,3,2,1,0}, bf16[2,3,2,8,4]{4,3,2,1,0}, bf16[5,7,24]{2}, bf16[2,12,7]{2}"
+    line = f"  %product_kernel.2 = bf16[2,12,7] custom-call(%i), layout_constraints={{{shapes}}}, metadata={{}}"
+    [call] = compiler.product_calls(f"ENTRY %main (a: s32[]) -> s32[] {{\n{line}\n}}")
+    assert (call["tokens"], call["inputs"], call["outputs"], call["residual"]) == (24, 24, 7, True)
+    assert compiler.kernel_flops(line.strip()) == {"bf16": 2 * 24 * 24 * 7}
+
+
 def test_sorts_have_cycles_though_the_compiler_estimates_none():
     line = "%sort.0 = s32[1,5,296,591]{3,2,1,0} sort(%x), dimensions={3}, to_apply=%less"
     assert compiler.cycles_of(line) == 26 * 7998
@@ -473,11 +482,11 @@ def test_libtpu_agrees_with_the_table(tmp_path):
 
 
 def test_linear_layers_that_fetch_ahead_wait_less():
-    """The next block of tokens moves beside all blocks of weights, not beside the last one alone; where it would
-    overhang, it does not."""
+    """The next block of tokens moves beside all blocks of weights, not beside the last one alone; where the last one is
+    not of whole tiles, it does not."""
     layer = {"times": 1, "inputs": 12288, "outputs": 3072, "weights": "bf16", "residual": True}
     configs = [make_config("mesh=v6e_8", f"products={name}") for name in ("pallas", "pallas_ahead")]
-    for tokens, fewer in ((4096, True), (4000, False)):
+    for tokens, fewer in ((4096, True), (4000, True), (4001, False)):
         usual, ahead = (plan.wait_seconds(layer | {"tokens": tokens}, one, one.plan.likely) for one in configs)
         assert (ahead < usual / 2) == fewer and (ahead == usual) == (not fewer)
 

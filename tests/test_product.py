@@ -254,6 +254,15 @@ def test_a_step_has_eight_of_them_a_block(sharding, stack):
 
 
 @pytest.mark.system
+def test_nothing_is_copied_around_the_all_to_alls():
+    """Where kernels of linear layers fetch ahead: values come in parts, and outputs go in pieces."""
+    resolved = plan.describe(make_config("preset=t2v_14b_720p_v6e8_v5", "task=plan", "plan.compiler=none"))
+    with jax.sharding.use_abstract_mesh(resolved.mesh):
+        text = build(resolved, "denoise").programs.lower(platforms=("tpu",))["step"].as_text()
+    assert "fast_kernel" in text and "tensor<148x1x1024x512xbf16>" in text and "copy_kernel" not in text
+
+
+@pytest.mark.system
 @pytest.mark.parametrize("placed", [
     pytest.param(["mesh.axes.tp=1"], id="one"),
     pytest.param(

@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from wan_torchax.kernels import lanes, quantized, rotary, sparse, splash, splash_lists
 from wan_torchax.kernels.attention import Attend
 from wan_torchax.kernels.norm import Norm
+from wan_torchax.kernels.parallel import Pieces
 from wan_torchax.kernels.product import Linear, Target
 from wan_torchax.kernels.settings import Kernel, Parallel, Products, Sparse
 
@@ -133,10 +134,11 @@ def test_linear_layers(checked, options, small, settings):
     assert relative_error(out, truth + how.get("residual", 0)) < 5e-3
 
 
-@pytest.mark.parametrize("tokens, upright", [(384, True), (300, True), (512, False)])
+@pytest.mark.parametrize("tokens, upright", [(384, True), (300, True), (640, True), (512, False)])
 def test_linear_layers_that_fetch_the_next_tokens_ahead(checked, tokens, upright):
-    """Of two arrays, the first transposed; with 300 tokens blocks overhang, and are not fetched ahead."""
-    settings = replace(PRODUCTS, rows=128, ahead=True, upright=upright, unrolled=not upright)
+    """Of two arrays, the first transposed. With 640 tokens the last block is not full; with 300 it is not even of whole
+    tiles, and none is fetched ahead."""
+    settings = replace(PRODUCTS, rows=256 if tokens == 640 else 128, ahead=True, upright=upright, unrolled=not upright)
     array, second, weight, bias = draw(2, tokens, 128), draw(2, tokens, 256), draw(2, 512, 384, seed=1), draw(512)
     residual = draw(2, tokens, 512, seed=2)
     layer = partial(Linear(settings), transpose_in=True)
@@ -144,6 +146,15 @@ def test_linear_layers_that_fetch_the_next_tokens_ahead(checked, tokens, upright
     wide = (one.astype(jnp.float32) for one in (array, second))
     truth = linear(jnp.concatenate(list(wide), axis=2), bias, weight[1], None)
     assert relative_error(out, truth + residual) < 5e-3
+
+
+def test_linear_layers_that_put_pieces_together(checked):
+    """Of two groups of heads of two devices, in three runs of tokens: the second block has one."""
+    groups = tuple(draw(2, 3, 2, width, 128, seed=width) for width in (128, 256))
+    pieces, weight, bias = Pieces(groups), draw(2, 256, 768), draw(256)
+    layer = Linear(replace(PRODUCTS, rows=256, ahead=True))
+    out = checked(lambda *groups: layer(Pieces(groups), weight, bias, 1, transpose_in=True), *groups)
+    assert relative_error(out, linear(pieces.joined(), bias, weight[1], None)) < 5e-3
 
 
 @pytest.mark.parametrize("outputs, settings", [
@@ -233,6 +244,17 @@ def copy_there_and_back(array):
 def test_copies(checked):
     array = draw(1, 200, 512)
     np.testing.assert_array_equal(checked(copy_there_and_back, array), array)
+
+
+def test_attention_in_groups(checked):
+    """Values in parts, and the output in pieces."""
+    mesh = jax.make_mesh((2,), ("u",), axis_types=(jax.sharding.AxisType.Auto,))
+    attend = Attend(128, replace(SPLASH, block_kv=512), Parallel(ulysses="u", groups=(1, 1)), mesh, keys=500)
+    arrays = [draw(1, 512, 512, seed=seed) for seed in range(3)]
+    out, _ = checked(partial(attend.counted, in_pieces=True), *arrays)
+    query, key, value = (array.astype(jnp.float32) for array in arrays)
+    truth = splash.reference(query, key[:, :500], value[:, :500], 128)
+    assert isinstance(out, Pieces) and relative_error(out.joined(), truth) < 4e-3
 
 
 @pytest.mark.parametrize("axes, parallel", [

@@ -54,7 +54,7 @@ def attend(inputs, head_dim, kernel):
 def fast_alone(query, key, value, head_dim=128, kernel=SPLASH):
     """Output, log_sum and rescued rows of the fast kernel without the exact one behind it."""
     out_t, rows = map(np.asarray, fast(head_dim, kernel, splash.CAREFUL_CHUNKS)(query, key, value.swapaxes(1, 2)))
-    return out_t.swapaxes(1, 2), rows[:, :, 0], rows[:, :, 1] > 0
+    return out_t[0].swapaxes(1, 2), rows[:, :, 0], rows[:, :, 1] > 0
 
 
 @functools.cache
@@ -62,7 +62,8 @@ def fast(head_dim, kernel, careful_chunks):
     """Compiled once for inputs of one shape."""
 
     def run(query, key, value_t):
-        return splash.call(splash.fast_kernel, (query, key, value_t), key.shape[1], head_dim, kernel)
+        arrays = query, key, splash.Values.whole(value_t)
+        return splash.call(splash.fast_kernel, arrays, key.shape[1], head_dim, kernel)
 
     return jax.jit(run, compiler_options=QUICK)
 

@@ -73,6 +73,10 @@ class Layer:
     def has_eight_bits(self, name: str) -> bool:
         return self.eight_bits and f"{name}.quantized" in self
 
+    def takes_pieces(self, name: str) -> bool:
+        """Whether a layer's kernel puts attention's outputs together itself: parallel.Pieces."""
+        return self.blocks.pieces and f"{name}.{DOWN}" not in self
+
     def bias(self, name: str, rows: slice = slice(None)):
         return self[f"{name}.bias"][rows] if f"{name}.bias" in self else jnp.float32(0)
 
@@ -105,6 +109,7 @@ class Blocks:
     gathered: Mapping[str, jax.sharding.NamedSharding] | Any = ()  # shardings of gathered weights while in use
     scan: bool = True
     skipped: jax.Array | None = None  # (batch, layers) true where a block is left out
+    pieces: bool = False  # whether linear layers take attention's outputs in pieces
     heads: jax.sharding.NamedSharding | None = None  # over the axis of which devices share a weight's first dimension
 
     @classmethod
@@ -118,6 +123,7 @@ class Blocks:
         gathered = dict.fromkeys(own, whole) if forward.gather else {}
         return cls(
             own, count, linear_of(forward), norm_of(forward), eight_bits=eight, gathered=gathered, scan=forward.scan,
+            pieces=forward.products.kernel == "pallas" and forward.products.ahead,
             heads=jax.sharding.NamedSharding(forward.mesh, jax.sharding.PartitionSpec(forward.parallel.heads)),
             **settings,
         )

@@ -155,7 +155,7 @@ def product_calls(text: str) -> list[dict]:
     for line, times in instructions(text):
         kernel = re.match(KERNEL, line)
         if kernel and kernel.group(1) == "product_kernel":
-            _, (_, array), (dtype, (_, outputs, inputs)), *others = arrays(kernel.group(2))
+            array, (dtype, (_, outputs, inputs)), *others = product_operands(kernel.group(2))
             tokens = tokens_of(line, array, outputs, inputs)
             calls.append({
                 "times": times, "tokens": tokens, "inputs": inputs, "outputs": outputs, "weights": dtype,
@@ -164,9 +164,19 @@ def product_calls(text: str) -> list[dict]:
     return calls
 
 
+def product_operands(text: str) -> list:
+    """The shape of the array, or of one of its pieces (parallel.Pieces), and what follows it, types and shapes: weights
+    first. The layer's number is before them."""
+    _, (_, array), *others = arrays(text)
+    return [array, *(others if len(array) < 5 else [one for one in others if len(one[1]) < 5])]
+
+
 def tokens_of(line: str, array: list[int], outputs: int, inputs: int) -> int:
     """Those of a call of kernels/product.py. The result may be part of a longer one, or the array have some of the
     inputs, but not both."""
+    if len(array) == 5:
+        _, runs, batch, _, run = array
+        return runs * batch * run
     if inputs in array[1:]:
         return math.prod(array) // inputs
     return math.prod(arrays(line.split(" = ", 1)[1])[0][1]) // outputs
@@ -213,11 +223,11 @@ def kernel_flops(line: str) -> dict[str, int]:
     if kernel.group(1) == "lists_kernel":  # lists, queries, keys, values
         (_, lists), _, _, (_, (_, width, _)) = operands[:4]
         return {"lists": 4 * math.prod(LIST_BLOCK) * math.prod(lists) // lists[1] * width}
-    if kernel.group(1) == "product_kernel":  # layer, array, weights
-        (_, array), (dtype, (_, outputs, inputs)) = operands[1:3]
+    if kernel.group(1) == "product_kernel":
+        array, (dtype, (_, outputs, inputs)) = product_operands(kernel.group(2))[:2]
         return {dtype: 2 * tokens_of(line, array, outputs, inputs) * inputs * outputs}
-    (_, (_, queries, _)), _, (_, values) = operands[:3]
-    return {"attention": 4 * queries * math.prod(values)}
+    (_, (_, keys, _)), (_, out) = operands[1], arrays(line.split(" = ", 1)[1])[0]
+    return {"attention": 4 * keys * math.prod(out)}
 
 
 def axis_of(line: str, axes: dict[str, int]) -> str:

@@ -502,7 +502,7 @@ def attend_to_video(attention: Attention, context: Context, layer: Layer, normed
             attends = [functools.partial(one.counted, *arguments) for one in (attention.to_video, attention.to_first)]
             out, rescued = jax.lax.cond(context.goes_on > 0, *attends)
         elif kept is None:
-            more = {"branch": branch, "others": others}
+            more = {"branch": branch, "others": others, "in_pieces": layer.takes_pieces("attn1.to_out.0")}
             out, rescued = attention.to_video.counted(query, key, value, context.rotary, norms, **more)
         else:
             kept = kept._replace(layer=jnp.int32(layer.index))
