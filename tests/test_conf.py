@@ -247,7 +247,7 @@ def test_the_14b_at_720p_lowers_for_hardware_that_is_not_here(model, stage, mesh
 
 
 # Of each kernel and layout the newest; the rest is for the full lane.
-NEWEST = "t2v_14b_720p_int8_v6e8_v4", "t2v_14b_720p_v7x8_v4", "animate2_14b_640p_v6e8_v1"
+NEWEST = "t2v_14b_720p_int8_v6e8_v5", "t2v_14b_720p_v7x8_v4", "animate2_14b_640p_v6e8_v1"
 PRESETS = [
     pytest.param(name, marks=() if name in NEWEST else pytest.mark.full)
     for name in options("preset") if re.search("_v[567]", name)

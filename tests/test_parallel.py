@@ -135,12 +135,12 @@ def test_heads_in_groups_give_the_same(kernel, head_dim, tokens, groups):
     pytest.param(1500, 256, False, marks=pytest.mark.system),  # runs would cross the devices' borders
 ])
 def test_a_layer_puts_attention_s_pieces_together(tokens, rows, in_pieces):
-    """Two prompts, two devices for the tokens of each, six heads in groups of one and two of each device."""
+    """Four prompts, two on each pair of devices, six heads in groups of one and two of each device."""
     generator, width = np.random.default_rng(tokens), 6 * 128
-    arrays = [jnp.asarray(generator.normal(0.5, 1, (2, tokens, width)), jnp.bfloat16) for _ in range(3)]
+    arrays = [jnp.asarray(generator.normal(0.5, 1, (4, tokens, width)), jnp.bfloat16) for _ in range(3)]
     weight, bias, residual, gate = (
         jnp.asarray(generator.normal(0, 0.1, shape), jnp.bfloat16)
-        for shape in ((3, 256, width), (256,), (2, tokens, 256), (2, 256))
+        for shape in ((3, 256, width), (256,), (4, tokens, 256), (4, 256))
     )
     mesh, kernel = make_mesh({"d": 2, "u": 2}), replace(SPLASH, block_q=512, block_kv=2048, sub_q=256)
     whole = Attend(128, kernel, Parallel(batch="d", ulysses="u"), mesh, keys=tokens - 36)
@@ -155,7 +155,7 @@ def test_a_layer_puts_attention_s_pieces_together(tokens, rows, in_pieces):
         return out, layer(out, weight, bias, 1, residual=residual, gate=gate, transpose_in=True), rescued
 
     out, result, rescued = jax.jit(partial(after, divided, in_pieces=True))()
-    assert isinstance(out, Pieces) == in_pieces and out.shape == (2, tokens, width)
+    assert isinstance(out, Pieces) == in_pieces and out.shape == (4, tokens, width)
     expected, expected_result, lost = jax.jit(partial(after, whole))()
     np.testing.assert_array_equal(out.joined() if in_pieces else out, expected)
     np.testing.assert_array_equal(result, expected_result)

@@ -224,12 +224,15 @@ def test_tpu_kernels_are_among_the_cases(two_layers):
     """Here in interpret mode; as many as a step on a TPU has."""
     blocks = {"block_q": 128, "block_kv": 128, "tile_kv": 128, "sub_q": 128, "chunk_kv": 128, "interpret": "true"}
     splash = ["attention.self.kernel=splash", *(f"attention.self.{key}={value}" for key, value in blocks.items())]
-    products = "products=pallas", "products.interpret=true", "products.rows=64", "model.dtype.transformer=bfloat16"
-    resolved = resolve_here(*SMALL, *tiny.model("wide"), *splash, *products)
+    products = "products=pallas_ahead", "products.interpret=true", "products.rows=256"
+    groups = "mesh=cpu_8", "mesh.axes={dp:1,sp:2,tp:1}", "sharding=tokens", "sharding.attention.groups=[1]"
+    typed = "model.dtype.transformer=bfloat16"
+    resolved = resolve_here(*SMALL, *tiny.model("wide"), *splash, *products, *groups, typed)
     cases = list(kernels.cases(resolved))
     names = {case.name.split(",")[0].removeprefix("linear layer ") for case in cases}
-    assert names >= {"attention.self splash", "pallas", "pallas gelu", "norm", "rope", "copies"}
-    for case in cases[-5:]:  # norms, RoPE and copies
+    linear = {"pallas", "pallas gelu", "pallas pieces transpose_in"}
+    assert names >= {"attention.self splash", *linear, "norm", "rope", "copies"}
+    for case in cases[-6:]:  # a layer of pieces, norms, RoPE and copies
         row, findings = kernels.measure(case, resolved)
         assert row["error"] < row["bound"] and not [one for one in findings if one.state == "bad"]
 
@@ -314,7 +317,7 @@ def test_the_demo_on_one_device_and_a_page_without_its_owner(tmp_path, capsys, m
 
 @pytest.mark.skipif("TPU_PYTHON" not in os.environ, reason="TPU_PYTHON names no Python with libtpu")
 @pytest.mark.parametrize(
-    "preset", ["t2v_14b_720p_v6e8_v3", "t2v_14b_720p_int8_v6e8_v2", "t2v_turbo_14b_720p_v6e8_v1"]
+    "preset", ["t2v_14b_720p_v6e8_v5", "t2v_14b_720p_int8_v6e8_v5", "t2v_turbo_14b_720p_v6e8_v1"]
 )
 def test_every_kernel_that_would_be_verified_compiles_for_a_v6e(tmp_path, preset):
     """At the run's shapes and at awkward ones: all cases as one program, by libtpu."""

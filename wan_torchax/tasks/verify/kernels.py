@@ -22,6 +22,7 @@ from wan_torchax.devices.sharding import replicated
 from wan_torchax.kernels import lanes, quantized, rotary, sparse, splash_lists
 from wan_torchax.kernels.attention import Attend
 from wan_torchax.kernels.norm import Norm
+from wan_torchax.kernels.parallel import Pieces
 from wan_torchax.kernels.product import Linear
 from wan_torchax.kernels.settings import Kernel, Products, Sparse
 from wan_torchax.models.loop import plain_norm
@@ -279,6 +280,9 @@ def linear_cases(resolved: Resolved) -> Iterator[Case]:
     if config.products.kernel == "pallas":
         for options in ({"gelu": True}, {"transpose_out": True}, {"transpose_in": True, "residual": True}):
             yield replace(linear_case(config, FEW, 300, 256, options), plain=None)
+    if config.products.ahead and config.sharding.attention.groups:
+        rows = 3 * config.attention.self.sub_q
+        yield replace(linear_case(config, rows, 300, 256, {"pieces": True, "transpose_in": True}), plain=None)
 
 
 def layer_shapes(resolved: Resolved) -> list[tuple[int, int]]:
@@ -309,6 +313,8 @@ def linear_case(config, rows, outputs, inputs, options) -> Case:
     def run(array, weight, bias, residual):
         small, scale = weights(weight)
         after = options | ({"residual": residual} if "residual" in options else {})
+        if after.pop("pieces", False):
+            array = Pieces((array.reshape(1, 3, 1, -1, inputs).swapaxes(3, 4),))
         return Linear(Products(**config.products))(array, small, bias, scale=scale, **after)[0]
 
     def exact(numbers, array, weight, bias, residual):
@@ -373,13 +379,23 @@ def together(resolved: Resolved) -> tuple[dict, Finding]:
     config, mesh, head_dim = resolved.config, resolved.mesh, local(resolved)["head_dim"]
     parallel = replace(parallel_of(config.sharding), batch=None)
     kernel = replace(Kernel.of(config.attention.self), sparse=Sparse())
-    shape, dtype = (1, resolved.tokens, local(resolved)["width"]), config.model.dtype.transformer
-    inputs = [draw(mesh, seed, shape, dtype) for seed in range(3)]
-    numbers = jnp.unique(jnp.linspace(0, resolved.tokens - 1, ROWS).astype(int))
-    run = jax.jit(lambda *arrays: Attend(head_dim, kernel, parallel, mesh)(*arrays)[0, numbers])
+    tokens, dtype = resolved.tokens, config.model.dtype.transformer
+    padding = -tokens % (lanes.LANES * math.prod(mesh.shape[axis] for axis in parallel.token_axes))
+    inputs = [draw(mesh, seed, (1, tokens + padding, local(resolved)["width"]), dtype) for seed in range(3)]
+    numbers = jnp.unique(jnp.linspace(0, tokens - 1, ROWS).astype(int))
+    attend = Attend(head_dim, kernel, parallel, mesh, keys=tokens)
+
+    @jax.jit
+    def run(*arrays):
+        out, _ = attend.counted(*arrays, in_pieces=config.products.ahead)
+        return (out.joined() if isinstance(out, Pieces) else out)[0, numbers]
+
+    def exact(*arrays):
+        query, *others = wide(arrays)
+        return attention_rows(head_dim, kernel.window, numbers, query, *(array[:, :tokens] for array in others))
+
     with jax.default_matmul_precision("highest"):
-        rows = partial(attention_rows, head_dim, kernel.window, numbers)
-        truth = numpy.asarray(jax.jit(lambda *arrays: rows(*wide(arrays)), out_shardings=replicated(mesh))(*inputs))
+        truth = numpy.asarray(jax.jit(exact, out_shardings=replicated(mesh))(*inputs))
     first, again = (numpy.asarray(run(*inputs), numpy.float32) for _ in range(2))
     bound = EIGHT_BITS if kernel.eight_bits else BOUNDS[dtype]
     what = f"attention of {mesh.size} devices together, {resolved.tokens} tokens"
