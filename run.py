@@ -50,7 +50,7 @@ def generate(config, folder: Path, overrides=(), listener=silence, clock=None, c
 
     with Making(config, folder, overrides, listener, clock, claims) as video:
         job = find_job(video.config)  # checkpoints, adapters, images: each located and hashed once
-        at_hand = read_results(job, folder)  # results of an earlier run
+        at_hand = read_results(job, folder if video.is_alike else None)  # results of an earlier run
         resolved = session.resolve(job, at_hand.missing, video.emit)  # downloads weights, starts devices
         video.begin(resolved, at_hand)
         values = resolved.inputs() | at_hand.values

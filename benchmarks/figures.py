@@ -335,6 +335,12 @@ def plan_claims():
     yield page, text, [*spread(steps["t2v_14b_480p_v6e8_v4"]), *measured["480p"]]
     text = "| 14B, 720p, four TPU7x chips | {} s ({} to {}) | {} s (maxdiffusion, Wan 2.2) |"
     yield page, text, [*spread(steps["t2v_14b_720p_v7x8_v4"]), v7x]
+    text = "takes {} s by estimate ({} to {}) instead of {} ({} to {}), of which communication is {} s instead of {} "
+    both = [f"t2v_14b_720p_v6e8_v{version}" for version in (4, 3)]
+    waits = [f"{PLANS[name]['estimate']['parts']['likely']['communication']:.2f}" for name in both]
+    yield "kernels/README.md", text, [*(figure for name in both for figure in spread(steps[name])), *waits]
+    text = "longer stretches of code in attention {} ({} to {}) (`…_v5`"
+    yield "kernels/README.md", text, spread(steps["t2v_14b_720p_v6e8_v5"])
     yield from accuracy_claims(page, steps, PLANS[exact]["estimate"]["assumed"])
     for name, row in read("plan_memory_v6e8")["vmem_bytes"].items():
         shown = f"`{name}`" if name.endswith("_kernel") else name

@@ -158,7 +158,7 @@ def ours(kernel, options):
         function=function,
         shapes=bfloat16(
             (1, options.queries, options.head_dim), (1, keys, options.head_dim),
-            (parts, 1, options.head_dim, keys // parts),
+            (parts, 1, options.head_dim, keys // parts) if in_pieces else (1, options.head_dim, keys),
         ) + [jax.ShapeDtypeStruct(shape, dtype) for shape in before],
         flops=flops_of(options),
         blocks=ceil(options.queries / splash.fitting(kernel.block_q, kernel.sub_q, options.queries)),

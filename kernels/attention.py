@@ -154,10 +154,10 @@ class Attend:
         """Whether queries and keys may be the same array, which has the heads of both."""
         return self.name(keys) == "splash" and self.kernel.sparse.kind in ("none", "sla")
 
-    def takes_parts(self, tokens, keys) -> bool:
+    def takes_parts(self, parts, tokens, keys) -> bool:
         """Whether `of_parts` serves values in parts of so many tokens."""
         dense = self.name(keys) == "splash" and not self.kernel.sparse and self.kernel.window is None
-        return dense and splash.takes_parts(tokens, keys, self.head_dim, self.kernel)
+        return dense and splash.takes_parts(parts, tokens, self.head_dim, self.kernel)
 
     def of_parts(self, query, key, parts, first, width, keys, pieces):
         """(out with tokens last, rescued) of attention to some heads of values in parts: splash.Values."""

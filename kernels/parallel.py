@@ -73,9 +73,9 @@ def spread(attend, tokens, rotary, norms, keys, beside=None, branch=(), others=N
     others_specs = others and type(others)(*[kept_spec(parallel, whole_batch=True)] * 2, PartitionSpec())
     pair = attend.gives_pair(beside)
     out_spec = (tokens_spread, tokens_whole) if pair else tokens_spread
-    in_pieces = in_pieces and parallel.groups and queries % shards == 0 and attend.takes_parts(queries // shards, keys)
-    if in_pieces:
-        out_spec = Pieces((PartitionSpec(None, token_axes, parallel.batch),) * len(parallel.groups))
+    in_pieces = in_pieces and parallel.groups and queries % shards == 0
+    if in_pieces := in_pieces and attend.takes_parts(shards, queries // shards, keys):
+        out_spec = Pieces((PartitionSpec(parallel.heads, token_axes, parallel.batch),) * len(parallel.groups))
 
     def on_device(tokens, rotary, norms, beside, branch, others):
         query, key, value = tokens
@@ -201,7 +201,7 @@ def exchange_in_groups(attend, query, key, value, rotary, norms, keys, branch, i
         query = key = join(here)
         if not attend.takes_one_array(keys):
             query, key = query[:, :, :width], key[:, :, width:]
-        if attend.takes_parts(value.shape[3], keys):
+        if attend.takes_parts(parts, value.shape[3], keys):
             out_t, rescued = attend.of_parts(query, key, value, begin, width, keys, in_pieces)
         else:
             value_t = lanes.join(value, kernel, begin, width)

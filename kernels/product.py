@@ -15,6 +15,7 @@ rounding would take as long as the products gain. It transposes them before.
 """
 from dataclasses import dataclass
 from functools import partial
+from math import lcm
 from typing import NamedTuple
 
 import jax
@@ -58,7 +59,7 @@ class Linear:
     """array (batch, tokens, inputs) · weight (outputs, inputs)ᵀ + bias (outputs,), with batch and tokens sharded by
     `sharding` and weights replicated. With `layer`, weight is a stack and that layer is used.
 
-    array       or two arrays, whose inputs follow each other in the weight, or Pieces
+    array       or two arrays, whose inputs follow each other in the weight; with transpose_in, Pieces
     scale       one per output: weight is quantized, and tokens, of one array, are quantized to the same dtype
     residual    added to the result, after multiplying it by gate (batch, outputs) if given
     turn        norm and RoPE of each head, of 128 outputs
@@ -117,7 +118,7 @@ def product(arrays, settings, gelu=False, transpose_in=False, transpose_out=Fals
     dtype, (rows, columns) = arrays["array"].dtype, block_sizes(arrays, settings, transpose_in, transpose_out)
     ahead, pieces = fetches_ahead(settings, tokens, rows, transpose_in), ()
     if isinstance(arrays["array"], Pieces):
-        if ahead and rows % arrays["array"].run == 0:
+        if ahead and transpose_in and rows % arrays["array"].run == 0:
             pieces, run = list(arrays["array"].groups), arrays["array"].run
         else:
             arrays = arrays | {"array": arrays["array"].joined()}
@@ -204,6 +205,8 @@ def block_sizes(arrays, settings: Products, transpose_in=False, transpose_out=Fa
     columns = settings.weights_mib * 2**20 // (size * inputs)
     along_lanes = (2 * LANES, 3 * COLUMNS) if transpose_out else (2 * LANES, LANES)
     multiples = along_lanes if transpose_in or transpose_out else (2 * PACKED[size],)
+    if isinstance(arrays["array"], Pieces) and arrays["array"].run <= settings.rows:
+        multiples = (lcm(2 * LANES, arrays["array"].run),)
     rows = closely(tokens, settings.rows, multiples, THIRDS_COST if transpose_out else 0)
     return rows, closely(outputs, columns, (COLUMNS, 4 * COLUMNS))
 

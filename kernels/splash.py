@@ -48,22 +48,21 @@ def reference(query, key, value, head_dim, window=None):
 
 
 class Values(NamedTuple):
-    """Values with tokens last, of which each part has as many; attention is to `width` of their rows from `first` on.
-    """
+    """Values with tokens last, possibly in parts; attention is to `width` of their rows from `first` on."""
 
-    parts: jax.Array  # (parts, batch, heads * head_dim, tokens of a part)
+    array: jax.Array  # (batch, heads * head_dim, keys), or (parts, batch, heads * head_dim, keys of a part)
     first: int
     width: int
 
     @classmethod
     def whole(cls, value_t):
-        return cls(value_t[None], 0, value_t.shape[1])
+        return cls(value_t, 0, value_t.shape[1])
 
 
-def takes_parts(tokens: int, keys: int, head_dim: int, kernel) -> bool:
+def takes_parts(parts: int, tokens: int, head_dim: int, kernel) -> bool:
     """Whether the kernel can read values in parts of so many tokens, and write pieces to be sent to as many devices: no
     chunk of keys and no piece crosses their borders, and all keys are one block."""
-    whole = tokens % kernel.chunk_kv == 0 and tokens % kernel.sub_q == 0 and keys <= kernel.block_kv
+    whole = tokens % kernel.chunk_kv == 0 and tokens % kernel.sub_q == 0 and parts * tokens <= kernel.block_kv
     return whole and head_dim % 128 == 0
 
 
@@ -111,17 +110,23 @@ def call_blocks(body, arrays, keys, head_dim, kernel, dtype, pieces, block_q, bl
     """One Pallas call; its grid is batch, heads, query blocks and, innermost, key blocks; edge blocks overhang. `into`
     are the results of other blocks, which this call updates in place."""
     (query, key, (values, first_row, width), *before), given = arrays, len(arrays)
-    (batch, queries, _), heads, (parts, *_, part) = query.shape, width // head_dim, values.shape
+    (batch, queries, _), heads = query.shape, width // head_dim
     before_keys = key.shape[2] // head_dim - heads
     block_kv = fitting(kernel.block_kv, kernel.chunk_kv, keys)
     first, name = blocks.start, ("last_" if into else "") + body.__name__
-    size = kernel.sub_q if pieces else queries  # of a piece
     body = outline if kernel.outline else partial(body, first_block=first, queries=queries, keys=keys, kernel=kernel)
     block_out_t = pl.BlockSpec((None, head_dim, block_q), lambda b, h, i, j: (b, h, i + first))
     block_log_sum = pl.BlockSpec((None, None, 1, block_q), lambda b, h, i, j: (b, h, 0, i + first))
-    block_out = pl.BlockSpec((1, None, head_dim, block_q), lambda b, h, i, j: (0, b, h, i + first))
+    block_out, out_shape = block_out_t, (batch, width, queries)
     if pieces:
-        block_out = pl.BlockSpec((block_q // size, None, head_dim, size), lambda b, h, i, j: (i + first, b, h, 0))
+        several = block_q // kernel.sub_q, None, head_dim, kernel.sub_q
+        block_out = pl.BlockSpec(several, lambda b, h, i, j: (i + first, b, h, 0))
+        out_shape = queries // kernel.sub_q, batch, width, kernel.sub_q
+    block_values = pl.BlockSpec((None, head_dim, block_kv), lambda b, h, i, j: (b, h, j))
+    if values.ndim == 4:
+        parts, *_, part = values.shape
+        first_head = first_row // head_dim
+        block_values = pl.BlockSpec((parts, None, head_dim, part), lambda b, h, i, j: (0, b, first_head + h, 0))
     out_specs = [block_out, pl.BlockSpec((None, None, 2, block_q), lambda b, h, i, j: (b, h, 0, i + first))]
     # Aliased outputs need not be fetched; plain interpret mode wants them with the blocks of the result.
     into_specs = out_specs if kernel.interpret is True else [pl.BlockSpec(memory_space=pl.ANY)] * 2
@@ -131,16 +136,13 @@ def call_blocks(body, arrays, keys, head_dim, kernel, dtype, pieces, block_q, bl
         in_specs=[
             pl.BlockSpec((None, block_q, head_dim), lambda b, h, i, j: (b, i + first, h)),
             pl.BlockSpec((None, block_kv, head_dim), lambda b, h, i, j: (b, j, h + before_keys)),
-            pl.BlockSpec(
-                (parts, None, head_dim, block_kv if parts == 1 else part),
-                lambda b, h, i, j: (0, b, first_row // head_dim + h, j),
-            ),
+            block_values,
             *[block_out_t, block_log_sum][: given - 3],
             *into_specs[: len(into)],
         ],
         out_specs=out_specs,
         out_shape=[
-            jax.ShapeDtypeStruct((pl.cdiv(queries, size), batch, width, size), dtype),
+            jax.ShapeDtypeStruct(out_shape, dtype),
             jax.ShapeDtypeStruct((batch, heads, 2, queries), jnp.float32),
         ],
         input_output_aliases={given + index: index for index in range(len(into))},
@@ -189,8 +191,9 @@ def fast_kernel(
     """One block of keys, tile by tile, with a softmax reference that is corrected only between tiles.
 
     first_block: the index of the grid's first block of queries
-    query (block_q, head_dim)   key (block_kv, head_dim)   value_t (parts, head_dim, block_kv or tokens of a part)
-    out_t (pieces, head_dim, queries of a piece), by default one piece
+    query (block_q, head_dim)   key (block_kv, head_dim)
+    value_t (head_dim, block_kv) or (parts, head_dim, keys of one)
+    out_t (head_dim, block_q) or (pieces, head_dim, queries of one)
     before: (), or out_t in float32 and log_sum (1, block_q) of earlier keys
     rows (2, block_q): each row's log_sum, and 1 if it was ever out of range
     Carried from tile to tile: query_t (head_dim or twice that, block_q), and in float32 sums (head_dim, block_q),
@@ -328,13 +331,18 @@ def add_keys(key, value_t, state, kernel, first, real, careful):
 
 def values_of(value_t, begin, size):
     """`size` values from `begin` on, which are in one part."""
+    if len(value_t.shape) == 2:
+        return value_t[:, pl.ds(begin, size)]
     parts, _, tokens = value_t.shape
-    part = sum((begin >= tokens * number).astype(jnp.int32) for number in range(1, parts)) if parts > 1 else 0
+    part = sum((begin >= tokens * number).astype(jnp.int32) for number in range(1, parts))
     return value_t[part, :, pl.ds(pl.multiple_of(begin - part * tokens, size), size)]
 
 
 def put(result, out_t):
-    """(head_dim, block_q) into pieces."""
+    """(head_dim, block_q), into pieces if it goes there."""
+    if len(out_t.shape) == 2:
+        out_t[...] = result.astype(out_t.dtype)
+        return
     pieces, _, size = out_t.shape
     for piece in range(pieces):
         out_t[piece] = result[:, piece * size : (piece + 1) * size].astype(out_t.dtype)

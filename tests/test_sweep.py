@@ -228,7 +228,8 @@ DENOISED, AGAIN = ["stages=[text,denoise]", "steps=2"], ["steps=2", "sweep.resum
 
 
 def test_a_job_that_was_interrupted_goes_on_in_a_sweep(tmp_path, two_layers, monkeypatch):
-    """Behind its finished stages; from the beginning if they are of other settings or damaged, or not on all hosts."""
+    """Behind its finished stages; from the beginning if they are of other settings, also such of speed, which a search
+    times, or damaged, or not on all hosts."""
     folder, alone = tmp_path / "0", run_into(tmp_path / "alone", *two_layers, "steps=2", "output.keep_frames=true")
     run_into(folder, *two_layers, *DENOISED)
 
@@ -243,6 +244,7 @@ def test_a_job_that_was_interrupted_goes_on_in_a_sweep(tmp_path, two_layers, mon
         other = {"left": [["text", "denoise", "decode"]]}  # another process finds nothing there
         patch.setattr(distributed, "gather", lambda what, value: [value, *other.get(what, [])])
         assert steps() == 2
+    assert steps("attention=xla", "attention.self.block_kv=32") == 2 and steps() == 2
     assert steps("seed=8") == 2 and not numpy.array_equal(frames(folder), frames(alone))
     file = folder / "denoise.safetensors"
     file.write_bytes(file.read_bytes()[:-100])

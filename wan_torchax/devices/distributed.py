@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -53,6 +54,7 @@ class Group:
     stores: list  # connections to process 0's store: for the main thread and for the heartbeat thread
     names: list[str]  # "process 1 of 4 (its host)"
     job: int = 0  # jobs begun: part of every key, so that values of an earlier job are not read
+    met: Counter = field(default_factory=Counter)  # how often they have met, by key: likewise
     reason: str | None = None  # why this process exits, for the others
     over: threading.Event = field(default_factory=threading.Event)
     reporter: subprocess.Popen | None = None  # reports the cause if JAX aborts this process
@@ -181,7 +183,8 @@ def tag_logs(tag: str) -> None:
 
 def meet(what: str, value, seconds: float = PATIENCE) -> list:
     """A barrier that gathers every process's value, by number. `watch` ends the wait if a process dies."""
-    keys = [f"{group.job}/{what}/{number}" for number in range(group.processes)]
+    group.met[what] += 1
+    keys = [f"{group.job}/{what}/{group.met[what]}/{number}" for number in range(group.processes)]
     group.store.set(keys[group.process], sign(keys[group.process], value))
     deadline = time.monotonic() + seconds
     while missing := [name for name, key in zip(group.names, keys) if not group.store.check([key])]:
@@ -242,7 +245,7 @@ def agree(what: str, values: dict) -> None:
 
 
 def gather(what: str, value) -> list:
-    """Every process's value; just its own in a single-process run. Call once per job for each `what`."""
+    """Every process's value; just its own in a single-process run. All call for each `what` equally often."""
     return [value] if group is None else meet(what, value)
 
 

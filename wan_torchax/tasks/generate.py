@@ -49,6 +49,7 @@ class Making:
         self.config, self.folder, self.overrides = inputs.with_texts(config), folder, list(overrides)
         self.clock, self.claims, self.first = clock or Clock(), claims, distributed.is_first()
         self.settled = outputs.settle(self.config)
+        self.is_alike = outputs.is_alike(folder, self.settled)  # before its config.yaml is replaced
         self.video, self.pictures = outputs.open_video(folder, self.config), Pictures(config.resolution.frames)
         self.emit = self.clock
         if self.first:
@@ -216,7 +217,7 @@ def joined_parts(parts: list[Mapping[str, Any]], job: Job, name: str) -> dict[st
     return find(name).joined_parts(parts)
 
 
-def read_results(job: Job, own: Path) -> AtHand:
+def read_results(job: Job, own: Path | None) -> AtHand:
     """The values in the folder named by `resume`, or with sweep.resume those in the job's own; nothing else."""
     if job.config.sweep.resume and job.config.resume is None:
         at_hand = read_left(job, own)
@@ -228,16 +229,18 @@ def read_results(job: Job, own: Path) -> AtHand:
     return at_hand
 
 
-def read_left(job: Job, folder: Path) -> AtHand:
-    """What a job of a sweep left in its folder when it was interrupted; nothing if it was made with other settings, or
-    if not every process sees it."""
+def read_left(job: Job, folder: Path | None) -> AtHand:
+    """What a job of a sweep left in its folder when it was interrupted; nothing if it is damaged, or if not every
+    process sees the same."""
     try:
         at_hand = read_from(job, folder)
     except ConfigError:
-        log.info("%s: what is there is damaged, or was made with other settings: made again", folder)
+        log.info("%s: what is there is damaged, or of other weights: made again", folder)
         at_hand = read_from(job, None)
-    alike = len({tuple(missing) for missing in distributed.gather("left", at_hand.missing)}) == 1
-    return at_hand if alike else read_from(job, None)
+    parts = {name: len(several) for name, several in at_hand.finished.items()}
+    segments = [[str(number), *values] for number, values in at_hand.segments.items()]
+    seen = distributed.gather("left", [at_hand.missing, parts, segments])
+    return at_hand if all(one == seen[0] for one in seen) else read_from(job, None)
 
 
 def read_from(job: Job, folder: Path | None) -> AtHand:

@@ -535,6 +535,6 @@ FAMILY = Family(
         "face": r"/(face|voice)/",
         "attention": r"/attend/",
         "embeddings":
-            r"/(patch_embedding|(vace|pose)_patch_embedding|ref_conv|control_adapter|condition_embedder|proj_out)/",
+            r"/(patch_embedding|(vace|pose)_patch_embedding|frame_packer\.\w+|ref_conv|control_adapter|condition_embedder|proj_out)/",
     },
 )

@@ -208,7 +208,7 @@ def patches(arrays: dict, name: str, video):
         whole = (slice(count * size) for count, size in zip(counts, weight.shape[2:]))
         split = video[:, :, *whole].astype(weight.dtype).reshape(*video.shape[:2], *sizes)
         axes = range(2, split.ndim)
-        rows = split.transpose(0, *axes[::2], 1, *axes[1::2]).reshape(len(video), math.prod(counts), -1)
+        rows = split.transpose(0, *axes[::2], 1, *axes[1::2]).reshape(len(video), math.prod(counts), weight[0].size)
         return jnp.einsum("bti,oi->bto", rows, weight.reshape(len(weight), -1)) + bias
 
 

@@ -280,9 +280,14 @@ def linear_cases(resolved: Resolved) -> Iterator[Case]:
     if config.products.kernel == "pallas":
         for options in ({"gelu": True}, {"transpose_out": True}, {"transpose_in": True, "residual": True}):
             yield replace(linear_case(config, FEW, 300, 256, options), plain=None)
-    if config.products.ahead and config.sharding.attention.groups:
+    if puts_together(config):
         rows = 3 * config.attention.self.sub_q
         yield replace(linear_case(config, rows, 300, 256, {"pieces": True, "transpose_in": True}), plain=None)
+
+
+def puts_together(config) -> bool:
+    """Whether a layer's kernel puts attention's outputs together from the pieces that were sent."""
+    return config.products.kernel == "pallas" and config.products.ahead and bool(config.sharding.attention.groups)
 
 
 def layer_shapes(resolved: Resolved) -> list[tuple[int, int]]:
@@ -387,7 +392,7 @@ def together(resolved: Resolved) -> tuple[dict, Finding]:
 
     @jax.jit
     def run(*arrays):
-        out, _ = attend.counted(*arrays, in_pieces=config.products.ahead)
+        out, _ = attend.counted(*arrays, in_pieces=puts_together(config))
         return (out.joined() if isinstance(out, Pieces) else out)[0, numbers]
 
     def exact(*arrays):
