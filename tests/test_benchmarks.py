@@ -100,7 +100,7 @@ def test_empty_bundles_and_what_hangs_over_take_their_cycles(monkeypatch, tmp_pa
     kernel = schedule.Candidate("it", None, [], flops=0, blocks=4, steps=1, trips=(2,))
     total, hot, again = schedule.count(kernel, bundles, borders, skips)
     assert total == 2 * 300 + 30 and len(hot) == 300 and again == []
-    assert schedule.linear("18944x5120x13824", "pallas_v7x").blocks == 37 * 14, "13,824 outputs are 13.5 blocks"
+    assert schedule.linear("18944x5120x13824", ["pallas_v7x"]).blocks == 37 * 14, "13,824 outputs are 13.5 blocks"
 
 
 def test_outliers_do_not_change_the_function(monkeypatch):

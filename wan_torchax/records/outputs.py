@@ -99,14 +99,6 @@ def carried(settled: dict, overrides: list[str]) -> dict:
     return {"overrides": safe, "config": config}
 
 
-def is_alike(folder: Path, settled: dict) -> bool:
-    """Whether what is in a folder was made with the same settings, those that affect only its speed included."""
-    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
-        before = yaml.safe_load((folder / "config.yaml").read_text())
-        return config_hash(before, {}) == config_hash(settled, {})
-    return False
-
-
 def finished_before(settled: dict, fingerprints: dict[str, str], folder: Path) -> float | None:
     """The result of the same job in an earlier attempt at this sweep; None if it has to run."""
     with contextlib.suppress(OSError, ValueError, KeyError):

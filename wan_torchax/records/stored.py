@@ -2,6 +2,7 @@
 
 A folder or video is untrusted: only settings that trust.py allows in an artefact are used, and the rest is reported.
 """
+import contextlib
 import json
 import logging
 import re
@@ -16,7 +17,7 @@ from wan_torchax.config.commandline import compose, key_of, literal, options
 from wan_torchax.config.schema import ConfigError
 from wan_torchax.config.wording import flatten
 from wan_torchax.records import media
-from wan_torchax.records.outputs import CALL, UNCOUNTED, is_under
+from wan_torchax.records.outputs import CALL, UNCOUNTED, config_hash, is_under, settle
 
 log = logging.getLogger("wan")
 HERE = "runs are under outputs/<date>/<time>"
@@ -234,6 +235,16 @@ def read_mapping(path: Path) -> dict:
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: not a mapping of keys to values")
     return content
+
+
+def is_alike(config: DictConfig, folder: Path) -> bool:
+    """Whether what is in the folder of a sweep's job was made with its settings, those of its speed included."""
+    if not config.sweep.resume:
+        return False
+    with contextlib.suppress(ConfigError):
+        before = read_mapping(folder / "config.yaml")
+        return bool(before) and config_hash(before, {}) == config_hash(settle(config), {})
+    return False
 
 
 def compare_replay(config: DictConfig, now: dict) -> None:

@@ -26,7 +26,7 @@ from wan_torchax.records import files, outputs, results
 from wan_torchax.records.clock import Clock
 from wan_torchax.records.files import claimed
 from wan_torchax.records.media import Pictures
-from wan_torchax.records.stored import compare_replay
+from wan_torchax.records.stored import compare_replay, is_alike
 from wan_torchax.runtime import adapters
 from wan_torchax.runtime.jobs import find_job
 from wan_torchax.stages.stage import find, result_settings
@@ -49,7 +49,7 @@ class Making:
         self.config, self.folder, self.overrides = inputs.with_texts(config), folder, list(overrides)
         self.clock, self.claims, self.first = clock or Clock(), claims, distributed.is_first()
         self.settled = outputs.settle(self.config)
-        self.is_alike = outputs.is_alike(folder, self.settled)  # before its config.yaml is replaced
+        self.is_alike = is_alike(self.config, folder)  # asked before its config.yaml is replaced
         self.video, self.pictures = outputs.open_video(folder, self.config), Pictures(config.resolution.frames)
         self.emit = self.clock
         if self.first:

@@ -15,8 +15,8 @@ from wan_torchax.config import inputs
 from wan_torchax.config.resolve import Job, Resolved
 from wan_torchax.devices.mesh import memory_bytes
 from wan_torchax.events import Event, Finished, Listener, to_all
-from wan_torchax.records import outputs
 from wan_torchax.records.clock import Clock
+from wan_torchax.records.stored import is_alike
 from wan_torchax.runtime.jobs import find_job
 from wan_torchax.runtime.weights import gib
 from wan_torchax.session import session
@@ -70,8 +70,8 @@ def takes_several(job: Job) -> bool:
 def encode(video: Video) -> None:
     """Run the stages before denoising, or read their results from an earlier attempt."""
     config = inputs.with_texts(video.config)
-    job, is_alike = find_job(config), outputs.is_alike(video.folder, outputs.settle(config))
-    values = read_results(job, video.folder if is_alike else None).values
+    job = find_job(config)
+    values = read_results(job, video.folder if is_alike(config, video.folder) else None).values
     video.resolved = session.resolve(job, list(job.graph.stages), video.listener)
     video.emit = to_all(video.clock, saver(lambda: video.resolved, video.folder), video.listener)
     main = main_stage(job.graph)
